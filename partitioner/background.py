@@ -68,15 +68,18 @@ class FindingSlot:
         self._read = 0.0
 
     def write(self, finding: Finding) -> None:
-        """Replace the stored solution by ``finding``. Only one process may write to a slot."""
+        """Store ``finding``, a solution of an assignment problem, in the shared memory in place of the earlier one.
+        Only one process may write to a slot.
+        """
         self._numbers[0] += 1.0
         self._choice[:] = finding.choice
         self._numbers[1:] = finding.cost, finding.overflow, finding.bound
         self._numbers[0] += 1.0
 
     def read(self) -> Finding | None:
-        """Return the latest solution in the slot; ``None`` if there is none, if this process has read it before, or if
-        it is being written."""
+        """Return the latest solution of the assignment problem that another process has stored in the shared memory;
+        ``None`` if there is none, if this process has read it before, or if it is being written.
+        """
         count = float(self._numbers[0])
         if count == self._read or count % 2:
             return None
@@ -120,7 +123,7 @@ class ForkedWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether the forked process has not ended."""
+        """Return whether the forked process has not ended."""
         if not self._ended:
             try:
                 self._ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
@@ -179,8 +182,9 @@ class BackgroundWorker(Generic[K, R]):
         parent = os.getpid()
 
         def go_through() -> None:
-            """Compute the results of all free keys in the forked process, append them to the file, and mark them as
-            done or failed. Stop when the parent process has ended."""
+            """Compute, in the forked process, the result for each key that the parent process has not begun, append it
+            to the file of results, and mark the key as done or failed. Stop when the parent process has ended.
+            """
             end = 0
             while os.getppid() == parent and (place := self._find_next_free()) is not None:
                 self._marks[place] = _BEGUN
@@ -225,15 +229,17 @@ class BackgroundWorker(Generic[K, R]):
         return place is not None and self._marks[place] == _BEGUN and self._helper is not None and self._helper.runs
 
     def wish(self, key: K) -> None:
-        """Announce that ``key`` will be requested. The forked process computes it before keys that were not announced,
-        and after those announced earlier."""
+        """Announce that the result for ``key`` will be requested. The forked process computes it before keys that were
+        not announced, and after those announced earlier.
+        """
         place = self._places.get(key)
         if place is not None and not self._wishes[place]:
             self._wishes[place] = next(self._turns)
 
     def claim(self, among: Container[C]) -> C | None:
-        """Return the next key in ``among`` that neither this process nor the forked one has begun, and mark it as the
-        caller's task. Return ``None`` if there is none."""
+        """Return the next key in the collection ``among`` whose computation neither this process nor the forked one has
+        begun, and mark it as the caller's task. Return ``None`` if there is none.
+        """
         place = self._find_next_free(among)
         if place is None:
             return None
@@ -242,14 +248,16 @@ class BackgroundWorker(Generic[K, R]):
         return cast(C, key)
 
     def _find_next_free(self, among: Container[Any] | None = None) -> int | None:
-        """Return the index of the next key that neither process has begun, of those in ``among`` (``None``: of all);
-        ``None`` if there is none. Announced keys come first."""
+        """Return the index, in the list of all keys, of the next key whose computation neither this nor the forked
+        process has begun, of those in ``among`` (``None``: of all); ``None`` if there is none. Announced keys come
+        first.
+        """
         free = np.flatnonzero(self._marks == _FREE)
         ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
         return next((place for place in ordered if among is None or self._keys[place] in among), None)
 
     def _stop_helper(self) -> None:
-        """Kill the forked process if it runs."""
+        """Kill the forked process that computes results ahead, if it runs."""
         if self._helper is not None:
             self._helper.end(time.perf_counter())
             self._helper = None
@@ -284,6 +292,8 @@ class Future(Generic[R]):
         self.end()
 
     def end(self) -> None:
-        """Stop the forked process and discard the result, if it is not needed any more."""
+        """Stop the forked process that computes the result, and discard the result. This is for results that are not
+        needed any more.
+        """
         if self._aside is not None:
             self._aside.end()

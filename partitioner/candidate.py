@@ -59,41 +59,42 @@ class MeshCandidate:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The number of ranks by mesh axis: ``pp``, ``dp``, ``cp``, ``tp`` and ``ep``."""
+        """Return the number of ranks by mesh axis: ``pp``, ``dp``, ``cp``, ``tp`` and ``ep``."""
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
 
     @property
     def grid(self) -> dict[str, int]:
-        """The number of ranks by mesh axis, with ``ep`` set to 1, so that the product is the number of ranks of the
-        job: expert groups reuse the ranks of the other axes."""
+        """Return the number of ranks by mesh axis, with ``ep`` set to 1, so that the product is the number of ranks of
+        the job: expert groups reuse the ranks of the other axes.
+        """
         return {**self.mesh, "ep": 1}
 
     @property
     def expert_tp(self) -> int:
-        """The number of ranks that share one expert."""
+        """Return the number of ranks that share one expert."""
         return self.etp or self.tp
 
     @property
     def expert_replicas(self) -> int:
-        """The number of ranks that hold equal parts of the same experts: their data-parallel replicas."""
+        """Return the number of ranks that hold equal parts of the same experts: their data-parallel replicas."""
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
 
     @property
     def replicas(self) -> int:
-        """The number of ranks that have the same weights, without the experts: dp x cp."""
+        """Return the number of ranks that have the same weights, without the experts: dp x cp."""
         return self.dp * self.cp
 
     @property
     def sharers(self) -> int:
-        """The number of ranks over which ZeRO shards the parameters that do not belong to experts, with their gradients
-        and optimizer states.
+        """Return the number of ranks over which ZeRO shards the parameters that do not belong to experts, with their
+        gradients and optimizer states.
         """
         return (self.dp_shard or self.dp) * self.cp
 
     @property
     def expert_sharers(self) -> int:
-        """The number of ranks over which ZeRO shards the parameters of an expert, with their gradients and optimizer
-        states.
+        """Return the number of ranks over which ZeRO shards the parameters of an expert, with their gradients and
+        optimizer states.
         """
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
 
@@ -104,8 +105,9 @@ class MeshCandidate:
 
     @property
     def shares_out(self) -> bool:
-        """Whether ranks of ``dp`` may have different numbers of microbatches. This requires that no experts are
-        exchanged over ``dp``, and that the schedule is not a table for a fixed number of microbatches."""
+        """Return whether ranks of ``dp`` may have different numbers of microbatches. This requires that no experts are
+        exchanged over ``dp``, and that the schedule is not a table for a fixed number of microbatches.
+        """
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
         return inside and isinstance(self.schedule, str)
 
@@ -129,19 +131,21 @@ class MeshCandidate:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """A key that is equal for candidates whose ranks compute the same graphs, which differ only in microbatches and
-        pipeline stages."""
+        """Return a key that is equal for candidates whose ranks compute the same graphs, which differ only in
+        microbatches and pipeline stages.
+        """
         return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
     @property
     def states_kind(self) -> tuple[Hashable, ...]:
-        """A key that is equal for candidates which shard parameters, gradients and optimizer states over ranks in the
-        same way."""
+        """Return a key that is equal for candidates which shard parameters, gradients and optimizer states over ranks
+        in the same way.
+        """
         return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
 
     @property
     def _optional_axes(self) -> list[tuple[str, int, int]]:
-        """The options that a text shows only if they are not at their default, as (name, value, default)."""
+        """Return the options that a text shows only if they are not at their default, as (name, value, default)."""
         shard = ("dp_shard", self.dp_shard, 0)
         return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
 

@@ -63,7 +63,7 @@ class Size:
 
     @property
     def step_time(self) -> float:
-        """Seconds of a step; infinite if there is no plan."""
+        """Return the seconds of a step; infinite if there is no plan."""
         return math.inf if self.plan is None else self.plan.estimate.step_time
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Sizing:
 
     @property
     def plan(self) -> Plan:
-        """The plan for the chosen cluster."""
+        """Return the plan for the chosen cluster."""
         assert self.chosen.plan is not None, self.chosen
         return self.chosen.plan
 
@@ -206,17 +206,23 @@ def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, mor
 
 
 def _is_fast_enough(size: Size, step_time: float | None) -> bool:
-    """Return whether a step of the plan takes at most ``step_time`` seconds; ``None``: no limit."""
+    """Return whether a step of the plan in ``size`` takes at most ``step_time`` seconds; ``None``: no limit. ``size``:
+    the result of planning the job on a cluster of one size.
+    """
     return step_time is None or size.step_time <= step_time
 
 
 def _read_step_money(size: Size) -> float:
-    """Return the US dollars per step. Raise :class:`ConstraintError` if the hardware file gives no price."""
+    """Return the US dollars per step of the plan in ``size``. Raise :class:`ConstraintError` if the hardware file gives
+    no price. ``size``: the result of planning the job on a cluster of one size.
+    """
     return _require_known_value(size.money, "price", "dollars per device and hour")
 
 
 def _read_step_energy(size: Size) -> float:
-    """Return the joules per step. Raise :class:`ConstraintError` if the hardware file gives no power."""
+    """Return the joules per step of the plan in ``size``. Raise :class:`ConstraintError` if the hardware file gives no
+    power. ``size``: the result of planning the job on a cluster of one size.
+    """
     return _require_known_value(size.energy, "power_busy", "watts")
 
 
@@ -349,13 +355,14 @@ def _of_microbatch(
 ) -> Callable[[int], Plan]:
     """Return a function that plans the model, without a program, for a microbatch size in samples. The global batch is
     then one microbatch per device. ``asked``: choices that the user fixed. ``more``: further keyword arguments of
-    ``partition``."""
+    ``partition``. ``model``, ``topology``, ``inputs``: as given to ``partition``.
+    """
     own = ("loss", "objective", "precision", "documents")
     prepared = prepare(model, inputs, **{name: more[name] for name in own if name in more})
     others = {name: value for name, value in more.items() if name not in (*own, "global_batch")}
 
     def plan(size: int) -> Plan:
-        """Return the estimates for microbatches of ``size`` samples."""
+        """Return a plan with estimates and without a program for microbatches of ``size`` samples."""
         pins = asked.model_copy(update={"microbatch_size": size})
         batch = size * topology.num_devices
         return partition(prepared, topology, global_batch=batch, constraints=pins, estimate_only=True, **others)
@@ -368,7 +375,8 @@ def _of_sequence(
 ) -> Callable[[int], Plan]:
     """Return a function that plans the model, without a program, for a sequence length in tokens. ``inputs``: one
     batch, whose sequences are lengthened. ``asked``: choices that the user fixed. ``more``: further keyword arguments
-    of ``partition``."""
+    of ``partition``. ``model``, ``topology``: as given to ``partition``.
+    """
 
     def plan(size: int) -> Plan:
         return partition(
@@ -428,8 +436,9 @@ class Fit:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Bytes of memory that the plan leaves free on the rank with the fullest memory; ``None`` if the job does not
-        fit."""
+        """Return the bytes of memory that the plan leaves free on the rank with the fullest memory; ``None`` if the job
+        does not fit.
+        """
         if self.plan is None or not self.plan.estimate.memory:
             return None
         rank = fullest_rank(self.plan)
@@ -437,7 +446,7 @@ class Fit:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second of the whole cluster; ``None`` if the job does not fit or has no sequences."""
+        """Return the tokens per second of the whole cluster; ``None`` if the job does not fit or has no sequences."""
         if self.plan is None or not self.length or not self.plan.estimate.step_time:
             return None
         return self.plan.global_batch * self.length / self.plan.estimate.step_time
@@ -516,7 +525,8 @@ def check_fit(
 
 def _try_largest(model: Any, topology: Topology, inputs: Any, **more: Any) -> Largest | None:
     """Return the largest size that :func:`largest_that_fits` finds; ``None`` if the first size does not fit in memory.
-    ``more``: its further keyword arguments."""
+    ``inputs``: one global batch. ``more``: further keyword arguments of that function.
+    """
     try:
         return largest_that_fits(model, topology, inputs, tolerance=_TOLERANCE, **more)
     except CapacityError:

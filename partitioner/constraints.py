@@ -255,35 +255,39 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def leaves_schedule(self) -> bool:
-        """Whether the pipeline schedule is free and only some schedules are searched for every mesh. The others are
-        then tried for the best meshes alone."""
+        """Return whether the pipeline schedule is free and only some schedules are searched for every mesh. The others
+        are then tried for the best meshes alone.
+        """
         return self.schedule is None and self.virtual_stages is None and not self.ahead
 
     @property
     def group_size(self) -> int | None:
-        """The number of samples that interact in the loss or in batch norm, if that is one microbatch
+        """Return the number of samples that interact in the loss or in batch norm, if that is one microbatch
         (``couple="microbatch"``); ``None`` if it is the whole batch.
         """
         return self.microbatch_size if self.couple == "microbatch" else None
 
     @property
     def given(self) -> dict[str, Any]:
-        """The constraints that the user fixed (name of the field -> value). Fields that were set to ``None`` are left
-        out."""
+        """Return the constraints that the user fixed (name of the field -> value). Fields that were set to ``None`` are
+        left out.
+        """
         return {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
 
     @property
     def meaning(self) -> Constraints:
-        """The part of the constraints that changes what is computed, not how: ``couple``, within which group samples
-        interact, and the microbatch size if that is the group. All other fields have their defaults."""
+        """Return the part of the constraints that changes what is computed, not how: ``couple``, within which group
+        samples interact, and the microbatch size if that is the group. All other fields have their defaults.
+        """
         if self.couple == "batch":
             return Constraints()
         return Constraints(couple=self.couple, microbatch_size=self.microbatch_size)
 
     @property
     def pinned(self) -> dict[str, int]:
-        """The fixed mesh axes whose sizes multiply to the number of ranks (name of the axis -> size): all but ``ep``,
-        which reuses their ranks."""
+        """Return the fixed mesh axes whose sizes multiply to the number of ranks (name of the axis -> size): all but
+        ``ep``, which reuses their ranks.
+        """
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def fixes_mesh(self, world_size: int) -> bool:

@@ -78,14 +78,16 @@ class InfeasibleError(PartitionError):
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The nearest changes that make a plan possible, nearest first. The first access searches for them, which takes
-        some seconds."""
+        """Return the nearest changes that make a plan possible, nearest first. The first access searches for them,
+        which takes some seconds.
+        """
         return self.suggest().changes
 
     @property
     def conflict(self) -> tuple[str, ...]:
-        """A minimal set of the user's constraints that exclude each other, as texts; empty if there is none. The first
-        access searches for it, which takes some seconds."""
+        """Return a minimal set of the user's constraints that exclude each other, as texts; empty if there is none. The
+        first access searches for it, which takes some seconds.
+        """
         return self.suggest().conflict
 
     def __str__(self) -> str:

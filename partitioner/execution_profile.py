@@ -156,14 +156,15 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The fields in which the profile differs from the runtime of this project, as texts ``field=value``."""
+        """Return the fields in which the profile differs from the runtime of this project, as texts ``field=value``."""
         facts = ((name, getattr(self, name)) for name in type(self).model_fields if name != "name")
         return tuple(f"{name}={value}" for name, value in facts if value != getattr(OURS, name))
 
     @property
     def reasons(self) -> dict[str, str]:
-        """The reason for the value of each field that a named profile sets (name of the field -> text). Fields that
-        were changed from the named profile are left out."""
+        """Return the reason for the value of each field that a named profile sets (name of the field -> text). Fields
+        that were changed from the named profile are left out.
+        """
         facts = _FACTS.get(self.name.partition(",")[0], {})
         return {field: reason for field, (value, reason) in facts.items() if getattr(self, field) == value}
 

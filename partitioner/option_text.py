@@ -229,7 +229,9 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """Return ``text`` as an integer or a boolean if it is one, otherwise unchanged."""
+    """Return ``text``, the value of an option, as an integer or a boolean if it is written like one, otherwise
+    unchanged.
+    """
     words = {"true": True, "false": False}
     return int(text) if text.lstrip("-").isdigit() else words.get(text.lower(), text)
 

@@ -62,8 +62,9 @@ class StageEstimate(Data):
 
     @property
     def again(self) -> str:
-        """A text on the recomputation of the stage, such as ``3 recomputed``, the number of calls that run again for
-        their backward; ``""`` if nothing is recomputed."""
+        """Return a text on the recomputation of the stage, such as ``3 recomputed``, the number of calls that run again
+        for their backward; ``""`` if nothing is recomputed.
+        """
         if not self.recomputed:
             return f"{self.in_part or ''} recomputed in part".strip() if self.selective else ""
         return f"{self.recomputed} recomputed" + (f", {self.in_part or 'others'} in part" if self.selective else "")
@@ -189,7 +190,7 @@ class Certificate(Data):
 
     @property
     def num_open(self) -> int:
-        """The number of candidates that were not solved and may be faster than the plan."""
+        """Return the number of candidates that were not solved and may be faster than the plan."""
         return sum(map(self.is_open, self.candidates)) + self.left.get(OPEN, 0)
 
 
@@ -270,8 +271,8 @@ class Plan(Data):
 
     @property
     def program(self) -> Program:
-        """The programs of all ranks. Raises :class:`PlanError` if the plan is only an estimate, which this version does
-        not execute.
+        """Return the programs of all ranks. Raises :class:`PlanError` if the plan is only an estimate, which this
+        version does not execute.
         """
         if self.written is None:
             under = f" under the profile {self.profile.name}" if self.profile.differences else ""
@@ -283,7 +284,9 @@ class Plan(Data):
 
     @property
     def expected_step_time(self) -> float:
-        """The mean seconds of a step over the shapes of batches, weighted by how often batches have each shape."""
+        """Return the mean seconds of a step over the shapes of batches, weighted by how often batches have
+        each shape.
+        """
         steps = [(f.padding, f.seconds) for f in self.further.values() if f.purpose == "step"]
         every = [(self.padding, self.estimate.step_time), *steps]
         weights = [1.0 if padding is None else padding.weight for padding, _ in every]
@@ -291,32 +294,33 @@ class Plan(Data):
 
     @property
     def chosen(self) -> Candidate:
-        """The candidate of the search that this plan realises, with its mesh, schedule and status ``chosen``."""
+        """Return the candidate of the search that this plan realises, with its mesh, schedule and status ``chosen``."""
         return next(c for c in self.certificate.candidates if c.status == "chosen")
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The number of ranks per axis: ``{"pp": 2, "dp": 2, "cp": 1, "tp": 4, "ep": 1}``. ``ep`` reuses the ranks of
-        dp x cp x tp.
+        """Return the number of ranks per axis: ``{"pp": 2, "dp": 2, "cp": 1, "tp": 4, "ep": 1}``. ``ep`` reuses the
+        ranks of dp x cp x tp.
         """
         return self.chosen.mesh if self.written is None else self.written.mesh
 
     @property
     def offload(self) -> tuple[str, ...]:
-        """The kinds of data in host memory between uses: ``optimizer`` (its states), ``activations`` or ``parameters``;
-        empty if there are none. ``disk``: optimizer states are on disk instead."""
+        """Return the kinds of data in host memory between uses: ``optimizer`` (its states), ``activations`` or
+        ``parameters``; empty if there are none. ``disk``: optimizer states are on disk instead.
+        """
         if self.written is None:
             return self.in_host or self.constraints.offload or ()
         return self.written.offload
 
     @property
     def world_size(self) -> int:
-        """The number of ranks, one per device."""
+        """Return the number of ranks, one per device."""
         return len(self.devices)
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches per step of the data-parallel rank that has the most."""
+        """Return the number of microbatches per step of the data-parallel rank that has the most."""
         if self.written is not None:
             return self.written.num_microbatches
         each = -(-self.global_batch // (self.chosen.mesh["dp"] * self.chosen.microbatch_size))
@@ -324,7 +328,7 @@ class Plan(Data):
 
     @property
     def tokens_per_step(self) -> int:
-        """The number of tokens of a step, if all samples are as long as the planned ones; 0 if the model has no
+        """Return the number of tokens of a step, if all samples are as long as the planned ones; 0 if the model has no
         attention.
         """
         limits = self.certificate.limits
@@ -332,17 +336,17 @@ class Plan(Data):
 
     @property
     def data_shares(self) -> tuple[int, ...]:
-        """The number of microbatches of each data-parallel rank; empty if all have :attr:`num_microbatches`."""
+        """Return the number of microbatches of each data-parallel rank; empty if all have :attr:`num_microbatches`."""
         return self.of_replicas if self.written is None else self.written.data_shares
 
     @property
     def schedule(self) -> str:
-        """The name of the pipeline schedule, such as ``1f1b``."""
+        """Return the name of the pipeline schedule, such as ``1f1b``."""
         return self.chosen.schedule if self.written is None else self.written.schedule
 
     @property
     def num_stages(self) -> int:
-        """The number of pipeline ranks, the size of the axis ``pp``."""
+        """Return the number of pipeline ranks, the size of the axis ``pp``."""
         return self.mesh.get("pp", 1)
 
     def rank(self, rank: int) -> RankProgram:
@@ -486,7 +490,9 @@ class Plan(Data):
     @staticmethod
     @typed_errors("Plan.load()")
     def load(path: str | Path) -> Plan:
-        """Return the plan in a file that :meth:`save` wrote. Raise :class:`PlanFileError` for any other file."""
+        """Return the plan in the JSON file ``path``, which :meth:`save` wrote. Raise :class:`PlanFileError` for any
+        other file.
+        """
         from partitioner.plans.files import load_plan
 
         return load_plan(Path(path))

@@ -33,7 +33,7 @@ def format_digits(value: float, places: int = 3) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Return a number of bytes as text with three significant digits in powers of 1024, such as ``16 MiB``."""
+    """Return ``num_bytes`` as text with three significant digits in powers of 1024, such as ``16 MiB``."""
     size, unit = float(num_bytes), 0
     while abs(size) >= 999.5 and unit < len(_BINARY) - 1:
         size, unit = size / 1024, unit + 1
@@ -109,7 +109,8 @@ def text_console(file: IO[str], **options: Any) -> Console:
 
 def format_plain_text(parts: Iterable[RenderableType]) -> str:
     """Return renderable objects of the library rich, such as tables, as text without colours. ``parts``: the objects,
-    from top to bottom. Lines have at most ``WIDTH`` columns and no spaces at their ends."""
+    from top to bottom. Lines have at most 110 columns and no spaces at their ends.
+    """
     written = io.StringIO()
     console = text_console(written, width=WIDTH, color_system=None, legacy_windows=False)
     for part in parts:

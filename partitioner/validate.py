@@ -34,8 +34,10 @@ def check_request(
     precision: str | None = None,
 ) -> None:
     """Raise a :class:`partitioner.passes.errors.PartitionError` if an argument of ``partition`` is invalid whatever the
-    model is. ``topology``: the cluster. ``optimizer``: name, such as ``"adamw"``. ``train``: whether the job trains.
-    ``profile``: how the plan is executed. ``precision``: such as ``"bf16"``; ``None``: that of the parameters."""
+    model is. ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``optimizer``: name, such as
+    ``"adamw"``. ``train``: whether the job trains. ``profile``: how the plan is executed. ``precision``: such as
+    ``"bf16"``; ``None``: that of the parameters. ``constraints``: the choices that the user fixed.
+    """
     if not isinstance(topology, Topology):
         raise InputsError(
             f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "

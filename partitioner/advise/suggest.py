@@ -120,7 +120,9 @@ class _RelaxationSearch:
 
     @property
     def late(self) -> bool:
-        """Return whether another attempt might end after the time limit, if it takes as long as the longest so far."""
+        """Return whether another attempt to plan a changed job might end after the time limit, if it takes as long as
+        the longest so far.
+        """
         return time.monotonic() + self._longest > self.until
 
     def find_conflict(self) -> tuple[str, ...]:

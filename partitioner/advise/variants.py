@@ -92,7 +92,8 @@ def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate)
 
 def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCandidate) -> float:
     """Return how far ``candidate`` is from the user's value of the constraint ``pin``: half of the absolute base-2
-    logarithm of the ratio of both values; 0 if they are not whole numbers.
+    logarithm of the ratio of both values; 0 if they are not whole numbers. ``constraints``: the choices that the user
+    fixed.
     """
     old, new = getattr(constraints, pin, None), getattr(candidate, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
@@ -102,7 +103,8 @@ def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCand
 
 def format_given_pin(constraints: Constraints, pin: str) -> str:
     """Return the fixed constraint ``pin`` with its value as the user could write it, such as ``tp=8`` or
-    ``stage_of['head']=1``. ``pin``: a constraint's name, or ``stage_of:<module>``.
+    ``stage_of['head']=1``. ``pin``: a constraint's name, or ``stage_of:<module>``. ``constraints``: the choices that
+    the user fixed.
     """
     name, _, module = pin.partition(":")
     if module:
@@ -118,7 +120,8 @@ def kinds_text(kinds: Sequence[str]) -> str:
 
 def describe_pin_change(constraints: Constraints, pin: str, new: object) -> str:
     """Return a change of a fixed constraint as text, such as ``tp=4 instead of 8``. ``pin``: the constraint's name, or
-    ``stage_of:<module>``. ``new``: its new value; ``None`` means that it is left free.
+    ``stage_of:<module>``. ``new``: its new value; ``None`` means that it is left free. ``constraints``: the choices
+    that the user fixed.
     """
     name, _, module = pin.partition(":")
     if module:
@@ -170,8 +173,8 @@ class Variant:
 
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
-    """Return ``variant`` (a changed job) with the fields ``changed``, which is one more change and adds ``cost``.
-    ``kind``: the key of the change. ``text``: its description.
+    """Return ``variant`` (a changed job) with the fields ``changed``, which is one more change. ``cost``: the effort of
+    the change, which is added to that of ``variant``. ``kind``: the key of the change. ``text``: its description.
     """
     return replace(
         variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
@@ -180,7 +183,7 @@ def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **chang
 
 def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[Variant]:
     """Yield the job as requested, and then changed jobs with one or several changes each. ``short_of_memory``: whether
-    missing memory is the reason that the requested job has no plan.
+    missing memory is the reason that the requested job has no plan. ``asked``: the job as the user requested it.
     """
     base = Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
     yield base
@@ -206,7 +209,7 @@ def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[V
 
 def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
     """Yield changed jobs with more memory per device or with more nodes, for a job that lacks memory. The factors go up
-    to 16384.
+    to 16384. ``asked``: the job as the user requested it.
     """
     base = next(list_variants(asked, True))
     yield from _list_memory_variants(base, (*_TIMES, *_FAR))
@@ -216,6 +219,7 @@ def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
 def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
     """Yield changed jobs in which one entry of ``stage_of`` is corrected: a module name that does not exist becomes the
     most similar one, and a stage that does not exist becomes the first or the last. ``base``: the job that is changed.
+    ``asked``: the job as the user requested it.
     """
     given = base.constraints.stage_of
     stages = _num_stages(base.constraints)
@@ -232,8 +236,8 @@ def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Itera
 
 
 def _num_stages(given: Constraints) -> int | None:
-    """Return the number of pipeline stages, virtual ones included, that ``stage_of`` can name; ``None`` if the
-    constraints leave it open.
+    """Return the number of pipeline stages, virtual ones included, that the constraint ``stage_of`` can name; ``None``
+    if the constraints ``given`` leave it open.
     """
     if given.pp is None or (given.virtual_stages is None and given.schedule not in (None, *OF_ONE_STAGE)):
         return None
@@ -248,7 +252,7 @@ def _replace_stage_places(base: Variant, places: dict[str, int], text: str) -> V
 def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
     """Yield changed jobs with the nearest global batch sizes that are multiples of the fixed ``dp`` times the fixed
     microbatch size, or of the number of coupled groups of samples times a divisor of the number of devices. ``base``:
-    the job that is changed.
+    the job that is changed. ``asked``: the job as the user requested it.
     """
     given = base.constraints
     batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def format_asked_constraints(asked: Mapping[str, Any]) -> str:
-    """Return constraints (name -> value) as text, such as ``tp=8, offload=optimizer+disk``."""
+    """Return the constraints ``asked`` (name -> value) as text, such as ``tp=8, offload=optimizer+disk``."""
     return ", ".join(
         f"{name}={'+'.join(value) or 'none' if name == 'offload' and isinstance(value, tuple) else value}"
         for name, value in asked.items()
@@ -430,8 +430,8 @@ def _answer_by_planning(
 
 
 def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
-    """Return the sorted names of parameters that only one of two plans has, or whose shapes differ; empty if a plan has
-    no program.
+    """Return the sorted names of parameters that only one of the plans ``plan`` and ``other`` has, or whose shapes
+    differ; empty if a plan has no program.
     """
     if plan.written is None or other.written is None:
         return []

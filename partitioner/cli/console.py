@@ -132,7 +132,9 @@ def build_output_console() -> Console:
 
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
-    """Print tables and texts to the standard output, with colours on a terminal and as plain text elsewhere."""
+    """Print ``parts``, tables and texts of the library rich, to the standard output, with colours on a terminal and as
+    plain text elsewhere.
+    """
     console = build_output_console()
     if not console.is_terminal:
         console.out(format_plain_text(parts))

@@ -151,8 +151,9 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The result of the user's model function: the model, and the model's inputs and the loss function, which are
-    ``None`` if the function did not return them.
+    """The model for which a command plans, from the user's function or from a configuration. ``model``: the module.
+    ``inputs``: one global batch; ``None`` if the function returned none. ``loss``: function that computes the loss from
+    the output, or ``None``. ``pretrained``: the model with notes and weights, if it was built from a configuration.
     """
 
     model: nn.Module
@@ -165,18 +166,22 @@ class TargetModel:
         return type(self.model).__name__
 
     def global_batch(self, asked: int | None) -> int | None:
-        """Return the argument ``global_batch`` for ``partition``. ``asked``: that of the command line. The inputs of a
-        configuration have this size already."""
+        """Return the argument ``global_batch`` for ``partition``, in samples. It is ``asked``, the value of the option
+        on the command line (``None``: not given), or ``None`` for the model of a configuration, whose inputs have that
+        size already.
+        """
         return None if self.pretrained is not None else asked
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What a command was asked for about the model and the batch of a configuration; ``None``: nothing.
+    """Options of a command for the model and the batch that are built from a Hugging Face configuration; ``None``: the
+    default.
 
-    ``seq``, ``batch``, ``task``, ``lora``, ``objective``, ``values``: as for ``load_pretrained``. ``devices``: number
-    of devices, from which the number of samples follows. ``plan``: a plan of the model, which has the sizes of its
-    batch.
+    ``seq``: tokens of a sample. ``batch``: samples of the global batch. ``task``: name of the task, which decides the
+    class of the model. ``lora``: options of LoRA adapters as text. ``objective``: ``train`` or ``infer``. ``values``:
+    whether tensors have values or are on the meta device. ``devices``: number of devices, from which the default number
+    of samples follows. ``plan``: a plan of the model, whose batch has the sizes to use.
     """
 
     seq: int | None = None
@@ -189,7 +194,9 @@ class SampleOptions:
     plan: Plan | None = None
 
     def load(self, source: str) -> TargetModel:
-        """Return the model of the configuration ``source`` with a batch."""
+        """Return the model of the configuration ``source`` (a path or name) and inputs for it, with the sizes that
+        these options choose.
+        """
         from partitioner.pretrained.load import choose_samples, load_pretrained
 
         plan, seq, batch = self.plan, self.seq, self.batch
@@ -214,8 +221,9 @@ def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = 
     or a configuration. ``meta``: create a function's tensors on the meta device, without memory. ``asked``: options for
     a configuration.
 
-    Raise :class:`TargetError` if the file or function does not exist, if the function fails, or if its result is not
-    ``SHAPE``. Raise :class:`PretrainedError` for a configuration that cannot be used.
+    Raise :class:`TargetError` if the file or function does not exist, if the function fails, or if its result is not a
+    model, (model, inputs) or (model, inputs, loss). Raise :class:`PretrainedError` for a configuration that cannot be
+    used.
     """
     asked = asked or SampleOptions()
     where, colon, name = text.rpartition(":")

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 class DrawError(PartitionError):
-    """Raised if a picture is requested under a name that is not a key of ``VIEWS``."""
+    """Raised if a kind of picture is requested that does not exist, that is, another one than ``graph``, ``timeline``,
+    ``topology`` or ``memory``.
+    """
 
 
 def draw(plan: Plan, view: str = "graph") -> str:

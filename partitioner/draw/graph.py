@@ -162,8 +162,8 @@ _DIRECTIONS = ("forward", "backward")
 
 
 def group_card(calls: CallGroup) -> Card:
-    """Return the card of a sequence of repeated blocks, such as decoder layers: names of the blocks, their number,
-    module paths, notes, collectives by kind, parameters, and how weights are sharded.
+    """Return the card (a list of text lines) of ``calls``, a sequence of repeated blocks, such as decoder layers: names
+    of the blocks, their number, module paths, notes, collectives by kind, parameters, and how weights are sharded.
     """
     title = " + ".join(calls.blocks)
     rows = [CardRow(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]
@@ -214,8 +214,8 @@ def short_name(name: str) -> str:
 
 
 def group_tooltip(calls: CallGroup) -> str:
-    """Return the tooltip of a sequence of repeated blocks, one fact per line: the range of its calls in the stage, its
-    collectives with their bytes, and the shape and sharding of each weight.
+    """Return the tooltip of ``calls``, a sequence of repeated blocks, one fact per line: the range of its calls in the
+    stage, its collectives with their bytes, and the shape and sharding of each weight.
     """
     lines = [f"{' + '.join(calls.blocks)} × {calls.count}: calls {calls.start} to {calls.stop - 1} of the stage"]
     for moved in calls.collectives:
@@ -228,8 +228,8 @@ def group_tooltip(calls: CallGroup) -> str:
 
 
 def flow_tooltip(flow: ValueFlow) -> str:
-    """Return the tooltip of a curve: the names of the values that pass along it, their bytes, and those of their
-    gradients.
+    """Return the tooltip of the curve that is drawn for ``flow``: the names of the values that pass along it, their
+    bytes, and those of their gradients.
     """
     names = ", ".join(flow.values[:8]) + (f" and {len(flow.values) - 8} more" if len(flow.values) > 8 else "")
     back = f", gradients {bytes_text(flow.backward_bytes)}" if flow.backward_bytes else ""
@@ -281,8 +281,8 @@ def draw_graph(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class StageCluster:
-    """Describes consecutive pipeline stages with equal contents, which are drawn as one panel. ``stage``: what the
-    first of them contains. ``stages``: the indices of all of them.
+    """Describes consecutive pipeline stages with equal contents, which are drawn as one panel. ``stage``: the summary
+    of the first of them. ``stages``: the indices of all of them.
     """
 
     stage: StageOutline
@@ -291,8 +291,8 @@ class StageCluster:
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
     """Return the pipeline stages of ``whole``, the overview of a program, in groups that are drawn as one panel each.
-    If there are more than ``MOST_STAGES`` stages, at least three consecutive equal stages form one group. Every other
-    stage forms its own.
+    If there are more than eight stages, at least three consecutive equal stages form one group. Every other stage forms
+    its own.
     """
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]
@@ -310,8 +310,8 @@ def clusters_of(whole: Outline) -> list[StageCluster]:
 
 
 def _build_likeness_key(stage: StageOutline) -> object:
-    """Return a value that is equal for two stages if they are drawn as one panel: their blocks, collectives and
-    parameter bytes.
+    """Return a key for ``stage`` that is equal for two stages if they are drawn as one panel: their blocks, collectives
+    and parameter bytes.
     """
     groups = [(g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed, g.selective) for g in stage.groups]
     return groups, stage.reductions, stage.parameter_bytes
@@ -474,14 +474,14 @@ class _GraphScene:
         return wires
 
     def build_stage_panel(self, cluster: StageCluster) -> Panel:
-        """Return the panel of a group of equal stages, with the contents of the first of them."""
+        """Return the panel of ``cluster``, a group of equal stages, with the contents of the first of them."""
         return stage_panel(
             self.build_header_card(cluster), cluster.stage.groups, self.whole.flows, self.format_stage_tooltip(cluster)
         )
 
     def build_header_card(self, cluster: StageCluster) -> Card:
-        """Return the card at the top of a panel: indices of stages and ranks, parameters and memory of a rank, and the
-        collectives that sum gradients.
+        """Return the card (a list of text lines) at the top of the panel of ``cluster``, a group of equal stages:
+        indices of stages and ranks, parameters and memory of a rank, and the collectives that sum gradients.
         """
         stage = cluster.stage
         ranks = [r for s in cluster.stages for r in self.whole.stages[s].ranks]
@@ -521,8 +521,8 @@ class _GraphScene:
         ]
 
     def format_stage_tooltip(self, cluster: StageCluster) -> str:
-        """Return the tooltip of a panel: its ranks, number of layers and parameters, and the model inputs and outputs
-        of its stages.
+        """Return the tooltip of the panel of ``cluster``, a group of equal stages: its ranks, number of layers and
+        parameters, and the model inputs and outputs of its stages.
         """
         stage = cluster.stage
         inner = {a: n for a, n in self.plan.mesh.items() if a != "pp"}

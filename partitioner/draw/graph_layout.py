@@ -183,7 +183,7 @@ class WireLanes:
 
     @property
     def width(self) -> float:
-        """Return the x coordinate up to which panels and wires extend."""
+        """Return the x coordinate in pixels up to which panels and wires (lines between panels) extend."""
         return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
 
     def upper_first(self, index: int) -> tuple[int, int, bool]:
@@ -196,8 +196,8 @@ class WireLanes:
         return wire.source, wire.target, False
 
     def _place_wire_ends(self) -> None:
-        """Set ``ends``: spread the ends of wires over the lower or upper side of each panel, in the order of the panels
-        at their other ends.
+        """Set ``ends`` ((index of a wire, whether at its target) -> x coordinate): spread the ends of wires over the
+        lower or upper side of each panel, in the order of the panels at their other ends.
         """
         sides: dict[tuple[int, str], list[tuple[float, int, bool]]] = defaultdict(list)
         for index in range(len(self.wires)):

@@ -59,7 +59,8 @@ _FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
 @dataclass(frozen=True)
 class MemoryLevel:
     """Describes the memory that a rank uses during an interval of a training step. ``start``, ``end``: seconds from the
-    start of the step. ``sizes``: bytes by kind of memory; the kinds are the keys of ``KINDS``, such as ``gradients``.
+    start of the step. ``sizes``: bytes by kind of memory; the kinds have names such as ``gradients`` (the keys of
+    ``KINDS``).
     """
 
     start: float
@@ -109,8 +110,8 @@ def stage_levels(
 
 
 def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment: MemoryMoment) -> int:
-    """Return the bytes of temporary tensors while the layer of ``moment`` runs on ``stage`` (an index); 0 if no layer
-    runs.
+    """Return the bytes of temporary tensors while the layer of ``moment`` (the memory at one time) runs on ``stage``
+    (an index); 0 if no layer runs. ``durations``: the predicted seconds of the plan's instructions.
     """
     if moment.call is None:
         return 0
@@ -190,8 +191,8 @@ class _MemoryChart:
         return root
 
     def _far_note(self) -> str:
-        """Return a sentence on the usable memory if it is too large for the scale of the picture; otherwise an empty
-        text.
+        """Return a sentence that states the usable memory, if its line lies outside of the picture because it is much
+        larger than the peak; otherwise an empty text.
         """
         if not self.far:
             return ""
@@ -275,9 +276,9 @@ class _MemoryChart:
     def draw_kind_area(
         self, root: ET.Element, kind: str, stage: int, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
-        """Draw the area of one kind of memory with its tooltip. ``kind``: a key of ``KINDS``. ``stage``: index of the
-        pipeline stage. ``floor``, ``roof``: bytes at the lower and upper edge of the area, for each column of pixels.
-        ``ground``: y coordinate of 0 bytes.
+        """Draw the area of one kind of memory with its tooltip. ``kind``: its name, such as ``gradients``. ``stage``:
+        index of the pipeline stage. ``floor``, ``roof``: bytes at the lower and upper edge of the area, for each column
+        of pixels. ``ground``: y coordinate of 0 bytes.
         """
         colour, meaning = self.kinds[kind]
         most = max(level.sizes.get(kind, 0) for level in self.stages[stage])
@@ -291,9 +292,9 @@ class _MemoryChart:
     def draw_kind_label(
         self, shape: ET.Element, kind: str, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
-        """Write the name of a kind of memory into its area ``shape``, if the area is high enough over the width of the
-        name. ``floor``, ``roof``: bytes at the lower and upper edge of the area, for each column of pixels. ``ground``:
-        y coordinate of 0 bytes.
+        """Write the name of the kind of memory ``kind``, such as ``gradients``, into its area ``shape``, if the area is
+        high enough over the width of the name. ``floor``, ``roof``: bytes at the lower and upper edge of the area, for
+        each column of pixels. ``ground``: y coordinate of 0 bytes.
         """
         words = kind if kind != "saved" else "activations"
         half = math.ceil(text_width(words, _LABEL) / 2 / _COLUMN) + 1

@@ -36,7 +36,9 @@ class Colour:
 
 
 def _mix_colours(one: str, other: str, share: float) -> str:
-    """Return the mixture of two colours given like ``#4477aa``. ``share``: the part of ``other`` in it, 0 to 1."""
+    """Return the mixture of the colours ``one`` and ``other``, which are given like ``#4477aa``. ``share``: the part of
+    ``other`` in it, 0 to 1.
+    """
     parts = ((int(one[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in parts)
 
@@ -203,9 +205,9 @@ def draw_rectangle(
     stroke: str | None = None,
     radius: float = 0.0,
 ) -> ET.Element:
-    """Append a rectangle to ``parent`` and return it. ``x``, ``y``: the top left corner in pixels. ``fill`` and
-    ``stroke``: names of colours of the palette; a fill of ``"hatched"`` marks idle time, and no ``stroke`` means no
-    outline. ``radius``: of the corners, in pixels.
+    """Append a rectangle to ``parent`` and return it. ``x``, ``y``: the top left corner, and ``width``, ``height``: the
+    size, in pixels. ``fill`` and ``stroke``: names of colours of the palette; a fill of ``"hatched"`` marks idle time,
+    and no ``stroke`` means no outline. ``radius``: of the corners, in pixels.
     """
     attributes = {
         "x": format_coordinate(x),
@@ -257,9 +259,9 @@ def draw_text(
     anchor: str = "start",
     bold: bool = False,
 ) -> ET.Element:
-    """Append a line of text to ``parent`` and return it. ``x``: the x coordinate of its left end, middle or right end,
-    for ``anchor`` ``start``, ``middle`` or ``end``. ``y``: that of its baseline. ``size``: of the letters, in pixels.
-    ``fill``: name of a colour of the palette.
+    """Append ``content``, a line of text, to ``parent`` and return it, in bold letters if ``bold``. ``x``: the x
+    coordinate of its left end, middle or right end, for ``anchor`` ``start``, ``middle`` or ``end``. ``y``: that of its
+    baseline. ``size``: of the letters, in pixels. ``fill``: name of a colour of the palette.
     """
     attributes = {
         "x": format_coordinate(x),
@@ -298,7 +300,7 @@ _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] -·"), frozenset("mwMWQ%@→×")
 
 def text_width(content: str, size: float, bold: bool = False) -> float:
     """Return an estimate of the width of ``content`` in pixels. ``size``: of the letters, in pixels. The exact width
-    depends on the fonts of the viewer, so the estimate is rather too wide.
+    depends on the fonts of the viewer, so the estimate is rather too wide. ``bold``: the letters are bold.
     """
     width = 0.0
     for char in content:
@@ -430,7 +432,9 @@ class CardRow:
 
 @dataclass(frozen=True)
 class Card:
-    """Describes a list of text lines of a picture, whose size is known before it is drawn."""
+    """Describes a list of text lines of a picture, whose size is known before it is drawn. ``rows``: the lines, from
+    the top.
+    """
 
     rows: tuple[CardRow, ...]
 

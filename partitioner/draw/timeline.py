@@ -226,7 +226,7 @@ class _TimelineChart:
         self.figures = figures
 
     def _find_chart_folds(self, bars: Sequence[Bar]) -> tuple[Fold, ...]:
-        """Return the repeated parts of the step that are drawn once; none if every stage has at most ``_MOST_BARS``
+        """Return the repeated parts of the step that are drawn once; an empty tuple if every stage has at most 40
         computations. ``bars``: the instructions of all stages.
         """
         stages, kept = range(len(self.program.stages)), []
@@ -292,8 +292,8 @@ class _TimelineChart:
         return root
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
-        """Draw a bracket with the number of repetitions above the first of several equal periods, and two dashed lines
-        where the others are left out. ``top``, ``bottom``: y coordinates of the edges of the rows.
+        """Draw a bracket with the number of repetitions above the first of the several equal periods of ``fold``, and
+        two dashed lines where the others are left out. ``top``, ``bottom``: y coordinates of the edges of the rows.
         """
         start, _ = fold.hidden
         words = f"× {fold.times:,}"
@@ -437,8 +437,9 @@ def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
-    """Return the range (first, end) of layer indices that two instructions run together; ``None`` if they differ in
-    operation or microbatch, or if their layers are not adjacent.
+    """Return the range of layers that the instructions ``last`` and ``bar`` run together, as a pair (index of the
+    first, index behind the last one); ``None`` if they differ in operation or microbatch, or if their layers are not
+    adjacent.
     """
     one, two = last.instruction, bar.instruction
     if one.op != two.op or one.microbatch != two.microbatch or not one.calls or not two.calls:

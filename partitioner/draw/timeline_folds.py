@@ -75,12 +75,16 @@ class TimeScale:
 
     @property
     def shown(self) -> float:
-        """Return the number of seconds that are drawn."""
+        """Return the number of seconds of the step that the timeline shows, without the repeated periods that are left
+        out.
+        """
         return sum(stop - start for start, stop in self.segments)
 
     @property
     def seconds_per_pixel(self) -> float:
-        """Return the seconds that one pixel stands for, outside of the gaps."""
+        """Return the seconds that one pixel of the timeline stands for, outside of the gaps in place of
+        hidden periods.
+        """
         return self.shown / max(1.0, self.width - self.gap * len(self.folds))
 
     def x(self, seconds: float) -> float:
@@ -145,7 +149,8 @@ def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
 def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:
     """Yield pairs of a list of anchors and a tuple of strides. Anchors are bars at which a period may begin, such as
     the first forward of each microbatch, in order of time. Strides are the numbers of anchors that one period may
-    contain. ``bars``: the forward and backward computations of one pipeline stage.
+    contain. ``bars``: the forward and backward computations of one pipeline stage. ``num_stages``: number of pipeline
+    stages.
     """
     for ops in ("F", "BI"):
         every = sorted((b for b in bars if b.instruction.op in ops), key=lambda b: b.start)
@@ -229,8 +234,8 @@ def _build_period_picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture
 
 def _is_equal_period(one: Picture, other: Picture, first: tuple[float, float], second: tuple[float, float]) -> bool:
     """Return whether two periods contain the same instructions at nearly the same times after their start. ``one``,
-    ``other``: the results of ``_build_period_picture``. ``first``, ``second``: the (start, end) of the periods in
-    seconds.
+    ``other``: each period as sorted tuples (key of the instruction, start in seconds from the start of the period,
+    duration in seconds). ``first``, ``second``: the (start, end) of the periods in seconds.
     """
     if len(one) != len(other):
         return False

@@ -182,7 +182,7 @@ class NodeCluster:
 
     @property
     def columns(self) -> int:
-        """Return the number of boxes in a row, if the devices are drawn in rows."""
+        """Return the number of device boxes side by side, if the devices of a node are drawn in rows."""
         count = max(1, len(self.boxes))
         return min(count, 4 if count <= 4 else 8 if count <= 32 else 12)
 
@@ -208,7 +208,7 @@ class NodeCluster:
 
     @property
     def top(self) -> float:
-        """Return the distance in pixels from the upper edge to the devices."""
+        """Return the distance in pixels from the upper edge of a node's frame to its devices."""
         return _PAD + 17 + 15.5 * len(self.lines) + 6
 
     @property
@@ -282,7 +282,9 @@ class _TopologyScene:
         return picture_title(self.plan) if self.plan is not None else self.topology.name
 
     def format_subtitle(self, clusters: Sequence[NodeCluster]) -> str:
-        """Return the sentences below the title: what the numbers mean, and how many of all nodes are drawn."""
+        """Return the sentences below the title of the picture: what the numbers mean, and how many of all nodes are
+        drawn. ``clusters``: the groups of equal nodes.
+        """
         numbers = " Numbers are ranks." if self.plan is not None else ""
         if self.named and self.plan is not None:
             numbers = " Numbers are ranks, behind the names that devices have of their own."
@@ -292,12 +294,14 @@ class _TopologyScene:
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
 
     def format_drawn_share(self, clusters: Sequence[NodeCluster]) -> str:
-        """Return how many of all nodes are drawn as text, such as ``1 of 16``."""
+        """Return how many of all nodes are drawn as text, such as ``1 of 16``. ``clusters``: the groups of
+        equal nodes.
+        """
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
     def list_key_figures(self, links: LinkTable) -> list[tuple[str, str]]:
-        """Return pairs (name, value) for the header: numbers of devices and nodes, types of devices, mesh and step time
-        or price.
+        """Return pairs (name, value) for the header of the picture: numbers of devices and nodes, types of devices,
+        mesh and step time or price.
         """
         topology = self.topology
         found = [("devices", f"{topology.num_devices:,}"), ("nodes", f"{topology.num_nodes:,}")]
@@ -330,8 +334,8 @@ class _TopologyScene:
         return f"stage_{number % NUM_STAGE_COLOURS}"
 
     def cluster_equal_nodes(self) -> list[NodeCluster]:
-        """Return the nodes in groups of equal nodes, of which only the first node is drawn. There are at most
-        ``MOST_CLUSTERS`` groups; one further entry without devices lists the nodes of all other groups.
+        """Return the nodes in groups of equal nodes, of which only the first node is drawn. There are at most 40
+        groups; one further entry without devices lists the nodes of all other groups.
         """
         firsts = np.flatnonzero(self.topology.place_of == 0)
         ends = [*firsts[1:].tolist(), self.topology.num_devices]
@@ -405,7 +409,7 @@ class _TopologyScene:
 
     def list_node_notes(self, start: int, stop: int) -> list[str]:
         """Return at most three notes on what is unusual about a node: reduced network bandwidth, device speed or
-        memory. ``start``, ``stop``: the range ``[start, stop)`` of the indices of its devices.
+        memory. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the node's devices.
         """
         found = []
         shares = self.topology.cards.left[start:stop]
@@ -420,13 +424,13 @@ class _TopologyScene:
         return found[:_MOST_NOTES]
 
     def is_other_memory(self, device: Device) -> bool:
-        """Return whether a device's memory differs from that of its type."""
+        """Return whether the memory of ``device`` differs from that of its device type."""
         return device.memory != self.topology.types[device.kind].memory
 
     def generate_device_boxes(self, start: int, stop: int) -> Iterator[DeviceBox]:
-        """Yield the boxes of a node's devices: one for each device or, on nodes with more than ``_MOST_DEVICES``, one
-        for each range of devices of equal colour. ``start``, ``stop``: the range ``[start, stop)`` of the indices of
-        the devices.
+        """Yield the boxes of a node's devices: one for each device or, on nodes with more than 96 devices, one for each
+        range of devices of equal colour. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the
+        devices.
         """
         one_by_one = stop - start <= _MOST_DEVICES
         first = start
@@ -473,8 +477,8 @@ class _TopologyScene:
                 yield i, j, float(matrix[i, j])
 
     def draw_node_cluster(self, root: ET.Element, cluster: NodeCluster, x: float, y: float) -> None:
-        """Draw the frame, texts, links and devices of a group of equal nodes into ``root``. ``x``, ``y``: the top left
-        corner in pixels.
+        """Draw the frame, texts, links and devices of ``cluster``, a group of equal nodes, into ``root``. ``x``, ``y``:
+        the top left corner in pixels.
         """
         frame = draw_group(
             root, f"nodes {format_ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}"

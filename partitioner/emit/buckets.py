@@ -132,8 +132,10 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key that is equal for gradients that may share a bucket. They have equal mesh axes, number format,
-        stages and reading block calls; under ZeRO-2 and ZeRO-3 the same virtual stages must add to them, too."""
+        """Return a key for ``gradient`` that is equal for gradients that may share a bucket. They have equal mesh axes,
+        number format, stages and reading block calls; under ZeRO-2 and ZeRO-3 the same virtual stages must add to them,
+        too.
+        """
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
 

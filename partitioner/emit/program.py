@@ -501,7 +501,9 @@ def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> Sta
 
 def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
     """Return the shape, dtype and layouts of each input of ``model`` and each output of its block calls, and whether a
-    gradient flows to it (name of the value -> description). ``layouts``: layouts of the values over the mesh."""
+    gradient flows to it (name of the value -> description). ``layouts``: layouts of the values over the mesh. ``flow``:
+    which values have gradients.
+    """
     names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
     return {
         name: Value(
@@ -517,7 +519,9 @@ def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) 
 
 def _build_output_data(model: FoldedModel, routes: Routes, layouts: Layouts) -> list[OutputData]:
     """Return a description of each output of ``model``, in order: a constant, or a value with its layouts and the
-    pipeline stage that holds it."""
+    pipeline stage that holds it. ``routes``: the pipeline rank that holds each output. ``layouts``: layouts of the
+    values over the mesh.
+    """
     result = []
     for o in model.outputs:
         if o.value is None:

@@ -72,16 +72,18 @@ class StageJob:
 
     @property
     def by_call(self) -> bool:
-        """Whether each block call (such as a layer) gets its own forward and backward instruction. This is so if its
-        parameters are gathered or fetched for it, or if its activations are offloaded after it."""
+        """Return whether each block call (such as a layer) gets its own forward and backward instruction. This is so if
+        its parameters are gathered or fetched for it, or if its activations are offloaded after it.
+        """
         if "parameters" in self.offload or (self.train and "activations" in self.offload):
             return True
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """The indices of this rank's virtual stages in increasing order. An action's ``chunk`` is an index into this
-        tuple."""
+        """Return the indices of this rank's virtual stages in increasing order. An action's ``chunk`` is an index into
+        this tuple.
+        """
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:

@@ -182,16 +182,16 @@ def _build_amount_table(
 
 
 def _compare_times(names: tuple[str, str], plan: Plan, other: Plan) -> RenderableType:
-    """Return a table of the seconds of a step by kind of time, such as computation, for two plans. ``names``: their
-    column titles.
+    """Return a table of the seconds of a step by kind of time, such as computation, for the plans ``plan`` and
+    ``other``. ``names``: their column titles.
     """
     one, two = (without_residue(each.estimate.breakdown) for each in (plan, other))
     return _build_amount_table(names, one, two, KINDS, seconds_text)
 
 
 def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[RenderableType]:
-    """Return one table of the peak memory of the fullest stage of both plans, by kind of memory. The list is empty if a
-    plan has no estimates by stage. ``names``: the column titles of the two plans.
+    """Return one table of the peak memory of the fullest stage of the plans ``plan`` and ``other``, by kind of memory.
+    The list is empty if a plan has no estimates by stage. ``names``: the column titles of the two plans.
     """
     parts = []
     for each in (plan, other):
@@ -204,8 +204,8 @@ def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[Ren
 
 
 def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:
-    """Yield a table with the first module, the last module and the number of calls of each stage in both plans; nothing
-    if all stages are equal. ``names``: the column titles of the two plans.
+    """Yield a table with the first module, the last module and the number of calls of each stage in the plans ``plan``
+    and ``other``; nothing if all stages are equal. ``names``: the column titles of the two plans.
     """
     ones, twos = (
         [
@@ -221,8 +221,9 @@ def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator
 
 
 def _compare_layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
-    """Yield a line for each weight that the two plans shard differently over the mesh axes ``tp`` or ``ep``. Weights of
-    repeated layers share a line. At most 20 lines are listed. Nothing is yielded if a plan has no program.
+    """Yield a line for each weight that the plans ``plan`` and ``other`` shard differently over the mesh axes ``tp`` or
+    ``ep``. Weights of repeated layers share a line. At most 20 lines are listed. Nothing is yielded if a plan has no
+    program.
     """
     if plan.written is None or other.written is None:
         return

@@ -105,8 +105,8 @@ _GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their s
 
 
 def memory_words(plan: Plan) -> dict[str, str]:
-    """Return the names under which kinds of memory are shown to users: kind -> text. The kinds are the keys of
-    ``MEMORY_KINDS``. The texts depend on whether ``plan`` is for training, and on its ZeRO stage.
+    """Return the names under which kinds of memory are shown to users: kind -> text. The kinds have names such as
+    ``parameters`` or ``saved``. The texts depend on whether ``plan`` is for training, and on its ZeRO stage.
     """
     words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
     return {**words, "gradients": _GRADIENTS_OF_ZERO_1} if plan.chosen.zero == 1 else words
@@ -528,8 +528,8 @@ def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
-    """Return a value that is equal for candidates with the same mesh, microbatch size and schedule, and different
-    otherwise.
+    """Return the mesh as text, the microbatch size in samples, and the schedule of ``candidate``, as a key by which
+    equal layouts are found.
     """
     return candidate_text(candidate), candidate.microbatch_size, candidate.schedule
 

@@ -65,7 +65,9 @@ def certificate_text(plan: Plan) -> str:
 
 
 def _compare_with_covered(certificate: Certificate) -> str:
-    """Return a clause that says that the plan is faster than every covered plan; empty if that is not known."""
+    """Return a clause that says that the plan is faster than every covered plan; empty if that is not known.
+    ``certificate``: the results of the search.
+    """
     faster = certificate.covered_bound is not None and certificate.objective < certificate.covered_bound
     return ", so it is faster than each of them" if faster else ""
 

@@ -159,8 +159,8 @@ def _types_of(states: Sequence[StateData]) -> str:
 
 
 def _shorten_dtype(dtype: str) -> str:
-    """Return the short name of a data type: ``bf16`` for ``bfloat16``. A type without a short name is returned
-    unchanged.
+    """Return the short name of the data type ``dtype``: ``bf16`` for ``bfloat16``. A type without a short name is
+    returned unchanged.
     """
     return _SHORT.get(dtype, dtype)
 
@@ -220,14 +220,15 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
-    """Return what the search found for the layout ``candidate`` as a key of ``STATUS_WORDS``. Layouts that were not
-    worked out but may be faster than the plan have a key of their own. ``certificate``: the results of the search.
+    """Return what the search found for the layout ``candidate`` as one word (a key of ``STATUS_WORDS``), such as
+    ``solved`` or ``infeasible``. Layouts that were not worked out but may be faster than the plan have a key of their
+    own. ``certificate``: the results of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
 
 def format_heading(text: str) -> Text:
-    """Return ``text`` in bold."""
+    """Return ``text`` in bold, as the heading of a section of a text report."""
     return Text(text, style="bold")
 
 
@@ -237,7 +238,7 @@ def indent_part(part: RenderableType) -> Padding:
 
 
 def build_pair_grid(rows: Sequence[tuple[str, str]]) -> Padding:
-    """Return a grid of two columns without titles. ``rows``: pairs (name, value)."""
+    """Return a grid of text with two columns and without titles, for a terminal. ``rows``: pairs (name, value)."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -642,7 +643,7 @@ def estimate_table(plan: Plan) -> Padding:
 
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     """Return a table of the layouts that the search of ``plan`` examined: the chosen one first, then by step time or
-    lower bound. ``most``: largest number of rows; a further row has the number of the others.
+    lower bound. ``most``: largest number of rows for layouts; a further row has the number of the others.
     """
     made = build_empty_table(
         [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("at least", True),
@@ -740,7 +741,7 @@ def build_bar_chart(shares: Sequence[tuple[str, float, str]], width: int = 30) -
 
 
 def format_text_line(text: str) -> RenderableType:
-    """Return ``text`` as an indented line of a section."""
+    """Return ``text`` as an indented line of a section of a text report."""
     return indent_part(Text(text))
 
 

@@ -97,7 +97,8 @@ def _read_precision(options: Options) -> str:
 
 def _read_fsdp(options: Options, of_node: int | None) -> dict[str, Any]:
     """Return the fields of a training layout (name -> value) that the FSDP section decides: ZeRO stage, sharding ranks,
-    offload and recomputation. ``of_node``: number of processes on a node; ``None`` if unknown.
+    offload and recomputation. ``of_node``: number of processes on a node; ``None`` if unknown. ``options``: the options
+    of the configuration.
     """
     name = "fsdp_config.fsdp_"
     version = options.take_number(f"{name}version", 1)
@@ -129,7 +130,8 @@ def _read_fsdp(options: Options, of_node: int | None) -> dict[str, Any]:
 
 def _read_axes(options: Options, zero: int) -> dict[str, Any]:
     """Return the fields of a training layout (name -> value) that the section on parallelism decides: the sizes of the
-    mesh axes, the attention algorithm and the sequence length. ``zero``: the ZeRO stage.
+    mesh axes, the attention algorithm and the sequence length. ``zero``: the ZeRO stage. ``options``: the options of
+    the configuration.
     """
     name = f"{_PREFIX}parallelism_config_"
     sizes = {axis: options.take_number(f"{name}{axis}_size", 1) for axis in _AXES}
@@ -185,8 +187,8 @@ def _read_deepspeed_section(options: Options, folder: Path | None, processes: in
 
 
 def _translate_deepspeed(options: Options) -> dict[str, Any]:
-    """Return the DeepSpeed configuration (nested options) that the section ``deepspeed_config`` of accelerate stands
-    for.
+    """Return the DeepSpeed configuration (nested options) that ``options``, the section ``deepspeed_config`` of
+    accelerate, stands for.
     """
     name = "deepspeed_config."
     zero: dict[str, Any] = {"stage": options.take_number(f"{name}zero_stage", 2, least=0)}
@@ -203,7 +205,7 @@ def _translate_deepspeed(options: Options) -> dict[str, Any]:
 
 def _read_megatron_section(options: Options, layout: dict[str, Any]) -> TrainingLayout:
     """Return the training layout of a configuration that uses Megatron-LM. ``layout``: the fields (name -> value) that
-    other sections have decided.
+    other sections have decided. ``options``: the options of the configuration.
     """
     name = "megatron_lm_config.megatron_lm_"
     tp, pp = options.take_number(f"{name}tp_degree", 1), options.take_number(f"{name}pp_degree", 1)

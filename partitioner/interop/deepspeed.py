@@ -98,7 +98,9 @@ def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collec
 
 
 def _read_axes(options: Options) -> dict[str, Any]:
-    """Return the sizes of the mesh axes and how they are used, as fields of a training layout (name -> value)."""
+    """Return the sizes of the mesh axes and how they are used, as fields of a training layout (name -> value).
+    ``options``: the options of the configuration.
+    """
     tp = options.take_number("tensor_parallel.autotp_size", 0, least=0)
     inner = options.take_number("tensor_parallel.tp.tp_size", 1)
     if inner > 1 and inner != tp:
@@ -123,7 +125,7 @@ def _read_axes(options: Options) -> dict[str, Any]:
 
 def _read_batch(options: Options) -> dict[str, Any]:
     """Return microbatch size, number of microbatches and global batch, as fields of a training layout (name -> value).
-    Raise :class:`ContradictionError` if they do not divide.
+    Raise :class:`ContradictionError` if they do not divide. ``options``: the options of the configuration.
     """
     micro, steps = options.take_number(_MICRO), options.take_number(_STEPS)
     total = options.take_number(_TOTAL)
@@ -149,7 +151,7 @@ def _read_batch(options: Options) -> dict[str, Any]:
 
 def _read_states(options: Options) -> dict[str, Any]:
     """Return the ZeRO stage, the kinds of data in host memory and the number of sharding ranks, as fields of a training
-    layout (name -> value).
+    layout (name -> value). ``options``: the options of the configuration.
     """
     stage = options.take_number("zero_optimization.stage", 0, least=0)
     if stage > 3:
@@ -193,7 +195,9 @@ def _read_states(options: Options) -> dict[str, Any]:
 
 
 def _read_precision(options: Options) -> str:
-    """Return the precision of matrix products: ``bf16``, ``fp16`` or ``fp32``."""
+    """Return the precision of matrix products: ``bf16``, ``fp16`` or ``fp32``. ``options``: the options of the
+    configuration.
+    """
     bf16 = options.take_flag("bf16.enabled") or options.take_flag("bfloat16.enabled")
     section = options.given.get("bfloat16")
     if isinstance(section, Mapping):
@@ -211,7 +215,7 @@ def _read_precision(options: Options) -> str:
 
 def _read_optimizer(options: Options) -> str | None:
     """Return this project's name for the configured optimizer; ``adamw`` for an unknown one, ``None`` if none is
-    configured.
+    configured. ``options``: the options of the configuration.
     """
     name = options.take_text("optimizer.type")
     if name is None:

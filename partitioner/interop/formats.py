@@ -139,8 +139,8 @@ def _load_source(source: str | os.PathLike[str]) -> _Source:
 
 
 def _detect_format(source: _Source) -> str:
-    """Return the name of the format of a configuration, such as ``deepspeed``, from the ending of its file and its
-    options.
+    """Return the name of the format of the configuration ``source``, such as ``deepspeed``, from the ending of its file
+    and its options.
     """
     if source.ending in (".py", ".toml") or "--parallelism." in source.text:
         return "torchtitan"

@@ -225,7 +225,9 @@ def _build_layout(options: Options, name: str, devices: int | None) -> TrainingL
 
 
 def _read_precision(options: Options) -> str:
-    """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. FP4 counts as ``fp8``."""
+    """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. FP4 counts as ``fp8``.
+    ``options``: the options of the configuration.
+    """
     bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
     if bf16 and fp16:
         raise ContradictionError(f"{options.name('bf16')} and {options.name('fp16')} together; expected one of them")
@@ -262,7 +264,9 @@ def _read_zero(options: Options) -> int:
 
 
 def _read_context(options: Options) -> str:
-    """Return this project's name of the attention algorithm over context-parallel ranks, such as ``ring``."""
+    """Return this project's name of the attention algorithm over context-parallel ranks, such as ``ring``. ``options``:
+    the options of the configuration.
+    """
     given = options.take("cp-comm-type")
     kinds = [given] if isinstance(given, str) else given if isinstance(given, list) else ["p2p"]
     for kind in kinds:
@@ -328,7 +332,9 @@ def _read_offload(options: Options) -> tuple[str, ...]:
 
 
 def _read_optimizer(options: Options) -> str:
-    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one."""
+    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one. ``options``: the options
+    of the configuration.
+    """
     name = str(options.take_text("optimizer", "adam")).lower()
     momentum = options.take_share("sgd-momentum", 0.9)
     if name not in _OPTIMIZERS:
@@ -341,7 +347,7 @@ def _read_optimizer(options: Options) -> str:
 
 def _read_stages(options: Options, pp: int) -> dict[str, Any]:
     """Return schedule, virtual stages and layers of each stage as fields of a training layout (name -> value). ``pp``:
-    number of pipeline ranks; with one, there are no such fields.
+    number of pipeline ranks; with one, there are no such fields. ``options``: the options of the configuration.
     """
     chunks = options.take_number("num-virtual-stages-per-pipeline-rank")
     per_chunk = options.take_number("num-layers-per-virtual-pipeline-stage")
@@ -394,7 +400,8 @@ def _read_stages(options: Options, pp: int) -> dict[str, Any]:
 
 def _divide_rest(options: Options, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
     """Return the number of layers in each of ``stages`` stages. ``first``, ``last``: the configured numbers of the
-    first and the last stage, or ``None``; the other stages share the remaining layers equally.
+    first and the last stage, or ``None``; the other stages share the remaining layers equally. ``options``: the options
+    of the configuration.
     """
     layers = options.take_number("num-layers")
     if layers is None:
@@ -415,7 +422,8 @@ def _divide_rest(options: Options, stages: int, first: int | None, last: int | N
 
 def _parse_stage_layout(options: Options, given: Any) -> tuple[int, ...]:
     """Return the number of layers in each pipeline stage. ``given``: text like ``Ett|ttL``, where ``t`` is a layer and
-    ``|`` separates stages, or for each stage a list of names such as ``decoder``.
+    ``|`` separates stages, or for each stage a list of names such as ``decoder``. ``options``: the options of the
+    configuration.
     """
     option = "pipeline-model-parallel-layout"
     expected = "stages like Ett|ttL, with E, t, m and L for embedding, layer, prediction ahead and loss"
@@ -466,8 +474,8 @@ def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, 
 
 
 def _read_expert_profile(options: Options) -> dict[str, Any]:
-    """Return the fields of the execution profile (how the framework runs a plan) that concern experts, name ->
-    value.
+    """Return the fields of the execution profile (how the framework runs a plan) that concern experts, name -> value.
+    ``options``: the options of the configuration.
     """
     facts: dict[str, Any] = {}
     kind = options.take_choice(
@@ -494,7 +502,9 @@ def _read_expert_profile(options: Options) -> dict[str, Any]:
 
 
 def _read_graphs(options: Options) -> str:
-    """Return which part of a step runs as CUDA graphs: ``none``, ``part`` or ``all``."""
+    """Return which part of a step runs as CUDA graphs: ``none``, ``part`` or ``all``. ``options``: the options of the
+    configuration.
+    """
     kind = options.take_text("cuda-graph-impl", "none")
     on = options.take_flag("enable-cuda-graph") or options.take_flag("external-cuda-graph")
     scope = options.take("cuda-graph-scope")

@@ -67,8 +67,8 @@ def _assign(found: re.Match[str], variables: dict[str, str]) -> None:
 
 def _follow_condition(line: str, variables: dict[str, str], branches: list[list[bool]]) -> bool:
     """Return whether a line of a shell script is part of a condition (``if`` to ``fi``) or prints or exits, and so is
-    no command. ``branches`` is updated: for each open condition, whether the current branch is taken, and whether any
-    branch has been.
+    no command. ``variables``: name -> value of the shell variables. ``branches`` is updated: for each open condition,
+    whether the current branch is taken, and whether any branch has been.
     """
     word = line.split(None, 1)[0].rstrip(";")
     if word == "if":
@@ -97,8 +97,8 @@ def _holds(line: str, variables: dict[str, str]) -> bool:
 
 
 def _join_lines(text: str) -> Iterator[str]:
-    """Yield the lines of a script without comments; lines that a backslash or an open parenthesis continues are
-    joined.
+    """Yield the lines of the shell script ``text`` without comments; lines that a backslash or an open parenthesis
+    continues are joined.
     """
     text = re.sub(r"\\\r?\n", " ", text)
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)

@@ -144,8 +144,8 @@ class Options:
         return value
 
     def take_number(self, option: str, default: Any = None, least: int = 1) -> Any:
-        """Return the value of ``option`` as a whole number, or ``default`` if it is not given. Raise
-        :class:`OptionValueError` for anything but a whole number of at least ``least``.
+        """Return the value of ``option`` as a whole number, or ``default`` if it is not given. Mark the option as read.
+        Raise :class:`OptionValueError` for anything but a whole number of at least ``least``.
         """
         value = self.take(option)
         if value is None:
@@ -216,8 +216,8 @@ class Options:
         return OptionValueError(f"{self.where}: {self.name(option)}: expected {expected}, got {got}; correct the value")
 
     def note(self, option: str, reason: str) -> None:
-        """Record that ``option`` has no effect or cannot be expressed, if it is given. ``reason``: a clause that says
-        why.
+        """Record that ``option`` has no effect or cannot be expressed, if the configuration gives it. ``reason``: a
+        clause that says why.
         """
         if option in self.given:
             self._taken.add(option)
@@ -241,8 +241,8 @@ class Options:
         return option in self._ignore or option.split(".")[0] in self._ignore
 
     def list_unused(self) -> tuple[UnusedOption, ...]:
-        """Return the options without effect: those that were recorded with a reason, and all others that were not
-        read.
+        """Return the options of the configuration that have no effect: those that were recorded with a reason, and all
+        others that were not read.
         """
         left = [self._unused(option, _NO_EFFECT) for option in self.given if option not in self._taken]
         return (*self._notes, *left)

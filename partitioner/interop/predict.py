@@ -48,12 +48,12 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Return whether every rank has enough memory."""
+        """Return whether every rank has enough memory for the layout."""
         return not self.missing_bytes
 
     @property
     def step_time(self) -> float:
-        """Return the step time of the layout in seconds."""
+        """Return the predicted seconds of a step with the layout of the configuration."""
         return self.plan.estimate.step_time
 
     @property
@@ -121,9 +121,9 @@ def _price_layout(
     """Return the plan of ``layout`` without a program, and the bytes that its fullest rank lacks on ``topology`` (0 if
     it fits).
 
-    ``job``: a triple of the constraints, further arguments of ``partition`` by name, and a list of assumptions, to
-    which this function adds. If the layout does not fit, it is planned with larger memories. Raise
-    :class:`CapacityError` if it does not fit in any of these either.
+    ``inputs``: one global batch. ``job``: a triple of the constraints, further arguments of ``partition`` by name, and
+    a list of assumptions, to which this function adds. If the layout does not fit, it is planned with larger memories.
+    Raise :class:`CapacityError` if it does not fit in any of these either.
     """
     pins, given, notes = job
 
@@ -202,7 +202,9 @@ def _list_layers(model: nn.Module) -> list[list[str]]:
 
 
 def prediction_parts(found: Prediction) -> list[RenderableType]:
-    """Return a report on a prediction as texts, tables and charts to print on a terminal."""
+    """Return a report on ``found``, a prediction for another framework's configuration, as texts, tables and charts of
+    the library rich, to print on a terminal in this order.
+    """
     plan, layout = found.plan, found.layout
     name = (
         layout.profile.name
@@ -232,8 +234,8 @@ def prediction_parts(found: Prediction) -> list[RenderableType]:
 
 
 def _build_comparison(found: Prediction) -> RenderableType:
-    """Return a table of step time, memory and other figures, with a column for the configuration and, if it exists, one
-    for this project's own plan.
+    """Return a table of step time, memory and other figures of the prediction ``found``, with a column for the
+    configuration and, if it exists, one for this project's own plan.
     """
     table = build_empty_table([("", False), ("configuration", True), *([("our plan", True)] if found.ours else [])])
     plans = [found.plan, *([found.ours] if found.ours else [])]
@@ -256,7 +258,9 @@ def _build_comparison(found: Prediction) -> RenderableType:
 
 
 def _find_fullest(found: Prediction) -> tuple[int, int]:
-    """Return the rank with the highest peak memory, and the usable bytes of its device."""
+    """Return two numbers for the predicted layout in ``found``: the rank with the highest peak memory, and the usable
+    bytes of its device.
+    """
     memory = found.plan.estimate.memory
     peak = max(range(len(memory)), key=lambda rank: memory[rank])
     rooms = list_usable_bytes(found.plan)
@@ -264,7 +268,9 @@ def _find_fullest(found: Prediction) -> tuple[int, int]:
 
 
 def _explain_memory(found: Prediction) -> list[RenderableType]:
-    """Return the part of the report that says whether the layout fits, and a chart of the fullest rank's memory."""
+    """Return the part of the report that says whether the layout of the prediction ``found`` fits into memory, and a
+    chart of the fullest rank's memory.
+    """
     plan = found.plan
     rank, room = _find_fullest(found)
     peak, stage = plan.estimate.memory[rank], rank // (plan.world_size // plan.num_stages)
@@ -287,7 +293,9 @@ def _explain_memory(found: Prediction) -> list[RenderableType]:
 
 
 def _explain_time(found: Prediction) -> list[RenderableType]:
-    """Return the part of the report that says what limits the step time, and a chart of its parts."""
+    """Return the part of the report that says what limits the step time of the prediction ``found``, and a chart of its
+    parts.
+    """
     plan = found.plan
     shares = time_shares(plan)
     lines = [f"Most of the step is {shares[0][0]}."] if shares else []
@@ -299,7 +307,9 @@ def _explain_time(found: Prediction) -> list[RenderableType]:
 
 
 def _explain_gain(found: Prediction) -> str:
-    """Return a sentence that compares the step time of this project's own plan with that of the configuration."""
+    """Return, for the prediction ``found``, a sentence that compares the step time of this project's own plan with that
+    of the configuration.
+    """
     assert found.ours is not None and found.gain is not None
     taken = seconds_text(found.ours.estimate.step_time)
     if not found.fits:

@@ -74,8 +74,8 @@ def read_torchtitan(
 
 
 def _read_flags(text: str) -> dict[str, Any]:
-    """Return command-line flags such as ``--training.seq_len 4096`` as option name -> value; a flag without a value is
-    ``True``. Raise :class:`OptionValueError` for a word that belongs to no flag.
+    """Return the command-line flags in ``text``, such as ``--training.seq_len 4096``, as option name -> value; a flag
+    without a value is ``True``. Raise :class:`OptionValueError` for a word that belongs to no flag.
     """
     words = text.replace("=", " ").split()
     found: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def _is_offloaded(options: Options) -> bool:
 
 def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
     """Return the sizes of data parallelism and the ZeRO stage, as fields of a training layout (name -> value). ``pp``:
-    number of pipeline ranks.
+    number of pipeline ranks. ``options``: the options of the configuration.
     """
     replicate = options.take_number("parallelism.data_parallel_replicate_degree", 1)
     replicate = options.take_number("training.data_parallel_replicate_degree", replicate)
@@ -199,7 +199,7 @@ def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
 
 def _read_batch(options: Options, pp: int) -> dict[str, Any]:
     """Return microbatch size and either the number of microbatches or the global batch, as fields of a training layout
-    (name -> value). ``pp``: number of pipeline ranks.
+    (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of the configuration.
     """
     local = options.take_number("training.local_batch_size", options.take_number("training.batch_size", 8))
     batch = options.take_number("training.global_batch_size", -1, least=-1)
@@ -229,7 +229,7 @@ def _read_batch(options: Options, pp: int) -> dict[str, Any]:
 
 def _read_stages(options: Options, pp: int) -> dict[str, Any]:
     """Return the schedule and how layers are divided into stages, as fields of a training layout (name -> value).
-    ``pp``: number of pipeline ranks; with one, there are no such fields.
+    ``pp``: number of pipeline ranks; with one, there are no such fields. ``options``: the options of the configuration.
     """
     name = "parallelism.pipeline_parallel_schedule"
     if not options.has(name) and options.has("experimental.pipeline_parallel_schedule"):
@@ -263,7 +263,7 @@ def _read_context(options: Options) -> str:
 
 def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
     """Return what backward recomputes: ``none``, ``alternate``, ``full``, or ``None`` if the compiler decides it.
-    ``nested``: the configuration with sections as inner mappings.
+    ``nested``: the configuration with sections as inner mappings. ``options``: the options of the configuration.
     """
     section = nested.get("activation_checkpoint", {})
     if section is None:
@@ -287,7 +287,7 @@ def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
 
 def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
     """Return the precision of matrix products, such as ``bf16`` or ``fp8``. ``nested``: the configuration with sections
-    as inner mappings.
+    as inner mappings. ``options``: the options of the configuration.
     """
     kind = options.take_choice("training.mixed_precision_param", _TYPES, "bf16")
     whole = options.take_choice("training.dtype", _TYPES, "fp32")
@@ -304,7 +304,7 @@ def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
 
 def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
     """Return this project's name for the configured optimizer; ``adamw`` for an unknown one. ``nested``: the
-    configuration with sections as inner mappings.
+    configuration with sections as inner mappings. ``options``: the options of the configuration.
     """
     name = str(options.take_text("optimizer.name", "AdamW"))
     own = nested.get("optimizer")

@@ -17,9 +17,10 @@ class Unreadable(str):
 def read_config_function(source: str, function: str | None, where: str) -> dict[str, Any]:
     """Return the options of the configuration that a function of a module returns, as nested sections.
 
-    ``function``: its name; ``None``: the only function of the module that returns a configuration. ``where``: the name
-    of the module, for messages. The class of a component is under the key ``class``. Raise :class:`LayoutError` if
-    there is no such function, or if its result is not known without running it.
+    ``source``: the Python source of the module. ``function``: the function's name; ``None``: the only function of the
+    module that returns a configuration. ``where``: the name of the module, for messages. The class of a component is
+    under the key ``class``. Raise :class:`LayoutError` if there is no such function, or if its result is not known
+    without running it.
     """
     try:
         tree = ast.parse(source)

@@ -48,7 +48,9 @@ def read_transformers(text: str, folder: Path | None = None, ignore: Collection[
 
 
 def _read_distributed(options: Options) -> TrainingLayout:
-    """Return the training layout that the fields of a ``DistributedConfig`` describe."""
+    """Return the training layout that the fields of a ``DistributedConfig`` describe. ``options``: the options of the
+    configuration.
+    """
     options.reject_unknown(load_known_options()["transformers"]["distributed_config"])
     tp, pp, shard, replicate, ep = (options.take_number(name, 1) for name in _SIZES)
     old = options.take_flag("enable_expert_parallel")
@@ -89,7 +91,7 @@ def _read_distributed(options: Options) -> TrainingLayout:
 
 def _read_arguments(options: Options, folder: Path | None) -> TrainingLayout:
     """Return the training layout that the fields of ``TrainingArguments`` describe. ``folder``: where a DeepSpeed file
-    is looked for that they name.
+    is looked for that they name. ``options``: the options of the configuration.
     """
     size = options.take_number("per_device_train_batch_size", options.take_number("per_gpu_train_batch_size", 8))
     steps = options.take_number("gradient_accumulation_steps", 1)
@@ -130,7 +132,8 @@ def _read_optimizer(options: Options) -> str:
 
 def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
     """Return the ZeRO stage and the kinds of data in host memory, as fields of a training layout (name -> value).
-    ``given``: the value of the option ``fsdp``: true, or words such as ``full_shard offload``.
+    ``given``: the value of the option ``fsdp``: true, or words such as ``full_shard offload``. ``options``: the options
+    of the configuration.
     """
     words = given.split() if isinstance(given, str) else given if isinstance(given, list) else []
     words = [str(word).lower() for word in words if str(word).lower() not in ("true", "1")]

@@ -56,7 +56,9 @@ class DeviceMemory:
 
     @property
     def usable(self) -> int:
-        """Return the bytes that a plan may use on the device."""
+        """Return the bytes that a plan may use on the device: its memory less the reserved part, the buffers of groups
+        and the margin.
+        """
         return max(0, self.device - self.reserved - self.groups - self.margin)
 
 

@@ -31,7 +31,7 @@ class PlanFileError(PartitionError):
 
 
 def save_plan(plan: Plan, path: Path) -> Path:
-    """Write ``plan`` to the file ``path`` and return the path."""
+    """Write ``plan`` as JSON to the file ``path`` and return the path. The file is replaced atomically."""
     content = fold_programs(plan.model_dump(mode="json", exclude_defaults=True, by_alias=True))
     return write_text(path, _wrap_plan_content(FORMAT, content))
 
@@ -64,7 +64,7 @@ def export_ranks(plan: Plan, folder: Path) -> list[Path]:
 
 
 def plan_schema() -> dict[str, Any]:
-    """Return the JSON schema of a plan file."""
+    """Return the JSON schema of a plan file, as a dict of JSON data."""
     made = Plan.model_json_schema()
     for part in made["$defs"].values():
         if "description" in part:
@@ -129,9 +129,9 @@ def _compute_checksum(content: dict[str, Any]) -> str:
 
 
 def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
-    """Return the content of a JSON file without its format, version and checksum, in the form of the current version.
-    ``kind``: the format that the file must have. Raise :class:`PlanFileError` if it cannot be read, has another format
-    or version, or does not match its checksum.
+    """Return the content of the JSON file ``path`` without its format, version and checksum, in the form of the current
+    version. ``kind``: the format that the file must have. Raise :class:`PlanFileError` if it cannot be read, has
+    another format or version, or does not match its checksum.
     """
     try:
         text = path.read_text()

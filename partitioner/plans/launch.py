@@ -51,8 +51,8 @@ class LaunchJob:
 def job_of(
     plan: Plan, plan_file: str, script: str | None = None, arguments: Sequence[str] = (), max_restarts: int = 3
 ) -> LaunchJob:
-    """The job that runs ``script``, or without one ``-m partitioner.runtime plan_file``, on the devices of ``plan``.
-    The latter reads the weights of ``plan.weights`` unless ``arguments`` name others.
+    """Return the job that runs ``script``, or without one ``-m partitioner.runtime plan_file``, on the devices of
+    ``plan``. The latter reads the weights of ``plan.weights`` unless ``arguments`` name others.
 
     ``arguments``: further arguments of the program. ``max_restarts``: how often a failed job is started again. Raise
     :class:`PlanError` if the plan has no program, or if ``max_restarts`` is negative.
@@ -74,8 +74,8 @@ def job_of(
 
 
 def torchrun_commands(job: LaunchJob) -> str:
-    """Return the torchrun command for each host, as text with comments that name the hosts. ``FIRST_HOST`` stands for
-    the name of the first host.
+    """Return the torchrun command of ``job`` for each host, as text with comments that name the hosts. ``FIRST_HOST``
+    stands for the name of the first host.
     """
     program = shlex.join(job.program)
     if job.num_nodes == 1:
@@ -188,8 +188,8 @@ _WAIT = [
 
 
 def _build_srun_lines(job: LaunchJob) -> list[str]:
-    """Return the lines of a batch script that start torchrun on all nodes with ``srun``. It runs in the background, so
-    that the script can handle signals.
+    """Return the lines of a batch script that start torchrun for ``job`` on all nodes with ``srun``. It runs in the
+    background, so that the script can handle signals.
     """
     srun = "srun --cpu-bind=none --kill-on-bad-exit=1"
     program = shlex.join(job.program)

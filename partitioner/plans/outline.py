@@ -313,7 +313,9 @@ def path_range(paths: Sequence[str]) -> str:
 
 
 def chunk_starts(stage: Stage) -> list[int]:
-    """Return the positions of the stage's block calls with which its virtual stages begin, in increasing order."""
+    """Return the positions, from 0, of those block calls of the pipeline stage ``stage`` with which its virtual stages
+    begin, in increasing order.
+    """
     starts: set[int] = set()
     fresh = True
     for instruction in stage.instructions:
@@ -352,7 +354,7 @@ class _Outliner:
 
     @cached_property
     def shared(self) -> set[str]:
-        """Return the names of the values that several stages compute, each for itself."""
+        """Return the names of the values that several pipeline stages compute, each for itself."""
         made = Counter(v for stage in self.program.stages for call in stage.calls for v in call.outputs)
         return {value for value, times in made.items() if times > 1}
 

@@ -56,7 +56,9 @@ class Reference:
 
 
 class _Float64(TorchDispatchMode):
-    """Mode in which operators that ask for a floating type narrower than float64 get float64."""
+    """A torch mode in which operators that are called with a floating dtype narrower than float64, such as
+    ``to(torch.float32)``, use float64 instead.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,8 +71,8 @@ class _Float64(TorchDispatchMode):
 
 
 class _DoubleData(TorchFunctionMode):
-    """Mode for tensors that the model's code creates from Python numbers. They are rounded to the type that the code
-    requests, and then become float64, as constants do in plans.
+    """A torch mode for tensors that the model's code creates from Python numbers. They are rounded to the type that the
+    code requests, and then become float64, as constants do in plans.
 
     ``default``: type of such tensors if the code requests none. ``planned``: type of the model's tensors in the plan.
     It is used if the code requests the type of one of the model's tensors, which is float64 in this mode.
@@ -121,8 +123,10 @@ _OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.sca
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
-    """Compute ``torch._grouped_mm`` in float64, for which PyTorch has no kernel. ``offs``: the end index of each group
-    of rows of ``a``, of columns of ``b``, or of the dim that is summed over; ``None`` for a batched product."""
+    """Return the result of ``torch._grouped_mm`` of ``a`` and ``b``, computed in float64, for which PyTorch has no
+    kernel. ``offs``: the end index of each group of rows of ``a``, of columns of ``b``, or of the dim that is summed
+    over; ``None`` for a batched product.
+    """
     if offs is None:
         return a @ b
     ends = offs.tolist()
@@ -145,8 +149,8 @@ def _widen_reduced_dtype(value: Any) -> Any:
 
 
 class _Drawing(TorchDispatchMode):
-    """Mode in which operators that draw random numbers do so as plans do: each call uses a random stream of its own.
-    ``streams``: provides the streams, numbered in the order of calls.
+    """A torch mode in which operators that draw random numbers do so as plans do: each call uses a random stream of its
+    own. ``streams``: provides the streams, numbered in the order of calls.
     """
 
     def __init__(self, streams: _ByPlace) -> None:
@@ -180,8 +184,8 @@ def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _ByPlace(TorchFunctionMode):
-    """Mode in which dropout draws random numbers as plans do: each call draws from its own stream of random numbers,
-    numbered in the order of calls.
+    """A torch mode in which dropout draws random numbers as plans do: each call draws from its own stream of random
+    numbers, numbered in the order of calls.
     """
 
     def __init__(self, seed: int, group: int) -> None:
@@ -234,8 +238,8 @@ class _ByPlace(TorchFunctionMode):
         """Run recurrent layers one by one, with dropout on the output of each layer before the next reads it, and
         return the outputs and final states as PyTorch does.
 
-        ``func``: PyTorch's function for the stack of layers. ``state``: the initial hidden state, or a pair of states.
-        ``weights``: those of all layers. ``stack``: the number of layers and their options.
+        ``func``: PyTorch's function for the stack of layers. ``x``: the input sequence. ``state``: the initial hidden
+        state, or a pair of states. ``weights``: those of all layers. ``stack``: the number of layers and their options.
         """
         each, ways = len(weights) // stack.layers, stack.ways
         several = not isinstance(state, Tensor)
@@ -285,6 +289,9 @@ class _ByPlace(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Return the result of ``scaled_dot_product_attention`` with these arguments, where dropout draws from a random
+        stream of its own.
+        """
         if enable_gqa:
             groups = query.shape[-3] // key.shape[-3]
             key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
@@ -390,8 +397,8 @@ def run_reference(
 
 @dataclass(frozen=True)
 class _ReferenceRun:
-    """The arguments of a run of the unmodified model. ``planned``: the floating type of the plan if the model runs in
-    float64; ``None`` if the model runs in its own type.
+    """The arguments of one run of the unmodified model: the model, its inputs, the loss function and the options.
+    ``planned``: the floating type of the plan if the model runs in float64; ``None`` if the model runs in its own type.
     """
 
     model: nn.Module
@@ -405,7 +412,9 @@ class _ReferenceRun:
     counters: Collection[str]
 
     def with_gradients(self, grad: bool) -> Reference:
-        """Run a copy of the model and return what it computes. ``grad``: whether autograd is on."""
+        """Run a copy of the unmodified model once and return what it computes: outputs, loss, gradients, and buffers.
+        ``grad``: whether autograd is on.
+        """
         model, double = _copy_model_by_value(self.model), self.planned is not None
         drop_looking_hooks(model)
         if double:
@@ -483,7 +492,7 @@ def _build_tensor_doubler() -> Callable[[Tensor], Tensor]:
 
 
 def _as_input(value: Any, double: bool) -> Any:
-    """Return ``value``, an argument of the model, detached from the autograd graph that computed it. It keeps
+    """Return ``value``, an argument of the model, detached from the autograd graph that computed it. A tensor keeps
     ``requires_grad``. ``double``: whether tensors become float64.
     """
     if not isinstance(value, Tensor):
@@ -505,8 +514,8 @@ def _run_copied_model(
     counters: Collection[str],
 ) -> Reference:
     """Run ``model`` once, with a backward if ``train`` is set and there is a loss, and return outputs, loss, gradients,
-    and the parameters and buffers afterwards. ``grad``: whether autograd is on. ``counters``: names of attributes that
-    are Python numbers; they are returned among the buffers.
+    and the parameters and buffers afterwards. ``inputs``: arguments of the model: one global batch. ``grad``: whether
+    autograd is on. ``counters``: names of attributes that are Python numbers; they are returned among the buffers.
     """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
@@ -532,7 +541,9 @@ def _run_copied_model(
 
 
 def _held_by(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of ``model`` by name; those with several names have one entry for each."""
+    """Return the parameters and buffers of ``model`` by name; a tensor with several names has one entry for
+    each name.
+    """
     held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return dict(held)
 

@@ -20,9 +20,9 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 class TrainingRun:
     """What a whole training run takes on a cluster.
 
-    ``seconds``: for all ``steps``, without restarts, evaluation and other pauses. ``tokens``: 0 if the model has no
-    sequences. ``money``: US dollars; ``energy``: joules of the devices; each is ``None`` if the topology gives no price
-    or no power.
+    ``seconds``: of all ``steps``, the number of optimizer steps, without restarts, evaluation and other pauses.
+    ``tokens``: number of tokens of the run; 0 if the model has no sequences. ``money``: US dollars; ``energy``: joules
+    of the devices; each is ``None`` if the topology gives no price or no power.
     """
 
     steps: int

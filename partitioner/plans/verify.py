@@ -221,8 +221,9 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
 
 
 def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0) -> float:
-    """Return the largest difference of two tensors, divided by the largest absolute element of ``theirs`` or by
-    ``least_scale``, whichever is greater. Infinite if ``mine`` is ``None`` or has another shape.
+    """Return the largest absolute difference between the elements of the tensors ``mine`` and ``theirs``, divided by
+    the largest absolute element of ``theirs`` or by ``least_scale``, whichever is greater. Infinite if ``mine`` is
+    ``None`` or has another shape.
     """
     if mine is None or mine.shape != theirs.shape:
         return math.inf
@@ -238,6 +239,6 @@ def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0
 
 
 def _in_doubles(x: Tensor) -> Tensor:
-    """Return ``x`` on the CPU in float64; a complex tensor as real and imaginary parts in a further dim."""
+    """Return the tensor ``x`` on the CPU in float64; a complex tensor as real and imaginary parts in a further dim."""
     x = x.detach().cpu()
     return torch.view_as_real(x.to(torch.complex128).resolve_conj()) if x.is_complex() else x.double()

@@ -29,7 +29,7 @@ class Lora:
 
     Attributes:
         r: the rank: rows of ``A`` and columns of ``B``.
-        alpha: the adapters' output is multiplied by ``alpha / r``; ``None``: as ``r``.
+        alpha: the adapters' output is multiplied by ``alpha / r``; ``None``: the value of ``r``.
         targets: last parts of the paths of the linear layers that get adapters, such as ``q_proj``; empty: all linear
             layers but the output head.
     """
@@ -47,8 +47,9 @@ class Lora:
 
     @classmethod
     def parse(cls, given: Lora | Mapping[str, Any] | str) -> Lora:
-        """Return the options in ``given``: a text like ``r=16,alpha=32,targets=q_proj+v_proj``, the same as a mapping,
-        or options. Raise :class:`PretrainedError` for anything else.
+        """Return the options in ``given``: a text like ``r=16,alpha=32,targets=q_proj+v_proj``, a mapping of these
+        names to values, or a :class:`Lora`, which is returned unchanged. Raise :class:`PretrainedError` for anything
+        else.
         """
         if isinstance(given, Lora):
             return given
@@ -102,8 +103,9 @@ class AdaptedLinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, lora: Lora, seed: int = 0) -> int:
-    """Freeze the parameters of ``model``, a model of transformers, and put adapters at its linear layers, in place.
-    Return the number of adapters. ``seed``: of the first numbers of ``A``.
+    """Freeze the parameters of ``model``, a model of transformers, and add a low-rank adapter to each linear layer that
+    ``lora`` selects, in place. Return the number of adapters. ``seed``: seed of the random initial values of the
+    adapters' matrix ``A``.
 
     Raise :class:`PretrainedError` if a target is no linear layer of the model.
     """
@@ -128,8 +130,8 @@ def add_adapters(model: nn.Module, lora: Lora, seed: int = 0) -> int:
 
 
 def _find_linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of ``model`` by path, without the output head. A subclass may read its weight in another
-    way than a linear layer does, so it is not one of them.
+    """Return the linear layers of ``model`` by path, without the output head. Instances of subclasses of ``nn.Linear``
+    are left out, because they may use their weight in another way.
     """
     kinds = (nn.Linear, import_transformers().pytorch_utils.Conv1D)
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -35,13 +35,14 @@ _FRAMES = ("max_source_positions", "max_length")
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What a batch should have.
+    """The kind and the size of a batch to build for a model.
 
     Attributes:
-        labels: of the targets: ``tokens`` one for each token of the sample, ``class`` one for each sample, ``text`` a
-            transcript, ``few`` a transcript that is shorter than the sample.
+        labels: kind of the targets: ``tokens``: one for each token of the sample; ``class``: one for each sample;
+            ``text``: a transcript; ``few``: a transcript that is shorter than the sample.
         samples: number of samples.
-        length: tokens of a sample; samples of a waveform, or frames of a spectrogram. ``None``: chosen.
+        length: length of a sample: tokens, samples of a waveform, or frames of a spectrogram. ``None``: the default of
+            the model.
         trains: whether the batch has labels.
     """
 
@@ -53,15 +54,18 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Shape and content of one input: whole numbers from ``low`` to below ``high``, or normal numbers if ``high`` is
-    0."""
+    """Shape and content of one input tensor of a model: random integers from ``low`` to below ``high``, or normally
+    distributed numbers if ``high`` is 0.
+    """
 
     shape: tuple[int, ...]
     low: int = 0
     high: int = 0
 
     def make(self, device: str, generator: torch.Generator) -> Tensor:
-        """Return a tensor of this kind with numbers of ``generator``; on ``meta`` without numbers."""
+        """Return a tensor with the shape of this spec on ``device``, filled with random numbers of ``generator``; on
+        the device ``meta`` without numbers.
+        """
         if device == "meta":
             return torch.empty(self.shape, dtype=torch.int64 if self.high else torch.float32, device="meta")
         if self.high:
@@ -70,9 +74,11 @@ class InputSpec:
 
 
 def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) -> dict[str, InputSpec]:
-    """Return the inputs of ``model``, which is on the meta device, by argument name.
+    """Return a batch that ``model``, which is on the meta device, accepts, as argument name -> shape and content of the
+    input. ``found``: the model's configuration. ``request``: kind and size of the batch.
 
-    Raise :class:`PretrainedError` if the model has no labels, or accepts none of the inputs that were tried.
+    Several batches are tried with the model on the meta device; the first that it accepts is returned. Raise
+    :class:`PretrainedError` if the model has no labels, or accepts none of them.
     """
     _check_length(found.config, request)
     every = list(islice(_list_batches(model, found, request), _MOST_TRIALS))
@@ -104,29 +110,32 @@ def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) 
 
 
 def _wants_numbers(error: Exception) -> bool:
-    """Return whether a model failed because it reads numbers, which meta tensors do not have. Then the shapes of its
-    inputs may be right.
+    """Return whether ``error``, with which a model failed on meta tensors, was raised because the model reads the
+    values of tensors, which meta tensors do not have. The shapes of the inputs may be right in this case.
     """
     return isinstance(error, NotImplementedError) or "on meta tensors" in str(error)
 
 
 def make_batch(specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
-    """Return tensors of ``specs`` by argument name: on the meta device without numbers, or with numbers from
-    ``seed``.
+    """Return a tensor for each entry of ``specs`` (argument name -> shape and content), by argument name, on
+    ``device``. On the device ``meta`` tensors have no values; otherwise their values are random, from ``seed``.
     """
     generator = torch.Generator().manual_seed(seed)
     return {name: spec.make(device, generator) for name, spec in specs.items()}
 
 
 def choose_length(config: Any) -> int:
-    """Return the number of tokens of a sample if none is asked for: 2,048, or as many as the model has positions,
-    rounded down to a multiple of 64."""
+    """Return the number of tokens of a sample if the user does not choose one, for the transformers configuration
+    ``config``: 2,048, or as many as the model has positions, rounded down to a multiple of 64.
+    """
     return min(longest_sample(config) or _LENGTH, _LENGTH)
 
 
 def longest_sample(config: Any) -> int | None:
-    """Return the number of positions that the model has, of 64 or more rounded down to a multiple of 64, since some
-    models keep a few for themselves. ``None`` if the configuration has no limit."""
+    """Return the largest number of tokens of a sample for a model with the transformers configuration ``config``: its
+    number of positions. From 64 on it is rounded down to a multiple of 64, since some models reserve a few positions.
+    ``None`` if the configuration has no limit.
+    """
     most = read_number(config, *_POSITIONS)
     return None if most is None else most // _MULTIPLE * _MULTIPLE or most
 
@@ -141,7 +150,10 @@ def _check_length(config: Any, request: BatchRequest) -> None:
 
 
 def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
-    """Yield the inputs to try, the most usual first."""
+    """Yield the batches to try with ``model``, the most usual first, each as argument name -> shape and content of the
+    input. ``found``: the model's configuration. ``request``: kind and size of the batch. Raise :class:`PretrainedError`
+    if labels are requested and the model takes none.
+    """
     parameters = inspect.signature(model.forward).parameters
     main = str(getattr(model, "main_input_name", "input_ids"))
     if request.labels == "class" and "pixel_values" in parameters and not main.endswith("_ids"):
@@ -174,7 +186,9 @@ def _label_spec(config: Any, request: BatchRequest) -> InputSpec:
 
 
 def _text_length(config: Any, request: BatchRequest) -> int:
-    """Return the number of tokens of the labels, or of a decoder's input."""
+    """Return the number of tokens in a sample of the labels, or of a decoder's input. ``config``: the model's
+    transformers configuration. ``request``: the sizes that the user chose.
+    """
     if request.labels == "few":
         return _TEXT
     if request.labels == "text":
@@ -183,14 +197,19 @@ def _text_length(config: Any, request: BatchRequest) -> int:
 
 
 def _token_spec(config: Any, samples: int, length: int) -> InputSpec:
-    """Return the spec of tokens from the middle of the vocabulary, where no special ones are."""
+    """Return the spec of an input of token ids ``[samples, length]`` from the middle of the vocabulary, where no
+    special tokens are. ``config``: the model's transformers configuration, which has the size of the vocabulary.
+    """
     text = getattr(config, "get_text_config", lambda: config)()
     size = read_number(text, "vocab_size") or read_number(config, "vocab_size") or _VOCABULARY
     return InputSpec((samples, length), min(5, size // 4), max(size - size // 8, 1))
 
 
 def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
-    """Yield what the argument ``name`` may be given."""
+    """Yield the shapes and contents of tensors that may be passed for the model's argument ``name``, such as
+    ``pixel_values``, the most usual first. ``found``: the model's configuration. ``request``: kind and size of the
+    batch.
+    """
     config, samples = found.config, request.samples
     if name.startswith("pixel_values"):
         channels = read_number(config, "num_channels", "in_channels", "in_chans") or 3
@@ -209,7 +228,9 @@ def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Itera
 
 
 def _list_image_sizes(found: Configuration) -> Iterator[tuple[int, int]]:
-    """Yield heights and widths of images: of the configuration, else of the preprocessor, else the usual ones."""
+    """Yield pairs (height, width) of images in pixels to try: those of the configuration ``found``, else of its
+    preprocessor, else a usual size.
+    """
     for field in ("image_size", "input_size", "img_size"):
         size = _as_size(getattr(found.config, field, None))
         if size is not None:
@@ -228,7 +249,9 @@ def _list_image_sizes(found: Configuration) -> Iterator[tuple[int, int]]:
 
 
 def _as_size(value: Any) -> tuple[int, int] | None:
-    """Return the height and width in a field: a number, a pair, or an object; ``None`` if it has none."""
+    """Return the height and width, in pixels, in ``value``, a field of a configuration: a number, a pair, or an object
+    with both; ``None`` if it has none.
+    """
     if isinstance(value, Mapping):
         side = value.get("shortest_edge")
         value = (value.get("height", side), value.get("width", side))
@@ -245,8 +268,10 @@ def _list_waveforms(found: Configuration, request: BatchRequest) -> Iterator[Inp
 
 
 def _list_spectra(found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
-    """Yield spectrograms: numbers of frames times both orders of the dims, also with several frames as one. Frames come
-    first: a model that has them last refuses it, since its first convolution has as many channels as there are bins.
+    """Yield the shapes of spectrograms to try: different numbers of frames, with frames before or after frequency bins,
+    also with several frames joined to one. ``found``: the model's configuration. ``request``: kind and size of the
+    batch. Shapes with frames first come first: a model that expects frames last refuses them, since its first
+    convolution has as many channels as there are bins.
     """
     config, samples = found.config, request.samples
     mels = read_number(config, *_MELS) or 80

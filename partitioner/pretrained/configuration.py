@@ -31,7 +31,7 @@ _LIMITS = (
 
 
 class PretrainedError(PartitionError):
-    """Error: a configuration of a model cannot be read or built, or does not have what was asked for."""
+    """Error: a configuration of a model cannot be read or built, or an option does not suit it."""
 
 
 class RemoteCodeError(PretrainedError):
@@ -44,7 +44,7 @@ class HubError(PretrainedError):
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration that was read.
+    """The configuration of a Hugging Face transformers model, as it was read from a file or the hub.
 
     Attributes:
         config: the ``PreTrainedConfig`` of transformers.
@@ -52,7 +52,7 @@ class Configuration:
         folder: the folder of the file; ``None`` for a name on the hub.
         architectures: the class names that the file has for the model.
         preprocessor: the fields of ``preprocessor_config.json`` in the folder; empty if there is no such file.
-        notes: sentences about what the file has and the model is built without.
+        notes: sentences for the user about settings of the file that the model is built without.
     """
 
     config: Any
@@ -64,7 +64,7 @@ class Configuration:
 
     @property
     def weights(self) -> Path | None:
-        """Return the folder, if it has weights as safetensors; else ``None``."""
+        """Return the folder of the configuration if it contains weights as safetensors files; else ``None``."""
         if self.folder is None or not any(self.folder.glob("*.safetensors")):
             return None
         return self.folder
@@ -84,7 +84,7 @@ def import_transformers() -> Any:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Return a context in which transformers prints neither warnings nor progress: errors are raised anyway."""
+    """Return a context in which transformers prints neither warnings nor progress: errors are still raised."""
     logs = import_transformers().utils.logging
     before, bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
@@ -128,6 +128,9 @@ def _is_hub_name(text: str) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file ``path`` as a dict. Raise :class:`PretrainedError` if it cannot be read, is
+    not JSON, or is no object.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -140,6 +143,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_from_hub(name: str) -> dict[str, Any]:
+    """Return the content of ``config.json`` of the model ``name`` on the Hugging Face hub as a dict. Raise
+    :class:`HubError` if the hub does not have it or cannot be reached.
+    """
     try:
         with quiet_transformers():
             data, _ = import_transformers().PreTrainedConfig.get_config_dict(name)
@@ -159,6 +165,13 @@ def _read_from_hub(name: str) -> dict[str, Any]:
 def _parse_configuration(
     data: dict[str, Any], source: str, folder: Path | None, preprocessor: Mapping[str, Any]
 ) -> Configuration:
+    """Return the configuration that ``data``, the content of a ``config.json``, describes. ``source``: the name or path
+    that it was read from, for messages. ``folder``: its folder; ``None`` for the hub. ``preprocessor``: the content of
+    ``preprocessor_config.json``; empty if there is none.
+
+    Raise :class:`PretrainedError` if transformers does not know the architecture or refuses the fields, and
+    :class:`RemoteCodeError` if it names code of its own.
+    """
     transformers = import_transformers()
     kind = data.get("model_type")
     _refuse_remote_code(data, source)
@@ -189,8 +202,8 @@ def _parse_configuration(
 
 
 def _complete(config: Any) -> None:
-    """Set the fields of ``config`` without which a training step of it is not defined: no cache of keys and values, and
-    the token that a decoder starts with, by convention the padding.
+    """Set fields of ``config``, a transformers configuration, so that a training step is defined: switch off the cache
+    of keys and values, and set the token with which a decoder starts, by default the padding token.
     """
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -199,7 +212,9 @@ def _complete(config: Any) -> None:
 
 
 def _refuse_remote_code(data: Mapping[str, Any], source: str) -> None:
-    """Raise :class:`RemoteCodeError` if ``data`` or a part of it names code that transformers would load."""
+    """Raise :class:`RemoteCodeError` if ``data`` or a part of it names code that transformers would load. ``data``: the
+    content of a configuration file. ``source``: its path or name, for the message.
+    """
     for found in _list_objects(data):
         for name in _REMOTE:
             if found.get(name):
@@ -211,7 +226,7 @@ def _refuse_remote_code(data: Mapping[str, Any], source: str) -> None:
 
 
 def _list_objects(data: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the JSON objects in ``data``, itself included."""
+    """Yield all JSON objects (mappings) in ``data``, parsed JSON; ``data`` itself is included if it is one."""
     todo = [data]
     while todo:
         each = todo.pop()
@@ -232,7 +247,7 @@ def _check_counts(data: Mapping[str, Any], source: str) -> None:
 
 
 def _leave_out(data: Any, names: tuple[str, ...]) -> Any:
-    """Return ``data`` without the fields ``names``, in its parts too."""
+    """Return a copy of ``data``, parsed JSON, without the fields ``names``, also in nested objects."""
     if isinstance(data, dict):
         return {key: _leave_out(value, names) for key, value in data.items() if key not in names}
     return [_leave_out(value, names) for value in data] if isinstance(data, list) else data
@@ -247,8 +262,8 @@ def list_parts(config: Any) -> Iterator[Any]:
 
 
 def read_number(config: Any, *names: str) -> int | None:
-    """Return the first positive whole number that ``config`` or a part of it has under one of ``names``; of a list its
-    first number. ``None`` if there is none.
+    """Return the first positive integer that ``config``, a transformers configuration, or a configuration inside it has
+    in a field with one of ``names``. If the field is a list, its first number counts. ``None`` if there is none.
     """
     for name in names:
         for part in list_parts(config):
@@ -263,6 +278,8 @@ def read_number(config: Any, *names: str) -> int | None:
 
 
 def build_error(error: Exception, what: str) -> PretrainedError:
-    """Return the error for an exception of transformers. ``what``: a clause that says what failed."""
+    """Return a :class:`PretrainedError` for ``error``, an exception that transformers raised. ``what``: a clause that
+    says what failed.
+    """
     said = " ".join(str(error).split())[:300]
     return PretrainedError(f"{what}: {type(error).__name__}: {said}; correct its fields")

@@ -73,7 +73,9 @@ class PretrainedModel:
     notes: tuple[str, ...] = ()
 
     def describe(self, plan: Plan) -> Plan:
-        """Return ``plan`` with the notes of this model and the folder of its weights."""
+        """Return a copy of ``plan``, a plan of this model, with the model's notes added and with the folder of its
+        weights.
+        """
         weights = "" if self.weights is None else str(self.weights.resolve())
         return plan.model_copy(update={"notes": (*self.notes, *plan.notes), "weights": weights})
 
@@ -165,7 +167,7 @@ def partition_pretrained(
 
 
 def choose_samples(devices: int) -> int:
-    """Return the number of samples of a step on ``devices`` devices, if none is asked for."""
+    """Return the default number of samples of a step: eight for each of ``devices``, the number of devices."""
     return _SAMPLES * devices
 
 
@@ -173,7 +175,9 @@ def choose_samples(devices: int) -> int:
 
 
 def _choose_class(found: Configuration, asked: str | None) -> tuple[str, Labels, str, tuple[str, ...]]:
-    """Return the name of the model's class, its labels, its task, and notes."""
+    """Return four values: the name of the model's class in transformers, the kind of its labels, its task, and notes
+    for the user. ``found``: the model's configuration. ``asked``: the task that the user chose; ``None``: the default.
+    """
     if asked is not None and asked not in _TASKS:
         raise PretrainedError(f"there is no task {asked!r}; expected one of {', '.join(_TASKS)}")
     every = _list_classes(found.config)
@@ -199,7 +203,10 @@ def _choose_class(found: Configuration, asked: str | None) -> tuple[str, Labels,
 
 
 def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
-    """Return class name, labels and task of each model that transformers has for ``config``, the usual one first."""
+    """Return a tuple for each model class that transformers has for the configuration ``config``, the usual class
+    first: the name of the class, the kind of its labels (such as ``tokens``) and the name of its task (such as
+    ``causal``).
+    """
     from transformers.models.auto import modeling_auto
 
     decodes = bool(getattr(config, "is_decoder", False))
@@ -217,8 +224,9 @@ def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
 
 
 def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Module:
-    """Return the model of the class ``name`` in training mode. On ``cpu`` it has the weights of the folder if there are
-    some, else random ones. Raise :class:`PretrainedError` if transformers cannot build it.
+    """Return the model of the class ``name`` in training mode, on ``device`` (``meta`` or ``cpu``). ``found``: the
+    configuration. On ``cpu`` it has the weights of the folder if there are some, else random ones. Raise
+    :class:`PretrainedError` if transformers cannot build it.
     """
     what = f"{found.source}: transformers cannot build {name} from this configuration"
     try:
@@ -240,7 +248,9 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
 
 
 def _part_for(cls: Any, config: Any) -> Any:
-    """Return the configuration that the class takes: ``config``, or the part of it that the class is made for."""
+    """Return the configuration with which the model class ``cls`` of transformers is built: ``config`` itself, or the
+    configuration inside it that has the type which the class takes.
+    """
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config
@@ -249,8 +259,8 @@ def _part_for(cls: Any, config: Any) -> Any:
 
 @contextlib.contextmanager
 def _limit_building(what: str) -> Iterator[None]:
-    """Return a context in which a model of very many modules is a :class:`PretrainedError`, not a process without
-    end.
+    """Return a context in which a model with a very large number of modules raises :class:`PretrainedError` while it is
+    built, so that building does not continue for hours. ``what``: name of the model, for the message.
     """
     count, end = 0, time.monotonic() + _MOST_SECONDS
 

@@ -80,7 +80,7 @@ class _OperandPool:
     when it is used again, although the numbers are generated only once."""
 
     def __init__(self, device: torch.device) -> None:
-        """Generate the random numbers of the pool on ``device``."""
+        """Generate the random numbers on ``device`` from which tensors are taken."""
         self.numbers = torch.randn(_FOOTPRINT[device.type] // 2, device=device)
         self.next = 0
 
@@ -165,7 +165,9 @@ def _on_rows(
 
 
 def _build_launch(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return a kernel with almost no work, ready to be timed, whose time is that of a launch."""
+    """Return a kernel with almost no work, ready to be timed, whose time is that of a launch. The shape of ``case`` is
+    its number of elements.
+    """
     one = torch.ones(case.shape, device=device)
     return BuiltCase(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
 
@@ -226,12 +228,12 @@ def _transpose_heads(x: Tensor) -> Tensor:
 
 
 def _multiply_broadcast(x: Tensor) -> Tensor:
-    """Return each row of ``x`` multiplied elementwise by the first row."""
+    """Return ``x``, of shape ``[rows, elements]``, with each row multiplied elementwise by the first row."""
     return x * x[0]
 
 
 def _concatenate_pair(x: Tensor, y: Tensor) -> Tensor:
-    """Return the rows of ``x`` followed by those of ``y``."""
+    """Return the rows of ``x`` followed by those of ``y``, both of shape ``[rows, elements]``."""
     return torch.cat((x, y))
 
 

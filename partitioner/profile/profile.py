@@ -142,7 +142,7 @@ def _list_profile_steps(
         the ranks."""
 
         def step(measured: Measurements) -> None:
-            """Time the kernels and add them to ``measured``."""
+            """Time the kernels on the ranks and add their median seconds to ``measured``."""
             samples = pool.call(on_ranks.time_kernels, cases, kind, num_active, effort.kernel_s, timeout=_TIMEOUT_S)
             measured.kernels += _take_median_samples(samples[:num_active])
 
@@ -152,7 +152,7 @@ def _list_profile_steps(
         """Return a function that times the collective named ``op`` (or ``send``) between groups of ``over`` ranks."""
 
         def step(measured: Measurements) -> None:
-            """Time the collective in all sizes and add the times to ``measured``."""
+            """Time the collective with tensors of all sizes to be measured, and add the seconds to ``measured``."""
             found: list[list[CollectiveSample]] = pool.call(
                 transfers.time_collectives,
                 op,

@@ -122,7 +122,7 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
     count = max(1, round(reduce_s / product_s))
 
     def products() -> None:
-        """Run the matrix products, which take about as long as the all-reduce."""
+        """Run the matrix products of the measurement, which take about as long as its all-reduce."""
         for _ in range(count):
             torch.mm(a, b)
 
@@ -133,7 +133,7 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
         pending.wait()
 
     def reduce() -> None:
-        """Run the all-reduce and wait for its end."""
+        """Run one all-reduce of the measurement and wait for its end."""
         group.all_reduce(shared).wait()
 
     return [

@@ -57,7 +57,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_row(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
-    """Return the YAML node of the list ``data``: on one line if it holds only numbers, else in the default style."""
+    """Return the YAML node of the list ``data``: on one line if it holds only numbers, else in the default style.
+    ``dumper``: the YAML dumper that writes it.
+    """
     plain = all(isinstance(v, int | float) for v in data)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
 

@@ -43,7 +43,9 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
 
 
 def _time_thread_block(run: Callable[[], object], count: int, device: torch.device) -> float:
-    """Return the CPU seconds of this thread for ``count`` calls of ``run``."""
+    """Return the CPU seconds of this thread for ``count`` calls of ``run`` together. ``device``: the device on which
+    ``run`` computes.
+    """
     start = time.thread_time()
     for _ in range(count):
         run()
@@ -51,8 +53,9 @@ def _time_thread_block(run: Callable[[], object], count: int, device: torch.devi
 
 
 def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the GPU seconds of one call of ``run``: the median over at least three blocks of queued calls, which take
-    about ``budget_s`` seconds together. Calls that cannot be queued are timed one by one."""
+    """Return the GPU seconds of one call of ``run`` on the GPU ``device``: the median over at least three blocks of
+    queued calls, which take about ``budget_s`` seconds together. Calls that cannot be queued are timed one by one.
+    """
     synchronize_device(device)
     host = host_seconds(run, device)
     count, hold = _QUEUED, _BLOCK_S + 2 * _QUEUED * host

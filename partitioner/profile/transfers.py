@@ -82,7 +82,8 @@ def _compute_element_count(num_bytes: int, size: int) -> int:
 
 def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
     """Return the collective named ``op`` over ``ranks``, ready to be measured on this rank. ``num_bytes``: about the
-    size of the whole tensor."""
+    size of the whole tensor. ``communicator``: connects this rank with the others.
+    """
     group: RankGroup = communicator.group(ranks)
     size = group.size
     length = _compute_element_count(num_bytes, size)
@@ -97,7 +98,7 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
     start = starts[op]
 
     def run(compute: Callable[[], None]) -> None:
-        """Run ``compute``, then the collective, and wait for its end."""
+        """Call ``compute``, then run the collective, and wait for its end."""
         compute()
         start().wait()
 
@@ -106,7 +107,9 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
 
 def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
     """Return a round trip between the first two of ``ranks``, ready to be measured: two messages of about ``num_bytes``
-    bytes, each after a computation of its sender. On other ranks the result does nothing."""
+    bytes, each after a computation of its sender. On other ranks the result does nothing. ``communicator``: connects
+    this rank with the others.
+    """
     rank = dist.get_rank()
     tensor = torch.zeros(_compute_element_count(num_bytes, len(ranks)), device=communicator.device)
     first = rank == ranks[0]
@@ -127,7 +130,9 @@ def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_b
 
 
 def _skip_transfer(_: Callable[[], None]) -> None:
-    """Do nothing. This replaces the transfer on ranks that do not take part in it."""
+    """Do nothing with the argument, a function without arguments that would run the transfer. This replaces the
+    transfer on ranks that do not take part in it.
+    """
 
 
 def _skip_computation() -> None:
@@ -159,7 +164,9 @@ class _Timer:
         differences. ``budget_s``: about the seconds for all of them."""
 
         def alone() -> None:
-            """Run the computation without a transfer, on ranks that take part in it."""
+            """Run the computation without a transfer, on ranks that take part in the measured transfer; do nothing on
+            others.
+            """
             if run.busy:
                 self.compute()
 
@@ -185,6 +192,8 @@ class _Timer:
         return (time.perf_counter() - start) / count
 
     def _reduce_to_slowest(self, seconds: float) -> float:
-        """Return the greatest ``seconds`` that a rank of the group passes. All ranks of the group must call this."""
+        """Return the greatest of the numbers ``seconds`` that the ranks of the group pass. All ranks of the group must
+        call this.
+        """
         value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         return float(self.group.all_reduce(value, maximum=True).wait())

@@ -226,8 +226,9 @@ def choose_expected_layout(
 
 def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.inf) -> float:
     """Return the mean step time in seconds of the candidate ``row`` over the batch shapes of ``first``, weighted by
-    their frequency. The computation stops early, with some value of at least ``least``, when ``least`` is reached.
-    Infinite if the candidate has no plan for one of the shapes.
+    their frequency. ``row`` is one of the candidates that the search solved. The computation stops early, with some
+    value of at least ``least``, as soon as the partial sum reaches ``least`` seconds. Infinite if the candidate has no
+    plan for one of the shapes.
     """
     family, candidate = first.family, _candidate_of(row)
     assert family is not None
@@ -284,8 +285,8 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
-    """Return how smaller batches are padded to the batch shape of an evaluation; ``None`` if the model has no example
-    inputs, from which this could be found.
+    """Return how smaller batches are padded to the batch shape of the evaluation ``job``; ``None`` if the model has no
+    example inputs, from which this could be found.
     """
     if prepared.inputs is None:
         return None

@@ -85,6 +85,9 @@ class ShapeFamily:
         """
 
         def resize(path: str, leaf: Any) -> Any:
+            """Return ``leaf``, the input at ``path``, with the sizes of the requested shape: a tensor of zeros if a
+            size changes, otherwise ``leaf`` itself.
+            """
             if not isinstance(leaf, Tensor):
                 return leaf
             sizes = list(leaf.shape)

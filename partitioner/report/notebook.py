@@ -22,7 +22,7 @@ def format_plan_html(plan: Plan) -> str:
 
 def _format_graph(plan: Plan) -> str:
     """Return the picture of the plan's graph as an HTML image. Return a paragraph that says how to write the picture to
-    a file if it is longer than ``MOST_PICTURE_BYTES``, and an empty text if the plan has no program to draw.
+    a file if it is longer than 400,000 bytes, and an empty text if the plan has no program to draw.
     """
     try:
         picture = draw(plan, "graph").encode(errors="replace")

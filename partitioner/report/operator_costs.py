@@ -80,7 +80,9 @@ def list_operator_costs(plan: Plan) -> list[OperatorCost]:
 
 
 def _format_stages(numbers: list[int]) -> str:
-    """Return stage indices in ascending order as text: ``3`` for one, ``0–3`` for the first and the last of several."""
+    """Return the pipeline stage indices ``numbers``, in ascending order, as text: ``3`` for one, ``0–3`` for the first
+    and the last of several.
+    """
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
 
 
@@ -120,8 +122,8 @@ def _list_block_costs(
 
 
 def build_operator_table(costs: list[OperatorCost]) -> ET.Element:
-    """Return a sortable HTML table with a row for each of the first ``MOST_OPERATORS`` entries of ``costs``. Its column
-    "share" is the fraction of the seconds of all ``costs``.
+    """Return a sortable HTML table with a row for each of the first 300 entries of ``costs``. Its column "share" is the
+    fraction of the seconds of all ``costs``.
     """
     total = sum(sum(cost.seconds) for cost in costs) or 1.0
     rows: list[list[Cell]] = []

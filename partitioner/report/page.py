@@ -154,7 +154,7 @@ def _build_sections(plan: Plan, left_out: list[str]) -> Iterator[ET.Element]:
 
 
 def _build_picture_section(view: str, draw_source: Callable[[], str], left_out: list[str]) -> ET.Element:
-    """Return a section of the page with one picture. ``view``: the kind of picture, a key of ``_PICTURES``.
+    """Return a section of the page with one picture. ``view``: the kind of picture, such as ``graph`` or ``timeline``.
     ``draw_source``: returns the picture as SVG text. If the picture, or a part of it, is missing, a sentence on it is
     appended to ``left_out``.
     """
@@ -171,7 +171,8 @@ def _build_section(
 ) -> ET.Element:
     """Return a section with the ``id`` attribute ``name``, the heading ``title`` and the elements that
     ``build_content`` returns. If ``build_content`` raises :class:`PartitionError`, a sentence with the error replaces
-    the elements. If they exceed ``_MOST_SECTION_BYTES``, a sentence replaces them and is appended to ``left_out``.
+    the elements. If they are longer than 300,000 bytes as HTML, a sentence replaces them and is appended to
+    ``left_out``.
     """
     section = build_element("section", build_element("h2", title), id=name)
     try:

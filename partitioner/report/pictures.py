@@ -38,8 +38,8 @@ class Embedded:
 
 
 def embed_picture(view: str, draw_source: Callable[[], str]) -> Embedded:
-    """Return a picture in the form that an HTML page embeds, at most ``MOST_PICTURE_BYTES`` long. If it is longer, its
-    tooltips are removed; if that does not suffice, the result has no drawing and says why.
+    """Return a picture in the form that an HTML page embeds, at most 750,000 bytes long. If it is longer, its tooltips
+    are removed; if that does not suffice, the result has no drawing and says why.
 
     ``view``: name of the kind of picture, such as ``graph``. ``draw_source``: returns the picture as SVG text; if it
     raises :class:`PartitionError`, the result has the error as its ``missing`` text.

@@ -32,8 +32,8 @@ _LAST = math.inf  # sorts what has no number behind all numbers
 
 
 def build_candidate_table(plan: Plan) -> ET.Element:
-    """Return a sortable HTML table of the layouts that the search examined, the best first, with at most
-    ``MOST_CANDIDATES`` rows. The row of the plan's own layout has the class ``chosen``.
+    """Return a sortable HTML table of the layouts that the search examined, the best first, with at most 400 rows. The
+    row of the plan's own layout has the class ``chosen``.
     """
     shown = best_first(plan.certificate.candidates)[:MOST_CANDIDATES]
     columns = [
@@ -99,8 +99,8 @@ def count_left_candidates(plan: Plan) -> int:
 
 def list_questions(plan: Plan) -> list[dict[str, Any]]:
     """Return the constraints that the table "why not" asks about, each as a dict with one entry: name of the constraint
-    -> value, such as ``{"tp": 4}``. The values are those of other layouts of the search, at most ``_MOST_VALUES`` per
-    name, the nearest to the value of ``plan`` first. There are at most ``MOST_ANSWERS`` in all.
+    -> value, such as ``{"tp": 4}``. The values are those of other layouts of the search, at most six per name, the
+    nearest to the value of ``plan`` first. There are at most 48 in all.
     """
     asked = []
     for name in _ASKED:

@@ -59,8 +59,9 @@ class Timetable:
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """For each pipeline rank, the indices of its virtual stages in increasing order. ``held[rank][action.chunk]``
-        is the virtual stage that an action of ``rank`` runs."""
+        """Return, for each pipeline rank, the indices of its virtual stages in increasing order.
+        ``held[rank][action.chunk]`` is the virtual stage that an action of ``rank`` runs.
+        """
         return group_stages_by_rank(self.ranks, len(self.orders))
 
 
@@ -87,9 +88,9 @@ def v_shaped(num_ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
-    """Raise :class:`ScheduleError` unless every pipeline rank runs each of ``num_microbatches`` microbatches once
-    forward and once backward through each of its virtual stages, and no rank deadlocks. A split backward needs both
-    halves.
+    """Raise :class:`ScheduleError` unless every pipeline rank in ``timetable`` runs each of ``num_microbatches``
+    microbatches once forward and once backward through each of its virtual stages, and no rank deadlocks. A split
+    backward needs both halves.
 
     Deadlocks are found by simulation. A forward waits for the forward of the preceding virtual stage. A backward waits
     for its own forward and for the backward of the following virtual stage.
@@ -110,8 +111,9 @@ def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
 
 
 def stuck_at(timetable: Timetable) -> list[tuple[int, int]]:
-    """Simulate the order of actions of each rank and return the ranks that deadlock, as pairs (pipeline rank, index in
-    its order of the action that never starts). An empty list means that all ranks finish."""
+    """Simulate the order of actions of each rank in ``timetable`` and return the ranks that deadlock, as pairs
+    (pipeline rank, index in its order of the action that never starts). An empty list means that all ranks finish.
+    """
     orders, last = timetable.orders, len(timetable.ranks) - 1
     done: set[tuple[str, int, int]] = set()  # kind, microbatch, virtual stage
     position = [0] * len(orders)

@@ -87,8 +87,9 @@ def seconds_in_turns(
 
 
 def _get_phase_seconds(phases: Phases, train: bool) -> float:
-    """Return the seconds of one microbatch in a virtual stage: forward and backward with ``train``, otherwise the
-    forward."""
+    """Return the seconds of one microbatch in a virtual stage: of its forward and, with ``train``, its backward.
+    ``phases``: the seconds of each of these parts.
+    """
     return phases.total if train else phases.forward
 
 

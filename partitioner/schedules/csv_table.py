@@ -48,12 +48,12 @@ class _ScheduleCell(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The action as it is written in a table, such as ``3F0``: virtual stage, kind, microbatch."""
+        """Return the action as it is written in a table, such as ``3F0``: virtual stage, kind, microbatch."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @property
     def place(self) -> str:
-        """The position in the table for error messages, such as ``row 1, cell 2``."""
+        """Return the position in the table for error messages, such as ``row 1, cell 2``."""
         return f"row {self.row}, cell {self.cell}"
 
 
@@ -104,13 +104,14 @@ class ScheduleTable(Data):
 
     @cached_property
     def own(self) -> Timetable:
-        """The timetable that the rows describe: each rank's order of actions, and the rank of each virtual stage.
-        Access raises :class:`ScheduleError` if the table is no valid schedule."""
+        """Return the timetable that the rows describe: each rank's order of actions, and the rank of each virtual
+        stage. Access raises :class:`ScheduleError` if the table is no valid schedule.
+        """
         return _ScheduleTableReader(self).parse_timetable()
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Number of microbatches in one step of this schedule."""
+        """Return the number of microbatches in one step of this schedule."""
         return 1 + max(action.microbatch for order in self.own.orders for action in order)
 
     def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:

@@ -48,7 +48,7 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """Seconds of the forward and of both halves of the backward of one microbatch, without messages."""
+        """Return the seconds of the forward and of both halves of the backward of one microbatch, without messages."""
         return self.forward + self.inputs + self.weights
 
 
@@ -219,8 +219,11 @@ def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
     """Return the end time of each action of a step in seconds. ``waits``: dependencies of the actions; the result has
-    their order. ``seconds``: duration by virtual stage and kind of action, from :func:`seconds_of`. ``sent``: duration
-    of each message, from :func:`sent_of`. ``begun``: the start time of each rank; ``None``: all start at 0."""
+    their order. ``seconds``: durations as a flat list with four numbers for each virtual stage: forward, backward for
+    inputs, backward for weights, whole backward. ``sent``: durations of messages as a flat list with two numbers for
+    each virtual stage (of the message that brings the input of its forward, and of its backward), followed by 0.
+    ``begun``: the start time of each rank; ``None``: all start at 0.
+    """
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
     every = zip(waits.before[first:], waits.needed[first:], waits.what[first:], waits.message[first:], strict=True)
@@ -251,8 +254,11 @@ def _ends_of_all(
 def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
     """Return the seconds of one step on each rank after several steps that overlap: a rank begins the next step as soon
     as its part of the last one has ended. The largest of them is an upper bound on the step time in steady state.
-    ``waits``: dependencies of the actions. ``seconds``: of actions, from :func:`seconds_of`. ``sent``: of messages,
-    from :func:`sent_of`."""
+    ``waits``: dependencies of the actions. ``seconds``: durations of actions as a flat list with four numbers for each
+    virtual stage: forward, backward for inputs, backward for weights, whole backward. ``sent``: durations of messages
+    as a flat list with two numbers for each virtual stage (messages for its forward and for its backward), followed by
+    0.
+    """
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):
         done = _compute_action_ends(waits, seconds, sent, begun)

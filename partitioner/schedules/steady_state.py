@@ -61,7 +61,8 @@ class SteadyState:
 def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
     """Return the sections of a list of actions, in order, by whose repetition the list ``shorter`` becomes ``longer``,
     which has ``unit`` more microbatches. An item of a list is (what is done, index of the microbatch or ``None``).
-    Return ``None`` if repetition alone does not explain the difference."""
+    ``unit``: a number of microbatches. Return ``None`` if repetition alone does not explain the difference.
+    """
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
         return None
@@ -84,7 +85,8 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
 def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
     """Yield the items of a longer list of actions, which has ``steps`` units of microbatches more than the list
     ``items``. An item is (what is done, index of the microbatch or ``None``). ``parts``: the repeated sections of
-    ``items``, from :func:`find_growth`, which also fixes the number of microbatches in a unit."""
+    ``items``, with their repetitions for each further unit of microbatches. ``steps``: number of units to add.
+    """
     for part in parts:
         body = items[part.start : part.start + part.length]
         for again in range(part.times + part.more * steps):
@@ -144,8 +146,9 @@ def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit
 
 
 def _actions_to_items(order: Sequence[Action]) -> list[Item]:
-    """Return the actions of a rank as items of the form ((kind, index of the virtual stage on the rank),
-    microbatch)."""
+    """Return ``order``, the actions of a rank in order, as a list of items of the form ((kind, index of the virtual
+    stage on the rank), microbatch).
+    """
     return [((a.kind, a.chunk), a.microbatch) for a in order]
 
 
@@ -163,9 +166,10 @@ def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instru
 
 
 def _piece_to_item(piece: Sequence[Instruction]) -> Item:
-    """Return a list of consecutive instructions as (key, microbatch), where ``microbatch`` is that of the first
-    instruction that has one, or ``None``. Two lists have the same key if they differ only by a shift of all microbatch
-    indices."""
+    """Return ``piece``, a list of consecutive instructions, as a pair (key, microbatch), where ``microbatch`` is that
+    of the first instruction that has one, or ``None``. Two lists have the same key if they differ only by a shift of
+    all microbatch indices.
+    """
     first = next((i.microbatch for i in piece if i.microbatch is not None), None)
     key = tuple(
         (
@@ -232,13 +236,16 @@ def _count_consecutive_true(alike: NDArray[np.bool_]) -> Ints:
 
 
 def _get_growth_body(items: Sequence[Item], part: Growth) -> list[Item]:
-    """Return the items of the section ``part`` of the list ``items``, once."""
+    """Return the items of one repetition of the section ``part`` of the list ``items``, as they are at its first
+    repetition.
+    """
     return list(items[part.start : part.start + part.length])
 
 
 def _find_first_microbatch(items: Sequence[Item]) -> int:
-    """Return the microbatch index of the first item that has one, or 0. An item is (what is done, microbatch or
-    ``None``)."""
+    """Return the microbatch index of the first of ``items`` that has one, or 0. An item is (what is done, microbatch or
+    ``None``).
+    """
     return next((m for _, m in items if m is not None), 0)
 
 

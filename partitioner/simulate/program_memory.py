@@ -105,7 +105,8 @@ def replace_estimated_memory(
 
 
 def _sum_moment_bytes(found: tuple[MemoryMoment, int]) -> int:
-    """Return the bytes of temporary data at one moment of a step. ``found``: the bytes that the program holds then, and
-    the bytes of working memory of the block that runs."""
+    """Return the bytes of temporary data at one moment of a step. ``found``: a pair: the bytes that the program holds
+    then, and the bytes of working memory of the block that runs.
+    """
     moment, working = found
     return moment.saved + moment.gradients + moment.recomputed + moment.gathered + working

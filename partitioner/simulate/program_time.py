@@ -147,7 +147,8 @@ def plan_timeline(plan: Plan) -> Timeline:
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds in which a pipeline stage runs its blocks (such as layers) in one step, with the collectives inside
-    blocks. ``backward`` includes recomputation."""
+    blocks. ``forward``, ``backward``: over all microbatches; ``backward`` includes recomputation.
+    """
 
     forward: float
     backward: float
@@ -308,7 +309,9 @@ class PlanDurations:
 
     @cached_property
     def costs(self) -> tuple[dict[str, CallCost], ...]:
-        """For each pipeline stage, the cost of one call of each block such as a layer (name of the block -> cost)."""
+        """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
+        cost).
+        """
         program = self.plan.program
         costs = CallCostCache(
             self.blocks, self.topology, program.objective == "train", partial(_find_recomputed_nodes, program)
@@ -317,8 +320,9 @@ class PlanDurations:
 
     @property
     def _expert_spread(self) -> Spread:
-        """How experts are distributed over ranks: the group of ranks over which they are distributed, and the number of
-        experts of the layer with the most."""
+        """Return how experts are distributed over ranks: the group of ranks over which they are distributed, and the
+        number of experts of the layer with the most.
+        """
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}
         num_experts = 0
@@ -333,15 +337,17 @@ class PlanDurations:
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """Bytes of temporary memory that a call of each block (such as a layer) needs besides its outputs (name of the
-        block -> bytes)."""
+        """Return the bytes of temporary memory that a call of each block (such as a layer) needs besides its outputs
+        (name of the block -> bytes).
+        """
         train = self.plan.program.objective == "train"
         return {name: kept_by(block, train).passing for name, block in self.blocks.items()}
 
     @cached_property
     def blocks(self) -> dict[str, Block]:
-        """The graphs of the program's blocks (name of the block -> block). A placeholder is marked as needing a
-        gradient if it needs one in any call of the block."""
+        """Return the graphs of the program's blocks (name of the block -> block). A placeholder is marked as needing a
+        gradient if it needs one in any call of the block.
+        """
         program = self.plan.program
         train = program.objective == "train"
         needing: dict[str, set[str]] = {name: set() for name in program.blocks}

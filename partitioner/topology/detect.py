@@ -269,8 +269,9 @@ def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict
 
 
 def _has_nvlink_switches(wires: Wiring) -> bool:
-    """Return whether all NVLinks of a GPU lead to switches. Each pair of GPUs then reports the number of all NVLinks of
-    one. The result is true for two GPUs, for which it makes no difference."""
+    """Return whether, in ``wires``, all NVLinks of a GPU lead to switches. Each pair of GPUs then reports the number of
+    all NVLinks of one. The result is true for two GPUs, for which it makes no difference.
+    """
     apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
     count = int(apart[0])
     if len(wires.nvlinks) == 2 or (apart != count).any():

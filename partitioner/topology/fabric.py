@@ -109,7 +109,7 @@ def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[
 
 
 def build_storeys(topology: Topology) -> tuple[Storey, ...]:
-    """Return the storeys of a topology, from the innermost to the outermost. A storey is all links at one depth: the
+    """Return the storeys of ``topology``, from the innermost to the outermost. A storey is all links at one depth: the
     direct links inside nodes, or a level of links, or several levels that belong to different sets of nodes.
     """
     found = []

@@ -54,8 +54,9 @@ class _Decimal(yaml.SafeLoader):
 
     def resolve(self, kind: type[yaml.Node], value: str | None, implicit: tuple[bool, bool] | bool) -> str:
         """Return the YAML tag (type) of a node: text for numbers with a colon or a leading zero, and PyYAML's result
-        for all others. The arguments are those of PyYAML: the class of the node, its text, and which kinds of implicit
-        tags it may have."""
+        for all others. The arguments are those of PyYAML: the class of the node (``kind``), its text (``value``), and
+        which kinds of implicit tags it may have (``implicit``).
+        """
         tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
         is_odd = tag in _NUMBERS and value is not None and _ODD_NUMBER.search(value)
         return "tag:yaml.org,2002:str" if is_odd else tag
@@ -407,8 +408,9 @@ def with_margin(topology: Topology, margin: float) -> Topology:
         return topology
 
     def smaller(memory: int, kind: str) -> int:
-        """Return ``memory`` bytes less the margin of the usable part. ``kind``: the device type, which gives the
-        reserved bytes."""
+        """Return ``memory`` bytes less the fraction ``margin`` of the usable part. ``kind``: the device type, which
+        gives the reserved bytes.
+        """
         return memory - margin_bytes(memory - topology.types[kind].reserved, margin)
 
     types = {n: kind.model_copy(update={"memory": smaller(kind.memory, n)}) for n, kind in topology.types.items()}
@@ -431,7 +433,7 @@ def _build_local_topology(num_devices: int) -> Topology:
 
 
 def _format_scaled_name(topology: Topology, num_nodes: int) -> str:
-    """Return the name of ``topology`` for another number of nodes, such as ``4 x dgx-h100``."""
+    """Return the name of ``topology`` for ``num_nodes`` nodes, such as ``4 x dgx-h100``."""
     kind = topology.name.split(" x ")[-1]
     return f"{num_nodes} x {kind}"
 

@@ -91,7 +91,7 @@ class Group:
 
     @property
     def all_reduce_bandwidth(self) -> float:
-        """Return the bandwidth in bytes/s at which an all-reduce moves data through each rank."""
+        """Return the bandwidth in bytes/s at which an all-reduce over this group moves data through each rank."""
         return min(self.bus_bandwidth, self.ring)
 
     @cached_property

@@ -229,7 +229,7 @@ class Level(TopologyPart):
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of one step of a collective over these links."""
+        """Return the seconds of one step of a collective over the links of this level."""
         return self.latency if self.step is None else self.step
 
     def shared(self, share: float = 1.0) -> Level:
@@ -282,7 +282,7 @@ class Pattern(TopologyPart):
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of one step of a collective over these links."""
+        """Return the seconds of one step of a collective over the direct links of this pattern."""
         return self.latency if self.step is None else self.step
 
 
@@ -341,7 +341,7 @@ class NodeGroup(TopologyPart):
 
     @property
     def num_cards(self) -> int:
-        """Return the number of network cards of a node."""
+        """Return the number of network cards of one node of this group."""
         return self.nics or self.devices
 
     @model_validator(mode="after")

@@ -39,8 +39,8 @@ _MOST_BYTES = 1 << 60  # sums over all devices stay within 64 bits
 
 
 def parse_quantity(value: Any, kind: str | None = None) -> Any:
-    """Return a text like ``80 GB`` as a number in the base unit (bytes, bytes/s, s, FLOP/s, W, USD/h). Other values are
-    returned unchanged, except booleans.
+    """Return ``value``, a text like ``80 GB``, as a number in the base unit (bytes, bytes/s, s, FLOP/s, W, USD/h).
+    Other values are returned unchanged, except booleans.
 
     ``kind``: what the text must measure, such as ``"bytes"`` or ``"time"``; ``None`` allows any unit. Raise
     ``ValueError`` for booleans, text that is not a number, unknown units and units that measure something else.
@@ -66,8 +66,8 @@ def parse_quantity(value: Any, kind: str | None = None) -> Any:
 
 
 def parse_ratio(value: Any) -> Any:
-    """Return text like ``4:1`` as its quotient (4.0). Text like ``4`` becomes a number, and other values are returned
-    unchanged. Raise ``ValueError`` for booleans, text that is not a number, and a division by zero.
+    """Return ``value``, a text like ``4:1``, as its quotient (4.0). Text like ``4`` becomes a number, and other values
+    are returned unchanged. Raise ``ValueError`` for booleans, text that is not a number, and a division by zero.
     """
     match = _RATIO.fullmatch(value) if isinstance(value, str) else None
     if match is None:
@@ -86,8 +86,9 @@ def reject_boolean(value: Any) -> Any:
 
 
 def _whole_bytes(value: Any) -> Any:
-    """Return a text like ``80 GB``, or a number, as a whole number of bytes. Other values are returned unchanged. Raise
-    ``ValueError`` for text that is not a number of bytes, and for more than 2**60 bytes."""
+    """Return ``value``, a text like ``80 GB`` or a number, as a whole number of bytes. Other values are returned
+    unchanged. Raise ``ValueError`` for text that is not a number of bytes, and for more than 2**60 bytes.
+    """
     value = parse_quantity(value, "bytes")
     if isinstance(value, int | float) and not abs(value) <= _MOST_BYTES:  # which inf and nan are not
         raise ValueError(f"{value:g} is no size of a memory; expected at most 2**60 bytes, written like 80 GB")

@@ -157,6 +157,6 @@ def _format_devices(topology: Topology, gone: Marks) -> str:
 
 
 def _format_items(items: Sequence[object]) -> str:
-    """Return the first four of ``items`` as a text with commas, and how many more there are."""
+    """Return a text with the first four of ``items``, separated by commas, and the number of the others."""
     shown = ", ".join(map(str, items[:4]))
     return f"{shown} and {len(items) - 4} more" if len(items) > 4 else shown

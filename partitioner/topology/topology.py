@@ -94,8 +94,9 @@ class Topology(TopologyPart):
             ) from error
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all described fields of two topologies are equal. Values that are derived from them are not
-        compared."""
+        """Return whether ``other`` is a topology with the same described fields. Values that are derived from them are
+        not compared.
+        """
         if not isinstance(other, Topology):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
@@ -158,7 +159,7 @@ class Topology(TopologyPart):
 
     @property
     def num_devices(self) -> int:
-        """Return the number of devices of all nodes."""
+        """Return the number of devices of all nodes together."""
         return sum(g.count * g.devices for g in self.nodes)
 
     @property
@@ -173,8 +174,9 @@ class Topology(TopologyPart):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Return the name of each device, in the order of devices. The default for device ``k`` of node ``n`` is
-        ``node<n>/<k>``."""
+        """Return the names of all devices, in the order of devices. The default for device ``k`` of node ``n`` is
+        ``node<n>/<k>``.
+        """
         names: list[str] = []
         node = 0
         for group in self.nodes:
@@ -246,8 +248,9 @@ class Topology(TopologyPart):
 
     @cached_property
     def _inner_level_cache(self) -> dict[tuple[int, int], Level]:
-        """Return the cache of :meth:`inside_level`. The keys are its arguments (``kind``, ``members``), the values its
-        results."""
+        """Return a cache of the direct links among some devices of a node, summarized as one level of links: (index of
+        the node's pattern, bit mask of the devices) -> level.
+        """
         return {}
 
     def inside_level(self, kind: int, members: int) -> Level:
@@ -495,7 +498,9 @@ class Topology(TopologyPart):
     @classmethod
     def parse(cls, text: str) -> Topology:
         """Return the topology that ``text`` names: ``local:4``, ``dgx-h100``, ``dgx-h100:8`` (eight nodes), ``detect``,
-        or the path of a YAML file. Any of these can end in ``without node1/3, left``, which removes devices."""
+        or the path of a YAML file. Any of these can end in a text like ``without node1/3, node2``, which removes single
+        devices or whole nodes.
+        """
         from partitioner.topology.files import parse_topology
 
         require_type("text", text, str)

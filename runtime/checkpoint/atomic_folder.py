@@ -130,7 +130,9 @@ class CheckpointTarget:
         return self.partial / f".writer-{rank}"
 
     def begin(self, rank: int) -> None:
-        """Create the folder for unfinished files. Write into it which process writes the part of ``rank``."""
+        """Create the folder for the unfinished files of this checkpoint. Write into it which process writes the part of
+        ``rank``.
+        """
         self.partial.mkdir(parents=True, exist_ok=True)
         self.writer(rank).write_text(this_process())  # lost with the host, and of no use then
 
@@ -156,7 +158,7 @@ class CheckpointTarget:
         rank order.
 
         Raise :class:`CheckpointError` if a rank reports a failure, if its process on this host ends first, or after
-        ``timeout`` seconds.
+        ``timeout`` seconds. ``world_size``: number of ranks.
         """
         records = [self.record(rank) for rank in range(world_size)]
         missing, next_look = list(records), time.monotonic() + _LOOK_S
@@ -181,8 +183,8 @@ class CheckpointTarget:
         )
 
     def _is_gone(self, record: Path) -> bool:
-        """Return whether the process has certainly ended that has to write the file ``record``, by which a rank
-        confirms its part.
+        """Return whether the process that has to write the file ``record`` has certainly ended. With this file a rank
+        confirms that its part of the checkpoint is written.
         """
         with contextlib.suppress(OSError):
             return has_ended(self.writer(int(record.name.removeprefix(".record-"))).read_text())
@@ -214,8 +216,8 @@ class CheckpointTarget:
         remove_path_atomically(self.old)
 
     def _keep_others(self) -> None:
-        """Move those files of the replaced folder that do not belong to a checkpoint into the folder that replaces
-        it.
+        """Move files that do not belong to a checkpoint from the old checkpoint folder, which is replaced, into the new
+        one.
         """
         if self.old.is_dir() and self.final.is_dir():
             for path in self.old.iterdir():
@@ -299,7 +301,7 @@ def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
 
 
 def remove_path_atomically(path: Path) -> None:
-    """Remove a file or a folder.
+    """Remove the file or folder ``path``.
 
     A folder is renamed first, so that a half-removed one is never taken for a complete one.
     """

@@ -42,7 +42,7 @@ _READ = 1 << 20
 
 @dataclass(frozen=True)
 class FileSum:
-    """The length of a file in bytes, and its SHA-256 as hexadecimal digits."""
+    """The length of a file in bytes, ``nbytes``, and its SHA-256 as hexadecimal digits, ``sha256``."""
 
     nbytes: int
     sha256: str
@@ -64,7 +64,7 @@ class Written:
 
 
 def sum_of(path: Path) -> FileSum:
-    """Read a file, and return its length and SHA-256. Raise ``OSError`` if it cannot be read."""
+    """Read the file ``path``, and return its length and SHA-256. Raise ``OSError`` if it cannot be read."""
     digest, nbytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(_READ):
@@ -134,8 +134,8 @@ class ShardReader:
         self.tensors = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
 
     def read(self, pieces: Iterable[ShardPiece]) -> None:
-        """Fill the tensor of each of ``pieces``, which describe rectangular parts of saved tensors, and convert to its
-        type.
+        """Read from the checkpoint the rectangular part of a saved tensor that each of ``pieces`` describes, and copy
+        it into the piece's own tensor, converted to its dtype.
         """
         targets: dict[MetadataIndex, Tensor] = {}
         items: list[ReadItem] = []
@@ -148,8 +148,8 @@ class ShardReader:
 
 
 def _write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
-    """Return the description of ``piece`` with the key ``index`` that ``torch.distributed.checkpoint`` needs to write
-    it.
+    """Return the write request for ``piece``, a rectangular part of a tensor, as ``torch.distributed.checkpoint`` needs
+    it. ``index``: the tensor's name in the checkpoint and the offsets of the part.
     """
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape),
@@ -160,8 +160,8 @@ def _write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Gives ``torch.distributed.checkpoint`` the tensors to write. ``content``: key -> part of a tensor with its
-    data.
+    """Gives ``torch.distributed.checkpoint`` the tensors to write. ``content``: (name and offsets of a part of a
+    tensor) -> the part with its data.
     """
 
     def __init__(self, content: Mapping[MetadataIndex, ShardPiece]) -> None:
@@ -182,7 +182,9 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Gives ``torch.distributed.checkpoint`` the tensors to fill. ``targets``: key -> tensor."""
+    """Gives ``torch.distributed.checkpoint`` the tensors to fill. ``targets``: (name and offsets of a part of a tensor)
+    -> the tensor that gets it.
+    """
 
     def __init__(self, targets: Mapping[MetadataIndex, Tensor]) -> None:
         super().__init__()
@@ -196,7 +198,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Release the memory pages of ``tensor``, which was filled in place, if it is a file that is mapped into
-        memory.
+        memory. ``read_item`` (which part was read) is not used.
         """
         release_pages(tensor)
 
@@ -223,8 +225,8 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashingStream(io.IOBase):
-    """A file opened for writing that computes the SHA-256 and the length of what is written. ``owner``: where errors
-    are recorded.
+    """A file opened for writing that computes the SHA-256 and the length of what is written. ``owner``: the object that
+    records the sums and the first error.
     """
 
     def __init__(self, file: Any, owner: _HashingFileSystem) -> None:

@@ -28,7 +28,7 @@ def describe_optimizers(
 
     A group has the model's names of its parameters and its hyperparameters, such as ``lr``. ``parameters``: name ->
     parameter of this rank. An item is ``None`` if this rank has no such optimizer. The result is ``None`` if there is
-    no optimizer at all.
+    no optimizer at all. ``given``: one optimizer, a list of optimizers, or ``None``.
     """
     optimizers = optimizers_of(given)
     return (
@@ -60,8 +60,9 @@ def _describe_optimizer(
 def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
     """Combine the descriptions that :func:`describe_optimizers` returned on all ranks into one.
 
-    ``of_ranks``: one for each rank. The result is ``None`` if no rank has an optimizer, one dict for one optimizer, and
-    a list of dicts for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers.
+    ``of_ranks``: for each rank, its list of dicts (one for each optimizer) or ``None``. The result is ``None`` if no
+    rank has an optimizer, one dict for one optimizer, and a list of dicts for several. Raise :class:`CheckpointError`
+    if ranks have different numbers of optimizers.
     """
     found = [d for d in of_ranks if d is not None]
     if len({len(d) for d in found}) > 1:
@@ -74,9 +75,10 @@ def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None
 
 
 def _merge_descriptions(described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return one description of an optimizer, with the parameter groups of all ranks; ``None`` if no rank has it.
+    """Return one description of an optimizer, a dict like those in ``described`` but with the parameter groups of all
+    ranks; ``None`` if no rank has the optimizer.
 
-    ``described``: the descriptions of the ranks that have it.
+    ``described``: for each rank that has it, a dict with its class name, defaults and parameter groups.
     """
     if not described:
         return None
@@ -92,7 +94,8 @@ def values_of(
 
     ``saved``: a result of :func:`merge_rank_descriptions`. A group none of whose parameters were saved gets an empty
     dict. Raise :class:`CheckpointError` if the number, the order or the classes of the optimizers, or their groups,
-    differ from the saved ones.
+    differ from the saved ones. ``given``: one optimizer, a list of optimizers, or ``None``. ``parameters``: name in the
+    program -> parameter of this rank.
     """
     optimizers, kept = optimizers_of(given), [saved] if isinstance(saved, Mapping) else list(saved)
     if len(optimizers) != len(kept):
@@ -133,7 +136,8 @@ def _get_saved_kind(saved: Mapping[str, Any] | None) -> str:
 
 
 def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` if the saved description ``saved`` is of another kind of optimizer.
+    """Raise :class:`CheckpointError` if ``saved``, the saved description of an optimizer as a dict, is of another kind
+    of optimizer than ``optimizer``.
 
     Optimizers of different classes count as the same kind if they have the same hyperparameters, such as Adam and
     AdamW.
@@ -156,7 +160,7 @@ def given_back(
 
     ``saved``: the saved description of one optimizer. A group none of whose parameters were saved gets an empty dict.
     Raise :class:`CheckpointError` if the optimizer groups its parameters differently: a saved group is split, or saved
-    groups with different values are joined.
+    groups with different values are joined. ``parameters``: name in the program -> parameter of this rank.
     """
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}
@@ -188,7 +192,7 @@ def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mappi
 
     This is for checkpoints without parameter names. ``groups``: for each optimizer, the saved dicts of its groups; if
     ``None``, each group gets an empty dict. Raise :class:`CheckpointError` if the numbers of optimizers or groups
-    differ.
+    differ. ``given``: one optimizer, a list of optimizers, or ``None``.
     """
     optimizers = optimizers_of(given)
     if groups is None:
@@ -205,8 +209,8 @@ def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mappi
 
 
 def set_hyperparameters(given: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Set the hyperparameters of the optimizers: ``values[i][k]`` (name -> value) is for group ``k`` of optimizer
-    ``i``.
+    """Set the hyperparameters of the optimizers ``given`` (one, a list, or ``None``): ``values[i][k]`` (name -> value)
+    is for group ``k`` of optimizer ``i``.
     """
     for optimizer, of_groups in zip(optimizers_of(given), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):

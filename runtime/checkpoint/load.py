@@ -36,7 +36,9 @@ _T = TypeVar("_T")
 
 
 class CheckpointMatch(NamedTuple):
-    """A complete checkpoint: its folder, and the contents of its ``manifest.json``."""
+    """A complete checkpoint that was found: its ``folder``, and ``manifest``, the parsed contents of its
+    ``manifest.json`` (a dict with step counters and the files' checksums).
+    """
 
     folder: Path
     manifest: dict[str, Any]
@@ -109,7 +111,8 @@ def to_go_on_from(root: Path) -> list[CheckpointMatch]:
 def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
     """Return the checkpoint at ``directory``, or the latest one in it. All ranks call this.
 
-    Raise :class:`CheckpointError` on all ranks if any rank finds none.
+    Raise :class:`CheckpointError` on all ranks if any rank finds none. ``communicator``: connects this rank with the
+    others.
     """
     return _run_collectively(communicator, rank, lambda: find_checkpoint(directory))
 
@@ -117,7 +120,7 @@ def find_together(directory: Path, rank: RankProgram, communicator: Communicator
 def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator) -> None:
     """Raise :class:`CheckpointError` on all ranks if ranks see different checkpoints in ``root``. All ranks call this.
 
-    ``found``: the checkpoints that this rank sees there.
+    ``found``: the checkpoints that this rank sees there. ``communicator``: connects this rank with the others.
     """
     told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
     if not _is_equal_across_ranks(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
@@ -146,7 +149,8 @@ def load_checkpoint(
 
     Return the other saved data, such as step counters; its ``"extra"`` has name -> state of each object for this rank.
     Raise :class:`CheckpointError` on all ranks, before anything is changed, if a rank finds a file damaged or missing,
-    or if the checkpoint does not match the model, the optimizer or ``extra``.
+    or if the checkpoint does not match the model, the optimizer or ``extra``. ``communicator``: connects this rank with
+    the others.
     """
     _require_same_checkpoint(found, rank, communicator)
     if verify:
@@ -185,8 +189,8 @@ def _open_shard_reader(folder: Path) -> ShardReader:
 
 
 def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
-    """Warn if the checkpoint in ``folder`` has tensors that the plan's model does not have, so that it may be of
-    another model.
+    """Warn if the checkpoint in ``folder`` has tensors that the model of this rank's program, ``rank``, does not have,
+    so that it may be of another model. ``reader``: reads tensors of the checkpoint.
     """
     known = names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
@@ -208,7 +212,7 @@ def _select_extra_states(
 
     ``training``: the saved data other than tensors. If the ranks had different states, this rank gets its own. Raise
     :class:`CheckpointError` if a state is missing, or if states differ between ranks and the mesh is not the one of the
-    checkpoint.
+    checkpoint. ``found``: the checkpoint.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in asked:
@@ -252,7 +256,8 @@ def _match_saved_states(
     optimizer's saved state.
 
     The tensors are in a dict: parameter name -> key, such as ``exp_avg`` -> tensor. ``states``: name -> this rank's
-    shard. Raise :class:`CheckpointError` if parameters or buffers are missing or have other shapes.
+    shard. Raise :class:`CheckpointError` if parameters or buffers are missing or have other shapes. ``found``: the
+    checkpoint. ``reader``: reads tensors of the checkpoint.
     """
     names: dict[str, str] = {}
     wrong: list[str] = []
@@ -287,8 +292,8 @@ def _match_saved_states(
 
 
 def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
-    """Return each name in the plan -> other names under which the checkpoint has this tensor, such as with a wrapper's
-    prefix.
+    """Return each name of a parameter or buffer in the plan -> other names under which the checkpoint has this tensor,
+    such as with a wrapper's prefix. ``reader``: reads tensors of the checkpoint.
     """
     saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
     found: dict[str, list[str]] = {}
@@ -303,8 +308,8 @@ def _allocate_optimizer_state(
     """Return empty tensors for the optimizer's saved state on this rank: parameter name -> key, such as ``exp_avg`` ->
     tensor.
 
-    ``names``: parameter -> name under which it was saved. Raise :class:`CheckpointError` if the checkpoint has no
-    optimizer state.
+    ``names``: name of the parameter in the plan -> name under which it was saved. Raise :class:`CheckpointError` if the
+    checkpoint has no optimizer state. ``found``: the checkpoint. ``reader``: reads tensors of the checkpoint.
     """
     saved: dict[str, list[str]] = {}
     for entry in reader.tensors:
@@ -334,8 +339,8 @@ def _list_state_pieces(
     """Return the parts of saved tensors from which ``tensor`` is filled: this rank's part of ``state``, or its
     optimizer state.
 
-    ``prefix``, ``suffix``: of the key in the checkpoint. ``saved_as``: name under which the parameter or buffer was
-    saved.
+    ``state``: name of the parameter or buffer. A tensor's key in the checkpoint consists of ``prefix``, the name
+    ``saved_as`` under which the parameter or buffer was saved, and ``suffix``.
     """
     data = rank.program.states[state]
     if data.shape and not tensor.dim():
@@ -346,7 +351,7 @@ def _list_state_pieces(
 def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
     """Compare length and SHA-256 of this rank's share of the checkpoint's files with the manifest.
 
-    Raise :class:`DamagedCheckpointError` if a file is missing or differs.
+    Raise :class:`DamagedCheckpointError` if a file is missing or differs. ``found``: the checkpoint.
     """
     for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
         path = found.folder / name
@@ -366,8 +371,9 @@ def _run_collectively(
     """Call ``work`` on every rank, and return this rank's result once it has succeeded on all ranks. All ranks call
     this.
 
-    If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``reading``: a checkpoint; exceptions of other
-    types become a :class:`DamagedCheckpointError` that names it.
+    If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``reading``: the checkpoint that ``work``
+    reads; exceptions of other types than :class:`CheckpointError` then become a :class:`DamagedCheckpointError` that
+    names it. ``None``: such exceptions are raised unchanged. ``communicator``: connects this rank with the others.
     """
     result: _T | None = None
     error: CheckpointError | None = None
@@ -396,7 +402,7 @@ def _run_collectively(
 def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
     """Raise :class:`CheckpointError` on all ranks if the ranks have found different checkpoints. All ranks call this.
 
-    ``found``: the checkpoint that this rank has found.
+    ``found``: the checkpoint that this rank has found. ``communicator``: connects this rank with the others.
     """
     if not _is_equal_across_ranks(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(
@@ -406,7 +412,9 @@ def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communic
 
 
 def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communicator) -> bool:
-    """Return whether all ranks pass the same ``number``, of at most 60 bits. All ranks call this."""
+    """Return whether all ranks call this with the same ``number``, a non-negative integer of at most 60 bits. All ranks
+    call this. ``communicator``: connects this rank with the others.
+    """
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
     high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
     return bool(high == -low)

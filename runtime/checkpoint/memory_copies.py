@@ -110,7 +110,7 @@ class SlotState(NamedTuple):
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
         """Return the contents of an in-memory copy. ``tensors``: this rank's tensors by name. ``run``: other state,
-        such as counters.
+        such as counters, by name.
 
         Raise :class:`CheckpointError` if ``run`` is not plain data.
         """
@@ -122,7 +122,9 @@ class SlotState(NamedTuple):
         return _compute_data_offset(self.head) + sum(_align_size(t.nbytes) for t in self.tensors.values())
 
     def write(self, to: Tensor) -> None:
-        """Write the contents into the tensor ``to`` of type uint8, which has :attr:`nbytes` elements."""
+        """Write the contents of this in-memory copy (its header, then its tensors) into the tensor ``to`` of type
+        uint8, which has :attr:`nbytes` elements.
+        """
         with torch.no_grad():
             front = len(self.head).to_bytes(_LENGTH, "little") + self.head
             to[: len(front)].copy_(torch.frombuffer(bytearray(front), dtype=torch.uint8))
@@ -167,7 +169,7 @@ class CheckpointSlot:
         return self.bytes.numel()
 
     def resize(self, size: int) -> None:
-        """Change the file to ``size`` bytes, and allocate its memory now.
+        """Change the file of this in-memory copy to ``size`` bytes, and allocate its memory now.
 
         Writing to a page without memory would kill the process.
         """
@@ -200,7 +202,9 @@ class CheckpointSlot:
 
 
 def content_of(path: Path) -> Tensor:
-    """Map the file ``path`` into memory, and return its bytes as a uint8 tensor."""
+    """Map the file ``path``, which has an in-memory copy of a training state, into memory, and return its bytes as a
+    uint8 tensor.
+    """
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
@@ -270,7 +274,9 @@ class MemoryCopies:
         self._reset_copies()
 
     def _reset_copies(self) -> None:
-        """Forget the copies made so far; files on the nodes are not changed."""
+        """Forget which in-memory copies of the training state were made so far. The files with the copies stay on the
+        nodes.
+        """
         self.step: int | None = None  # step of the copy that is complete on all ranks
         self._written: int | None = None  # step of the copy that is being sent
         self._identity = ""
@@ -282,7 +288,9 @@ class MemoryCopies:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of memory that copies take on this rank's node; 0 before the first copy."""
+        """Return the bytes of memory that the copies of training states take on this rank's node; 0 before the first
+        copy.
+        """
         return 2 * sum(self._room[1][r] for r in self._ranks_here()) if self._room[1] else 0
 
     def save(self, optimizer: Optimizers, extra: _Extra) -> None:
@@ -290,7 +298,8 @@ class MemoryCopies:
         ranks call this.
 
         ``extra``: name -> further object whose state is copied. Raise :class:`CheckpointError` on all ranks if this
-        copy, or sending the previous one, has failed on a rank.
+        copy, or sending the previous one, has failed on a rank. ``optimizer``: the optimizer of the engine's
+        parameters, a list of several, or ``None``.
         """
         state = self._peers.together(
             "the copy in memory was not made", lambda: self._collect_slot_state(optimizer, extra)
@@ -326,7 +335,8 @@ class MemoryCopies:
         number.
 
         All ranks call this. Return ``None`` and change nothing if there is no such step, if a checkpoint on disk is
-        newer, or (with a warning) if the copies cannot be read.
+        newer, or (with a warning) if the copies cannot be read. ``optimizer``: the optimizer of the engine's
+        parameters, a list of several, or ``None``. ``extra``: name -> further object whose state is restored.
         """
         self._peers.together("the copy in memory was not made", self._join_sending_thread)
         self._reset_copies()
@@ -383,8 +393,8 @@ class MemoryCopies:
         return self._nodes.index(self._nodes[self.rank]) == self.rank
 
     def _make_folder(self) -> None:
-        """Create this training's folder in the node's memory. Raise :class:`CheckpointError` if its parent is no
-        folder.
+        """Create the folder in the node's memory (such as in ``/dev/shm``) in which this training keeps its in-memory
+        copies. Raise :class:`CheckpointError` if its parent is no folder.
         """
         parent = self.folder.parent
         if not parent.is_dir():
@@ -428,7 +438,8 @@ class MemoryCopies:
             self._slots[rank] = slots
 
     def _make_room(self, sizes: list[int]) -> None:
-        """Change the size of the files that may be overwritten: ``sizes[rank]`` bytes for the state of each rank.
+        """Change the size of those files for in-memory copies that may be overwritten: ``sizes[rank]`` bytes for the
+        state of each rank.
 
         All ranks call this. Raise :class:`CheckpointError` on all ranks if a node has too little free memory.
         """
@@ -445,7 +456,9 @@ class MemoryCopies:
         self._room = [sizes if self.step is None else self._room[1], sizes]
 
     def _check_room(self, missing: int) -> None:
-        """Raise :class:`CheckpointError` if the node's memory folder has less than ``missing`` bytes free."""
+        """Raise :class:`CheckpointError` if the folder in this node's memory that holds the copies has less than
+        ``missing`` bytes free.
+        """
         free = shutil.disk_usage(self.folder).free
         if free < missing:
             raise CheckpointError(
@@ -455,7 +468,9 @@ class MemoryCopies:
             )
 
     def _find_free_slot(self, rank: int) -> CheckpointSlot:
-        """Return the one of the two files for the state of ``rank`` that may be overwritten."""
+        """Return that one of the two files for in-memory copies of the training state of ``rank`` that may be
+        overwritten, because the other has the newer complete copy.
+        """
         return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
 
     def _write_slot(self, slot: CheckpointSlot, state: SlotState) -> None:
@@ -469,14 +484,18 @@ class MemoryCopies:
         return SlotState.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
 
     def _join_sending_thread(self) -> None:
-        """Wait until the thread that sends the last copy has ended. Raise the exception that it stored, if any."""
+        """Wait until the thread that sends the last in-memory copy to the rank on another node has ended. Raise the
+        exception that it stored, if any.
+        """
         if self._sending is not None:
             self._sending.join()
         if self._error is not None:
             raise self._error
 
     def _mark_copy_complete(self) -> None:
-        """Record the last copy as complete. This is called once all ranks have confirmed that theirs is."""
+        """Record the last in-memory copy of this rank's training state as complete. This is called once all ranks have
+        confirmed that theirs is.
+        """
         if self._written is None or self._written == self.step:
             return
         self.step = self._written

@@ -94,8 +94,8 @@ def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
 def own_state(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> dict[str, Any]:
-    """Return the part of the training state that belongs to this rank: ``"optimizer"`` hyperparameters, and ``"extra"``
-    states.
+    """Return the part of the training state that belongs to this rank: a dict with the hyperparameters of its
+    optimizers under ``"optimizer"`` and the states of further objects under ``"extra"``.
 
     ``extra``: name -> object with ``state_dict()``, such as a data loader. Tensors and random states are not included.
     Raise :class:`CheckpointError` if an object has no ``state_dict()``.
@@ -189,7 +189,8 @@ def go_on(
 
 
 def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Return all tensors that this rank must save, by name with a prefix for the kind.
+    """Return all tensors that this rank must save, as name -> tensor, where the name has a prefix for the kind of
+    tensor.
 
     They are its shards of parameters and buffers, rounding errors of gradient compression, and the states of
     ``optimizer``.
@@ -204,8 +205,8 @@ def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, 
 
 
 def take_tensors(engine: CheckpointedEngine, tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
-    """Copy ``tensors`` into the engine and the optimizer. They have the names of :func:`own_tensors`, from the same
-    rank and plan.
+    """Copy ``tensors`` into the engine and the optimizer. ``tensors``: name, with a prefix for the kind (parameter or
+    buffer, rounding error, optimizer state) -> tensor, as saved by the same rank under the same plan.
     """
     with torch.no_grad():
         for name, held in own_tensors(engine, None).items():

@@ -142,8 +142,8 @@ class Staging:
             )
 
     def _copy(self) -> None:
-        """Copy the tensors that change only in an optimizer step to their host buffers; on a GPU on a stream of their
-        own.
+        """Copy the part of the training state that changes only in an optimizer step to host buffers; on a GPU on a
+        stream of their own.
         """
         if self._ready is None:
             for piece, buffer, _ in self._later:
@@ -195,8 +195,8 @@ class CheckpointContent:
 
 
 class Saving:
-    """The handle of a checkpoint that is being written to ``directory``. ``copied``: is set when the state may change
-    again.
+    """The handle of a checkpoint that is being written to ``directory``. ``copied``: a ``threading.Event`` that is set
+    when the state is copied, so that it may change again.
     """
 
     def __init__(self, directory: Path, copied: threading.Event) -> None:
@@ -230,7 +230,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Return whether writing has ended, with a complete checkpoint or with an error."""
+        """Return whether the writing of this checkpoint has ended, with a complete checkpoint or with an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait_until_copied(self) -> None:
@@ -241,7 +241,7 @@ class Saving:
         self._copied.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete.
+        """Wait until this checkpoint is completely written.
 
         Raise :class:`CheckpointError` if any rank failed; a previous checkpoint in the folder is then kept.
         """
@@ -328,7 +328,8 @@ class Saver:
             self.last.wait()
 
     def settle(self) -> None:
-        """Wait until the last save, and what was to be called after it, is complete on all ranks. All ranks call this.
+        """Wait until the last save is complete on all ranks, and the function ``then`` that was passed to it has
+        returned. All ranks call this.
 
         Raise :class:`CheckpointError` on all ranks if it failed on any.
         """
@@ -358,7 +359,9 @@ class Saver:
         """
 
         def wait() -> None:
-            """Wait for the saves of this engine and, on request, for those of others to the same folder."""
+            """Wait for the saves of this engine. If the enclosing call names a folder, also wait for saves of other
+            engines and processes to it.
+            """
             if self.last is not None:
                 self.last.join()
             if directory is not None:
@@ -377,7 +380,8 @@ class Saver:
 def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
     """Call ``work`` on every rank. If it raises on any rank, raise on all of them. All ranks call this.
 
-    ``what``: start of the :class:`CheckpointError` on ranks where it did not fail.
+    ``what``: start of the :class:`CheckpointError` on ranks where it did not fail. ``world_size``: number of ranks.
+    ``communicator``: connects this rank with the others.
     """
     error: Exception | None = None
     try:
@@ -404,7 +408,8 @@ def agreed_target(
 
     ``before``: called first on each rank. Rank 0 then removes what earlier attempts left. ``own``: regular expression
     of the file names in ``final`` that are replaced. Raise what ``before`` raises, or :class:`CheckpointError` if
-    ``before`` or the removal failed on another rank.
+    ``before`` or the removal failed on another rank. ``world_size``: number of ranks. ``communicator``: connects this
+    rank with the others.
     """
     error: Exception | None = None
     token = 0
@@ -479,7 +484,8 @@ def _write_rank_part(
     complete.
 
     ``held``: the pieces to write. ``timeout``: seconds to wait for other ranks. ``staging``: first finish its copies,
-    which ``held`` refers to. On an error, report it to the other ranks and raise it.
+    which ``held`` refers to. On an error, report it to the other ranks and raise it. ``target``: the paths of the
+    checkpoint. ``content``: everything that this rank saves.
     """
     from partitioner.runtime.checkpoint.dcp_files import write_shards
 
@@ -516,6 +522,7 @@ def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, t
     final name.
 
     ``timeout``: seconds to wait for other ranks. Raise :class:`CheckpointError` if a rank failed or is late.
+    ``target``: the paths of the checkpoint. ``content``: everything that this rank saves.
     """
     from partitioner.runtime.checkpoint.dcp_files import write_metadata
 
@@ -556,8 +563,8 @@ def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, t
 def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the random states of all ranks, with equal states stored once.
 
-    The key ``"states"`` has the distinct states, and ``"of"`` has for each rank the index of its state. ``states``: one
-    for each rank.
+    The key ``"states"`` has the distinct states, and ``"of"`` has for each rank the index of its state. ``states``: for
+    each rank, a dict of its random generators' states.
     """
     places: dict[bytes, int] = {}
     of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]

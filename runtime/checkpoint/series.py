@@ -57,7 +57,7 @@ class Interrupts:
             ) from None
 
     def asked(self) -> bool:
-        """Return whether any rank has received a signal. All ranks call this."""
+        """Return whether any rank has received one of the signals that ask to end training. All ranks call this."""
         return bool(self._peers.total([int(self._asked)])[0])
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Checkpoints:
         return saving
 
     def wait(self) -> None:
-        """Wait until the last save is complete. Raise :class:`CheckpointError` if it failed."""
+        """Wait until the last checkpoint that was begun is complete. Raise :class:`CheckpointError` if it failed."""
         self.engine.wait_for_save()
 
     def close(self) -> None:

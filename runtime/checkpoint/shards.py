@@ -24,8 +24,8 @@ Range = tuple[int, int]  # start, length
 class ShardBox(NamedTuple):
     """A rectangular part of a tensor that a rank holds.
 
-    ``offsets`` and ``sizes``: position and size in the whole tensor, per dim. ``local``: the offsets in the rank's
-    shard.
+    ``offsets`` and ``sizes``: position and size in the whole tensor, per dim. ``local``: the position in the rank's
+    shard, per dim.
     """
 
     offsets: tuple[int, ...]
@@ -97,8 +97,8 @@ def compute_shard_boxes(
 
 
 def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
-    """Yield the ranges (start, length) of the whole dim that correspond to ``piece``, a range of the concatenated
-    ranges ``held``.
+    """Yield the ranges of a whole dim that correspond to ``piece``, a range of a rank's shard of this dim. Ranges are
+    pairs (start, length). ``held``: the ranges of the whole dim whose concatenation is the rank's shard.
     """
     start, stop = piece[0], piece[0] + piece[1]
     for (first, length), at in zip(held, _compute_starts(held), strict=True):
@@ -119,7 +119,9 @@ def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _compute_starts(held: Sequence[Range]) -> list[int]:
-    """Return where each of the ranges (start, length) begins when they are concatenated."""
+    """Return, for each of the ranges ``held``, pairs (start, length), the position at which it begins in their
+    concatenation.
+    """
     starts, at = [], 0
     for _, length in held:
         starts.append(at)
@@ -153,7 +155,7 @@ def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Itera
 def _view_boxes(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
     """Yield the rectangular parts that a rank holds of the parameter or buffer ``state``, each with a view of its data.
 
-    ``tensor``: the rank's shard or, under ZeRO, its piece of the flattened shard.
+    ``tensor``: the rank's shard or, under ZeRO, its piece of the flattened shard. ``held``: which part the rank holds.
     """
     if held.piece is None or not tensor.dim():
         yield from ((box, _slice_box(tensor, box)) for box in compute_shard_boxes(state.shape, held.shards))
@@ -190,7 +192,8 @@ def list_shard_pieces(
 
     The keys are ``prefix``, the model's name of the parameter, and ``suffix``. If the parameter stacks several ones of
     the model, each of these gets its own parts. ``tensor``: the rank's data. A number (a 0-dimensional ``tensor`` for a
-    parameter with dims) is written only by the rank that holds the first element.
+    parameter with dims) is written only by the rank that holds the first element. ``held``: which part of the parameter
+    or buffer the rank holds.
     """
     found = []
     if state.shape and not tensor.dim() and not held.first:
@@ -256,7 +259,8 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
 
 
 def _shared_out(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
-    """Return parameter or buffer name -> index of the rank, among ``num_holders`` with equal parts, that writes it.
+    """Return, for the parameters and buffers ``names``, name -> index of the rank, among ``num_holders`` with equal
+    parts, that writes it.
 
     The assignment is greedy: the largest tensor first, each to the rank with the least elements so far.
     """

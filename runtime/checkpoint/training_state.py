@@ -148,8 +148,8 @@ class OptimizerState:
         return found
 
     def room(self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Return an uninitialised tensor for the optimizer state ``key``, such as ``exp_avg``, of the parameter
-        ``name``.
+        """Return an uninitialised tensor of ``shape`` and ``dtype`` for the optimizer state ``key``, such as
+        ``exp_avg``, of the parameter ``name``.
 
         It is on disk if the optimizer keeps its states there, and otherwise on ``device``.
         """
@@ -215,7 +215,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Set the random generators of Python, NumPy, torch on the CPU and the CUDA ``device`` to ``state``.
 
-    ``state``: a result of :func:`random_state`. Generators that it lacks are left alone.
+    ``state``: a dict of generator states with the keys ``python``, ``numpy``, ``torch`` and ``cuda``. Generators that
+    it lacks are left alone.
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -258,7 +259,8 @@ def unpack_plain_data(content: bytes) -> dict[str, Any]:
 
 
 def is_equal_data(one: Any, other: Any) -> bool:
-    """Return whether two pieces of plain data (numbers, strings, tensors, lists, tuples, dicts) are equal.
+    """Return whether ``one`` and ``other``, two pieces of plain data (numbers, strings, tensors, lists, tuples, dicts),
+    are equal.
 
     Tensors must have the same dtype and elements. Numbers that are NaN are equal.
     """
@@ -307,7 +309,7 @@ def way_of(program: Program) -> str:
 def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
     """Return this rank's rounding errors of compressed gradients as named parts for a checkpoint.
 
-    ``residuals``: name of the transfer -> flat tensor.
+    ``residuals``: name of the compressed transfer (a collective of the program) -> flat tensor of its rounding errors.
     """
     return [
         ShardPiece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)
@@ -318,7 +320,8 @@ def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[
 def load_residuals(
     folder: Path, rank: RankProgram, residuals: Mapping[str, Tensor], training: Mapping[str, Any]
 ) -> None:
-    """Fill ``residuals``, the rounding errors of compressed gradients (key -> tensor), from the checkpoint ``folder``.
+    """Fill ``residuals``, the rounding errors of compressed gradients (name of the transfer -> flat tensor), from the
+    checkpoint ``folder``.
 
     ``training``: the saved data other than tensors. They are set to zero if the checkpoint is of a plan that reduces
     gradients differently.

@@ -83,7 +83,9 @@ class LevelwiseReduction:
         self._level = 0  # of those that have been scattered
 
     def begin(self) -> None:
-        """Prepare for a new training step. Collectives of an earlier step that failed are dropped."""
+        """Prepare the hierarchical reduction of gradients for a new training step. Collectives of an earlier step that
+        failed are dropped.
+        """
         self._arriving, self._level = None, 0
 
     def scatter(self) -> None:
@@ -117,7 +119,7 @@ class LevelwiseReduction:
         self._arriving = PendingDecode(pending, lambda wire: sender.codec.decode(wire, dtype).view(-1))
 
     def finish(self) -> None:
-        """Wait for the sum and copy it into the gradient buffer.
+        """Wait until the gradients are summed over all ranks, and copy the sums into the gradient buffer.
 
         Do nothing if a step of the hierarchical reduction remains to be gathered, or if nothing was started.
         """
@@ -138,6 +140,7 @@ def start_compressed_reduction(sender: ErrorFeedbackEncoder, rows: Tensor, group
     flat tensor.
 
     ``rows`` has one row for each rank of ``group``. Each rank receives its row from all ranks and sums them.
+    ``sender``: compresses the rows and keeps their rounding errors.
     """
     dtype = rows.dtype
     wire = group.all_to_all(sender.encode(rows), 0, 0)

@@ -49,7 +49,8 @@ def _is_communication_error(error: RuntimeError) -> bool:
 
 
 def users_line(error: BaseException) -> str:
-    """Return the innermost traceback line, as ``file:line``, that is in the user's script; empty if there is none.
+    """Return the innermost line of the traceback of ``error``, as ``file:line``, that is in the user's script; empty if
+    there is none.
 
     Lines of this package, of installed libraries and of the standard library are skipped.
     """

@@ -109,7 +109,9 @@ class Communicator(Protocol):
 
 
 def all_ranks(communicator: Communicator, world_size: int) -> RankGroup:
-    """Return the process group of all ranks, and open it if necessary. All ranks must call this."""
+    """Return the process group of all ranks, and open it if necessary. All ranks must call this. ``world_size``: number
+    of ranks. ``communicator``: connects this rank with the others.
+    """
     ranks = tuple(range(world_size))
     communicator.prepare([ranks], [])
     return communicator.group(ranks)

@@ -36,7 +36,8 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     partitioner.runtime.launch.torchrun`` does.
 
     After this call, any exception that ends the script is also reported to torchrun, which prints it at the end of its
-    log.
+    log. ``backend``: name of a torch backend, such as ``nccl``; ``None``: torch's default. ``timeout``: how long
+    operations wait for other ranks.
     """
     _tell_torchrun()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -84,7 +85,7 @@ def _tell_torchrun() -> None:
 
 
 def _report_failure(error: Exception) -> None:
-    """Report the exception that ends this script to torchrun; if another rank's failure caused it, after some
+    """Report to torchrun the exception ``error`` that ends this script; if another rank's failure caused it, after some
     seconds.
     """
     from partitioner.runtime.comm.failure_origin import is_secondary, users_line  # which import what imports this
@@ -102,8 +103,8 @@ def _report_failure(error: Exception) -> None:
 
 
 def tell_torchrun(error: InstructionError) -> None:
-    """Write why this process ends to the file from which torchrun reads it. Do nothing if torchrun did not start the
-    process.
+    """Write ``error``, because of which this process ends, to the file from which torchrun reads it. Do nothing if
+    torchrun did not start the process.
 
     The file is replaced atomically: torchrun may read it at any moment, and would fail if it were incomplete.
     """

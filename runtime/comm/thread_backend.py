@@ -170,7 +170,7 @@ class ThreadGroup:
         return _PendingMeeting(meeting, self.index)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        """Enter a sum over the group, or with ``maximum`` a maximum; the result overwrites ``x``."""
+        """Enter a sum of ``x`` over the group, or with ``maximum`` a maximum; the result overwrites ``x``."""
 
         def compute(entries: list[Tensor]) -> list[Tensor]:
             total = _reduce_entries(entries, maximum)
@@ -179,7 +179,9 @@ class ThreadGroup:
         return self._enter_collective("all_reduce_max" if maximum else "all_reduce", x, compute)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        """Enter an all-gather; the result is the concatenation of all members' tensors along ``dim``."""
+        """Enter an all-gather of ``x``, this member's tensor; the result is the concatenation of all members' tensors
+        along ``dim``.
+        """
 
         def compute(entries: list[Tensor]) -> list[Tensor]:
             whole = torch.cat(entries, dim)
@@ -188,7 +190,9 @@ class ThreadGroup:
         return self._enter_collective("all_gather", x, compute, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        """Enter a reduce-scatter; the result is this member's equal part of the sum along ``dim``."""
+        """Enter a reduce-scatter of ``x``, this member's tensor; the result is this member's equal part of the sum
+        along ``dim``.
+        """
 
         def compute(entries: list[Tensor]) -> list[Tensor]:
             parts = _reduce_entries(entries, False).chunk(self.size, dim)
@@ -208,8 +212,8 @@ class ThreadGroup:
         return self._enter_collective("all_to_all", x, compute, split_dim, concat_dim)
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Enter an exchange of rows: the first ``sends[0]`` rows of ``x`` go to member 0, and so on; received rows are
-        joined in the order of members.
+        """Enter an exchange of rows: the first ``sends[0]`` rows of ``x`` go to member 0, and so on; received rows,
+        ``receives[i]`` of member ``i``, are joined in the order of members.
         """
 
         def compute(entries: list[tuple[Tensor, Sequence[int]]]) -> list[Tensor]:
@@ -239,8 +243,8 @@ class ThreadCommunicator:
         links: Sequence[PipelineEdge],
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Create the groups ``groups`` (tuples of ranks). Links and the channels for all-gathers need no preparation
-        among threads.
+        """Create the process groups ``groups`` (tuples of ranks). ``links`` (pipeline transfers between two ranks) and
+        ``gathering`` (groups with a second channel for all-gathers) need no preparation among threads.
         """
         for ranks in groups:
             self.group(ranks)

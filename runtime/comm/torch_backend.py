@@ -43,7 +43,8 @@ def resolve_conjugation(x: Tensor) -> Tensor:
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Return a view of a complex tensor as real numbers, with one more dim of size 2; a real tensor is returned itself.
+    """Return a view of the complex tensor ``x`` as real numbers, with one more dim of size 2; a real tensor is returned
+    itself.
 
     Communication backends do not support complex types.
     """
@@ -174,8 +175,8 @@ class GlooGroup(TorchGroup):
             options.rootRank = rank
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        """Start one broadcast from every rank of the group; the result is the concatenation of all tensors along
-        ``dim``.
+        """Start an all-gather of ``x`` as one broadcast from every rank of the group; the result is the concatenation
+        of all ranks' tensors along ``dim``.
         """
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((self.size, *x.shape))
@@ -216,7 +217,7 @@ def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
 
     ``placement[rank]`` is the device number of a rank; process ``p`` drives the ``p``-th of these devices in ascending
     order. If ``placement`` is empty, process ``i`` runs rank ``i``. Raise :class:`LaunchError` unless every rank has a
-    device of its own.
+    device of its own. ``world_size``: number of ranks.
     """
     if not placement:
         return tuple(range(world_size))
@@ -307,7 +308,9 @@ class TorchCommunicator:
         return tuple(self.processes[rank] for rank in ranks)
 
     def _connect_link(self, backend: Any, link: PipelineEdge) -> None:
-        """Connect both ends of ``link`` now. NCCL would block the first rank that uses it until the other one does."""
+        """Connect both ends of ``link`` now. NCCL would block the first rank that uses it until the other one does.
+        ``backend``: torch's backend object that carries the link.
+        """
         one = torch.zeros(1, device=self.device)
         transfer = backend.send if link.source == self._process else backend.recv
         transfer([one], int(link.source == self._process), 0).wait()
@@ -366,7 +369,9 @@ class TorchCommunicator:
         return work
 
     def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:
-        """Return the program's ranks that run on the processes with the numbers ``processes``."""
+        """Return the program's ranks that run on the processes with the numbers ``processes``. They are in the order of
+        ``processes``.
+        """
         return tuple(self.processes.index(p) for p in processes if p in self.processes)
 
     def barrier(self) -> None:

@@ -293,7 +293,8 @@ class BatchEntries:
 
 
 def _number_tensor(data: InputData, value: Any) -> Any:
-    """Return ``value``, a Python number or a 0-dimensional tensor, as the 0-dimensional tensor that the program reads.
+    """Return ``value``, a Python number or a 0-dimensional tensor, as the 0-dimensional tensor that the program reads
+    for the input ``data``.
 
     Raise :class:`BatchError` if it is neither, or has a fraction where the plan has an integer.
     """
@@ -343,7 +344,9 @@ def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
 
 
 def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
-    """Return what to do, as text, if a rank's part of the input ``data`` has the wrong shape ``shape``."""
+    """Return what to do, as text, if a rank's part of the input ``data`` has the wrong shape ``shape``. ``share``: the
+    part of a batch that the rank reads.
+    """
     if data.batch_dim is None:
         return "the program reads this input whole, with local=True too: pass all of it on every rank that reads it"
     if shape == data.shape:

@@ -87,7 +87,8 @@ class Agreement:
         self._probes: list[_GradientProbe] = []
 
     def before_step(self, batch: Any, local: bool, rank: RankProgram | None = None) -> None:
-        """Run the checks that are due before this step. All ranks call this.
+        """Run the checks between ranks that are due before this step: at regular intervals that replicas of parameters
+        are equal, that gradients were scaled alike, and that ranks were given the same batch. All ranks call this.
 
         ``local``: whether ``batch`` has only this rank's samples. ``rank``: the program of the step, if it is not the
         first one of the plan. Raise :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks. Raise
@@ -120,8 +121,8 @@ class Agreement:
         self._probes = list(self._probe_gradients()) if self.active and self._is_time(self._steps) else []
 
     def forget(self) -> None:
-        """Drop the stored elements of gradients, because gradients will change outside of a step (loading,
-        ``zero_grad``).
+        """Drop the copies of gradient elements with which scaled gradients are detected, because gradients will change
+        outside of a step (loading, ``zero_grad``).
         """
         self._probes = []
 
@@ -139,7 +140,9 @@ class Agreement:
         return steps > 0 and (steps & (steps - 1) == 0 if steps < EVERY else steps % EVERY == 0)
 
     def _probe_gradients(self) -> Iterator[_GradientProbe]:
-        """Yield the largest element of some of this rank's gradients."""
+        """Yield, for a sample of this rank's gradients, the position and a copy of the element with the largest
+        magnitude.
+        """
         held = [g for g in self._gradients.values() if g.numel()]
         for gradient in held[:: max(1, len(held) // _PROBES)][:_PROBES]:
             flat = gradient.reshape(-1)

@@ -211,7 +211,7 @@ class Loader:
         self._over = False
 
     def own(self) -> Iterator[list[int]]:
-        """Yield for each further global batch the dataset indices of the samples that this rank reads."""
+        """Yield, for each further global batch, the list of the dataset indices of the samples that this rank reads."""
         rows, at = self.share.rows(self.batch_size), self.samples
         while not self._has_ended(at):
             yield self.order.at(range(at + rows.start, at + rows.stop))
@@ -223,7 +223,9 @@ class Loader:
         return at + self.batch_size > self.epochs * self.num_samples
 
     def _make_data_loader(self) -> DataLoader[Any]:
-        """Return a torch ``DataLoader`` of this rank's batches from the current position on."""
+        """Return a torch ``DataLoader`` that yields this rank's part of each global batch, from the current position in
+        the order of samples on.
+        """
         options: dict[str, Any] = {
             "num_workers": self._num_workers,
             "pin_memory": self._pin_memory,
@@ -369,8 +371,8 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def _check_stream(shuffle: bool | None, num_workers: int) -> None:
-    """Raise :class:`BatchError` for options that a stream does not support: ``shuffle``, or more than one worker
-    process.
+    """Raise :class:`BatchError` for options that a stream does not support: ``shuffle``, or ``num_workers`` (processes
+    that load data) above 1.
     """
     if shuffle:
         raise BatchError(
@@ -386,7 +388,7 @@ def _check_stream(shuffle: bool | None, num_workers: int) -> None:
 
 
 def _no_batch(loader: Loader) -> BatchError:
-    """Return the error for a dataset that has less than one global batch in all epochs."""
+    """Return the error to raise for the dataset of ``loader`` if it has less than one global batch in all epochs."""
     samples = "the stream" if loader.num_samples is None else f"{loader.num_samples} samples"
     return BatchError(
         f"{loader.epochs} epochs of {samples} hold no whole batch: expected at least {loader.batch_size}; pass more "

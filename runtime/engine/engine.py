@@ -455,7 +455,8 @@ class Engine:
         wait: bool = True,
         then: Callable[[Path], None] | None = None,
     ) -> Saving:
-        """Write a checkpoint that any plan of the model can load. All ranks call it, and see the same file system.
+        """Write a checkpoint that any plan of the model can load to the folder ``directory``. All ranks call it, and
+        see the same file system.
 
         The folder appears complete or not at all. A checkpoint that it replaces stays until then; other files in that
         folder are kept. A checkpoint holds the weights, the number of steps, the state of random generators, the state

@@ -161,7 +161,7 @@ class Views:
 
 def axes_of(program: Program, name: str) -> tuple[str, ...]:
     """Return the mesh axes of the parameter ``name``'s device mesh, outermost first: those with more than one rank,
-    without ``pp``.
+    without ``pp``; if there is none, the last axis alone.
 
     Raise :class:`DTensorError` if no mesh has all axes over which the parameter is sharded.
     """
@@ -255,7 +255,8 @@ def export_weight_files(
 
     The folder is complete afterwards, or unchanged. ``shards``: name -> this rank's shard. Raise, before anything is
     written, :class:`CheckpointError` if rank 0 cannot write the folder or it has other weights, and
-    :class:`WeightsError` for a type that safetensors does not support.
+    :class:`WeightsError` for a type that safetensors does not support. ``communicator``: connects this rank with the
+    others.
     """
     for name in weight_states(rank.program):
         check_storable(name, dtype_of(rank.program.states[name].dtype))
@@ -290,10 +291,10 @@ def _check_others(place: Path) -> None:
 
 
 def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> dict[str, Tensor]:
-    """Return all whole parameters and buffers, by name, on the CPU of the first process; other processes get an empty
-    dict.
+    """Return all whole parameters and buffers of the program, by name, on the CPU of the first process; other processes
+    get an empty dict.
 
-    All ranks call this. ``shards``: name -> this rank's shard.
+    All ranks call this. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
     """
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
@@ -364,8 +365,8 @@ def _write_chunk(
     communicator: Communicator,
     mine: bool,
 ) -> None:
-    """Gather the tensors ``names`` from the ranks that hold parts of them and, on the rank with ``mine``, write them to
-    ``file``.
+    """Gather the tensors ``names`` from the ranks that hold parts of them and, if ``mine`` is true on this rank, write
+    them to ``file``. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
     """
     content: dict[str, Tensor] = {}
     for name in names:
@@ -381,7 +382,8 @@ def _write_chunk(
 def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
     """Return the whole tensor of the parameter or buffer ``name``, gathered from the ranks that hold parts of it.
 
-    ``shard``: this rank's part: a shard over ``tp`` and ``ep``, or a ZeRO piece of it.
+    ``shard``: this rank's part: a shard over ``tp`` and ``ep``, or a ZeRO piece of it. ``communicator``: connects this
+    rank with the others.
     """
     data = rank.program.states[name]
     if data.zero_axes:
@@ -397,7 +399,9 @@ def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Co
 
 
 def _write_index(folder: Path, chunks: list[Chunk], program: Program) -> None:
-    """Write the index file of an export, which says in which file each weight is."""
+    """Write the index file of an export of weights into ``folder``. It says in which safetensors file each weight is.
+    ``chunks``: the files of the export.
+    """
     held_in = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
     states = [program.states[s] for s in held_in]
     files = {name: file for s, file in held_in.items() for name in (program.states[s].parts or (s,))}

@@ -33,8 +33,9 @@ from partitioner.runtime.state.sharded_parameters import ShardedParameters
 class EngineState:
     """What all programs of an engine share.
 
-    ``shards``: name -> this rank's shard of a parameter or buffer. ``gradients``: of the parameters. ``sharded``:
-    parameters that ZeRO divides. ``hosted``: parameters in host memory.
+    ``shards``: name -> this rank's shard of a parameter or buffer. ``gradients``: holds the gradients of the
+    parameters. ``sharded``: manages the parameters that ZeRO divides. ``hosted``: manages the parameters in host
+    memory.
     """
 
     shards: Mapping[str, Tensor]
@@ -129,10 +130,10 @@ class FurtherExecutors:
 
 
 def prepare_programs(family: ProgramFamily, communicator: Communicator) -> None:
-    """Open the process groups and pipeline links of all programs of a plan. All ranks call this.
+    """Open the process groups and pipeline links of all programs of a plan, ``family``. All ranks call this.
 
     Raise :class:`partitioner.runtime.prove.layouts.LayoutError` if the programs place parameters or buffers
-    differently.
+    differently. ``communicator``: connects this rank with the others.
     """
     groups: dict[tuple[int, ...], None] = {}
     links: dict[PipelineEdge, None] = {}

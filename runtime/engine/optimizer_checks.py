@@ -101,8 +101,8 @@ class OptimizerCheck:
         return len({stage for stages in trained for stage in stages}) > 1
 
     def _sample_cuts(self, optimizer: Optimizer) -> list[Sample]:
-        """Return one small tensor for each way in which parameters are sharded and each kind of options of parameter
-        groups.
+        """Return the description of one small tensor for each way in which parameters are sharded and each kind of
+        options of the parameter groups of ``optimizer``.
 
         It stands for the largest parameter of this kind.
         """

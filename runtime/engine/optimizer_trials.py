@@ -51,7 +51,8 @@ Part = Callable[[Tensor], list[Tensor]]  # what of a small tensor a copy steps
 
 @dataclass(frozen=True)
 class ParameterCut:
-    """How a plan shards a parameter: along ``dims``, then flat into ZeRO pieces if ``flat``.
+    """How a plan shards a parameter: along ``dims`` (indices of the tensor's dims), then flattened and cut into ZeRO
+    pieces if ``flat``.
 
     ``stacked``: the parameter is a stack of parameters of the model along dim 0.
     """
@@ -65,8 +66,8 @@ class ParameterCut:
         return not (self.dims or self.flat or self.stacked)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Return the parts of a small tensor in the way the plan shards the parameter: halves along each dim, then
-        thirds under ZeRO.
+        """Return the parts of ``whole``, a small tensor that stands for a parameter, cut in the way the plan shards the
+        parameter: halves along each dim, then thirds under ZeRO.
 
         Empty parts are left out.
         """
@@ -106,15 +107,17 @@ class Sample:
 
     @property
     def small_shape(self) -> tuple[int, ...]:
-        """Return the shape of the small tensor: the parameter's shape with each dim limited."""
+        """Return the shape of the small tensor that stands for the parameter in a trial: the parameter's shape with
+        each dim limited.
+        """
         num_dims = len(self.shape)
         caps = _CAPS.get(num_dims, (4,) * (num_dims - 2) + (24, 20))
         sizes = [min(size, cap) for size, cap in zip(self.shape, caps, strict=False)]
         return tuple(max(2, size // 2 * 2) if dim in self.cut.dims else size for dim, size in enumerate(sizes))
 
     def values(self, seed: int, wide: bool) -> Tensor:
-        """Return random numbers for the small tensor: normal, with a magnitude that grows or shrinks along each dim, by
-        ``seed``.
+        """Return random numbers for the small tensor that stands for a parameter: normal, with a magnitude that grows
+        or shrinks along each dim, by ``seed``.
 
         ``wide``: return them in float64 or complex128.
         """
@@ -148,9 +151,8 @@ class TrialFinding:
 
 @dataclass(frozen=True)
 class StepCall:
-    """How a script calls an optimizer's ``step``: its arguments other than the closure, and whether there is a closure.
-
-    ``closure`` is ``None`` if this is unknown.
+    """How a script calls an optimizer's ``step``. ``args``, ``kwargs``: its positional and keyword arguments other than
+    the closure. ``closure``: whether there is a closure; ``None`` if this is unknown.
     """
 
     args: tuple[Any, ...] = ()
@@ -188,7 +190,9 @@ def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, 
 
 
 def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two states of random generators, from :func:`random_state`, differ."""
+    """Return whether ``one`` and ``other`` differ: two states of random generators, each a dict of generator
+    (``python``, ``numpy``, ``torch``, ``cuda``) -> state.
+    """
     return any(
         not torch.equal(one[k], other[k]) if isinstance(one[k], Tensor) else one[k] != other[k]
         for k in one
@@ -199,7 +203,8 @@ def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool
 def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
     """Return the problem of ``optimizer``, or ``None``, after trials with several ways to copy it and to call ``step``.
 
-    The first way in which a copy can step whole tensors and changes them decides.
+    The first way in which a copy can step whole tensors and changes them decides. ``samples``: the small tensors of the
+    trials. ``stages``: also compare with steps on only some of them. ``call``: how the script calls ``step``.
     """
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)
@@ -502,8 +507,8 @@ def class_of(optimizer: Optimizer) -> type[Any]:
 
 
 class _Withheld:
-    """A placeholder for an object of the class ``what`` that is not copied, such as a model. Any use of it raises
-    :class:`NotCopied`.
+    """A placeholder, in the copy of an optimizer, for an object that is not copied, such as a model. ``what``: name of
+    the object's class. Any use of it raises :class:`NotCopied`.
     """
 
     def __init__(self, what: str) -> None:

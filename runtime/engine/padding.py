@@ -20,8 +20,8 @@ from partitioner.runtime.program.program import OutputData, Program, RankProgram
 
 
 class BatchShape(NamedTuple):
-    """The shape of a batch: number of samples, and number of positions of each; 0 positions: its inputs have no such
-    dim.
+    """The shape of a batch. ``batch``: number of samples. ``length``: number of positions of each sample, such as
+    tokens; 0 if the inputs have no dim of positions.
     """
 
     batch: int
@@ -34,8 +34,8 @@ class BatchShape(NamedTuple):
 class ChosenProgram(NamedTuple):
     """The program that runs a batch, and the batch in the program's shape.
 
-    ``name``: empty: the first program of the plan. ``batch``: padded if necessary. ``real``: the shape before padding;
-    ``None``: it was not padded.
+    ``name``: its name; empty for the first program of the plan. ``batch``: padded if necessary. ``real``: the batch's
+    shape before padding; ``None`` if it was not padded.
     """
 
     name: str
@@ -151,7 +151,8 @@ def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
 def trim_outputs(
     rank: RankProgram, padding: BatchPadding, real: BatchShape, outputs: Mapping[str, Mapping[int, Tensor]]
 ) -> dict[str, dict[int, Tensor]]:
-    """Return the outputs without padded samples and positions, as value name -> microbatch -> tensor.
+    """Return ``outputs`` (value name -> microbatch -> this rank's tensor) without padded samples and positions, in the
+    same form.
 
     ``padding``: which dims of the outputs these are. ``real``: the shape of the batch before it was padded. A
     microbatch with padded samples only becomes an empty tensor.

@@ -61,8 +61,9 @@ class SharedDerivatives:
     def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
         """Return the forward and backward graphs of a block, from the folder if another process has stored them.
 
-        ``key``: identifies the block and the gradients that it needs. The first process that asks calls ``make`` and
-        stores the result; the others wait. If that process fails or is killed, the next one calls ``make``.
+        ``key``: a tuple that identifies the block and the gradients that it needs. The first process that asks calls
+        ``make`` and stores the result; the others wait. If that process fails or is killed, the next one calls
+        ``make``.
         """
         path = self.folder / hashlib.sha256(repr(key).encode()).hexdigest()
         with path.with_suffix(".lock").open("w") as turn:
@@ -75,7 +76,9 @@ class SharedDerivatives:
 
 
 def _to_data(made: Differentiated) -> dict[str, Any]:
-    """Return forward and backward graphs as data that can be pickled, which :func:`_from_data` reads."""
+    """Return ``made``, the forward and backward graphs of a block, as a dict of plain data that can be pickled: field
+    name -> value, with each graph as a list of tuples, one for each node. :func:`_from_data` reads it.
+    """
     values = {f.name: getattr(made, f.name) for f in fields(made)}
     pieces = {
         n: (list(_serialize_nodes(v.graph)), v.inputs, v.outputs)
@@ -97,8 +100,8 @@ class _Node(str):
 
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
-    """Yield for each node: kind, name, operator, arguments, keyword arguments, shape and type of its tensor, and
-    position in the model.
+    """Yield, for each node of ``graph``, a tuple of plain data: kind, name, operator, arguments, keyword arguments,
+    shape and type of its tensor, and position in the model.
     """
     for node in graph.nodes:
         target = node.target
@@ -110,7 +113,9 @@ def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
-    """Return the FX graph that :func:`_serialize_nodes` turned into the tuples ``nodes``."""
+    """Return the FX graph that ``nodes`` describe: for each node a tuple with kind, name, operator, arguments, keyword
+    arguments, shape and type of its tensor, and position in the model.
+    """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for op, name, operator, args, kwargs, spec, place in nodes:

@@ -272,7 +272,7 @@ class _CodeWriter:
         return isinstance(self.bindings.get(node), AsyncBinding)
 
     def compile_code(self) -> Compiled:
-        """Write the function's source, compile it, and return the result."""
+        """Write the source of the Python function for the graph, compile it, and return the compiled function."""
         sinks = self.find_sinks()
         last = self.find_last_uses()
         overwritable = self.find_overwritable()
@@ -325,7 +325,9 @@ class _CodeWriter:
         return sinks
 
     def find_last_uses(self) -> dict[int, list[fx.Node]]:
-        """Return index of a step -> the nodes whose values no later step reads, so that they are deleted after it."""
+        """Return, for each step of the generated function (an operator that runs, or a wait for a collective), index of
+        the step -> the nodes whose values no later step reads, so that they are deleted after it.
+        """
         last: dict[fx.Node, int] = {}
         for index, (node, wait) in enumerate(self.steps):
             last[self.resolve_alias(node)] = index
@@ -339,8 +341,8 @@ class _CodeWriter:
         return uses
 
     def find_overwritable(self) -> set[fx.Node]:
-        """Return the collectives whose operand is computed in this graph and used by nothing else, so that it may be
-        overwritten.
+        """Return the nodes of the graph's collectives whose operand is computed in this graph and used by nothing else,
+        so that it may be overwritten.
         """
         family = find_memory_owners(
             self.graph, lambda n: can_alias_operand(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)

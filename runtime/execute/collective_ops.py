@@ -71,15 +71,19 @@ class KeyExchange:
     algorithm: str
 
     def exchange_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Call ``attend`` with the keys and values of all ranks, at once or step by step."""
+        """Call ``attend`` with this rank's queries and the keys and values of all ranks: once with all of them after an
+        all-gather, or ring step by ring step. ``q``, ``k``, ``v``: queries, keys and values of this rank. ``attend``
+        accumulates the attention result.
+        """
         if self.algorithm == "ring":
             self._ring_forward(attend, q, k, v)
         else:
             attend(None, *self._gather_keys_values(k, v))
 
     def exchange_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Call ``attend`` with the keys and values of all ranks and their gradients, at once or step by step. Return
-        the gradients of this rank's keys and values.
+        """Call ``attend`` with the keys and values of all ranks, at once or ring step by ring step, to compute
+        gradients. ``q``, ``k``, ``v``: queries, keys and values of this rank. Return the gradients of this rank's keys
+        and values, summed over the queries of all ranks.
         """
         if self.algorithm == "ring":
             of_k, of_v = self._ring_backward(attend, q, k, v)
@@ -97,7 +101,9 @@ class KeyExchange:
         return parts_of(length, self.group.size, rank, self.zigzag)
 
     def _gather_keys_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of all ranks, both in the order of the sequence."""
+        """Return the keys and the values of all ranks, gathered over the group. ``k``, ``v``: those of this rank. Both
+        are in the order of the sequence.
+        """
         ranks = self.group.all_gather(_pack_keys_values(k, v).unsqueeze(0), 0).wait()
         by_rank = [_unpack_keys_values(row, k, v) for row in ranks.unbind(0)]
         order = self._order_parts(k.shape[-2])
@@ -115,7 +121,8 @@ class KeyExchange:
     def _reduce_scatter_gradients(
         self, of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sum the gradients of all keys and values over the ranks, and return this rank's part of both.
+        """Sum the gradients of all keys, ``of_keys``, and of all values, ``of_values``, over the ranks, and return this
+        rank's part of both.
 
         ``k``, ``v``: this rank's keys and values, for their shapes.
         """
@@ -133,6 +140,10 @@ class KeyExchange:
         return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
     def _ring_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Call ``attend`` once for each step of the ring, with the keys and values that this rank has then. ``q``,
+        ``k``, ``v``: queries, keys and values of this rank. While ``attend`` computes, the keys and values for the next
+        step are transferred.
+        """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
         for step, hops in zip(steps, _compute_hops(steps), strict=True):
@@ -143,6 +154,10 @@ class KeyExchange:
                 k, v = _unpack_keys_values(travelling, k, v)
 
     def _ring_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Call ``attend`` once for each step of the ring to compute gradients, with the keys and values that this rank
+        has then. ``q``, ``k``, ``v``: queries, keys and values of this rank. Gradients of keys and values travel with
+        these around the ring. Return the gradients of this rank's keys and values.
+        """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
         behind: Pending | None = None  # the gradients that the rank before has added to
@@ -175,11 +190,13 @@ class KeyExchange:
 
 @dataclass(frozen=True)
 class ContextAttention(KeyExchange):
-    """Attention within a band of one rank over a sequence that is sharded over ``group``."""
+    """Attention over a sequence that is sharded over ``group``, as one rank computes it. Each query sees the keys
+    within ``band``, a range of positions relative to its own, such as all earlier ones.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention result for this rank's queries, and the logarithms of the softmax sums ``[b,
-        h, s/n]``.
+        """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
+        s/n]``. ``k``, ``v``: this rank's keys and values; those of other ranks are received.
         """
         attention = Attention(q, self.band, self.scale, v.shape[-1])
         local = k
@@ -194,7 +211,9 @@ class ContextAttention(KeyExchange):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this rank's queries, keys and values."""
+        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``. ``grad``: gradient of the
+        attention result ``out``. ``lse``: logarithms of the softmax sums from forward, ``[b, h, s/n]``.
+        """
         found = AttentionGradients(grad, q, out, lse, self.band, self.scale)
         local = k
 
@@ -206,7 +225,10 @@ class ContextAttention(KeyExchange):
         return by_position(found.of_q.to(q.dtype)), of_k, of_v
 
     def _tiles_at(self, q: Tensor, k: Tensor, step: int | None) -> tuple[Tile, ...]:
-        """Return the tiles of a step of the ring, or those of all keys in the order of the sequence (``None``)."""
+        """Return the tiles (blocks of queries and keys, by position, between which attention is computed) of one step
+        of the ring. ``q``, ``k``: this rank's queries and keys, for their lengths. ``step``: number of the step, from
+        0; ``None``: the tiles of all keys, in the order of the sequence.
+        """
         if step is None:
             whole = k.shape[-2] * self.group.size
             own = self._list_rank_parts(q.shape[-2], self.group.index)
@@ -217,15 +239,17 @@ class ContextAttention(KeyExchange):
 
 @dataclass(frozen=True)
 class ContextDocumentAttention(KeyExchange):
-    """Attention within documents of one rank over a sequence that is sharded over ``group``.
+    """Attention over a sequence that is sharded over ``group``, as one rank computes it. Each query sees only keys of
+    its own document, within ``band``.
 
     ``ids`` ``[b, s/n]`` has the document of each position of the rank. Every rank gathers the ids of all positions, so
     that it knows which keys its queries see.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention result for this rank's queries, and the logarithms of the softmax sums ``[b,
-        h, s/n]``.
+        """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
+        s/n]``. ``k``, ``v``: this rank's keys and values; those of other ranks are received. ``ids``: the document of
+        each position of this rank, ``[b, s/n]``.
         """
         ranks = self._gather_ids(ids)
         attention = DocumentAttention(q, group_rows(torch.cat(ranks, 1)), self.band, self.scale, v.shape[-1])
@@ -239,7 +263,10 @@ class ContextDocumentAttention(KeyExchange):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this rank's queries, keys and values."""
+        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``. ``grad``: gradient of the
+        attention result ``out``. ``ids``: the document of each position of this rank, ``[b, s/n]``. ``lse``: logarithms
+        of the softmax sums from forward, ``[b, h, s/n]``.
+        """
         ranks = self._gather_ids(ids)
         found = DocumentGradients(grad, q, out, lse, group_rows(torch.cat(ranks, 1)), self.band, self.scale)
 
@@ -250,12 +277,15 @@ class ContextDocumentAttention(KeyExchange):
         return by_position(found.of_q.to(q.dtype)), of_k, of_v
 
     def _gather_ids(self, ids: Tensor) -> list[Tensor]:
-        """Return the ids ``[b, s/n]`` of every rank, on the CPU."""
+        """Return the document ids ``[b, s/n]`` of the positions of every rank, in rank order, on the CPU. ``ids``:
+        those of this rank.
+        """
         return list(self.group.all_gather(ids.contiguous().unsqueeze(0), 0).wait().cpu().unbind(0))
 
     def _tiles_at(self, ranks: Sequence[Tensor], step: int | None) -> list[Tiles]:
-        """Return the tiles of a step of the ring, or those of all keys in the order of the sequence (``None``), for
-        each row of the batch. ``ranks``: the ids of every rank.
+        """Return, for each row of the batch, the tiles (blocks of queries and keys, by position, between which
+        attention is computed) of one step of the ring. ``ranks``: the document ids ``[b, s/n]`` of every rank.
+        ``step``: number of the step, from 0; ``None``: the tiles of all keys, in the order of the sequence.
         """
         index, size, length = self.group.index, self.group.size, ranks[0].shape[1]
         own = self._find_rank_runs(ranks, index)
@@ -277,7 +307,9 @@ def _compute_hops(steps: Sequence[int]) -> list[int]:
 
 
 def _pack_keys_values(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values concatenated into one 1-dimensional tensor, so that one transfer moves both."""
+    """Return the keys ``k`` and the values ``v`` concatenated into one 1-dimensional tensor, so that one transfer moves
+    both.
+    """
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
@@ -311,7 +343,8 @@ def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, ex
     """Start to send the rows of ``x`` to the ranks of their experts, and return the exchange; its result has the
     received rows.
 
-    ``order`` and ``counts``: from :func:`route_rows`. ``experts`` is not used.
+    ``order``: the indices of this rank's rows, sorted by expert, ``[n]``. ``counts``: numbers of rows sent to and
+    received from each rank, ``[2, ranks]`` on the CPU. ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return group.exchange_rows(x.index_select(0, order), sends, receives)
@@ -320,7 +353,9 @@ def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, ex
 def combine_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
     """Start to send the rows of ``x``, the results of experts, back to the ranks and positions that the rows came from.
 
-    Return the exchange. ``order`` and ``counts``: from :func:`route_rows`. ``experts`` is not used.
+    Return the exchange. ``order``: the indices of this rank's rows, sorted by expert, ``[n]``. ``counts``: numbers of
+    rows that this rank sent to, and received from, each rank when the rows went to their experts, ``[2, ranks]`` on the
+    CPU. ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return _PendingReturn(group.exchange_rows(x, receives, sends), order)

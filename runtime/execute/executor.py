@@ -191,7 +191,7 @@ class Executor:
 
     def _hosted_read(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
         """Return the names of the parameters whose copy from host memory to the device must end before ``instruction``
-        runs.
+        runs. ``hosted``: manages the parameters in host memory.
         """
         if instruction.op == "GATHER" and not instruction.gradients:
             assert instruction.bucket is not None
@@ -226,7 +226,9 @@ class Executor:
     # One method for every instruction: what it does, as a function of no arguments.
 
     def _compile_load(self, instruction: Instruction) -> Action:
-        """Return a function that slices the batch inputs of one microbatch for this rank."""
+        """Return a function without arguments that runs the LOAD ``instruction``: it slices this rank's part of one
+        microbatch out of the batch inputs.
+        """
         microbatch = _require_microbatch(instruction)
         inputs = {i.value: i for i in self.program.inputs}
 
@@ -237,7 +239,9 @@ class Executor:
         return load
 
     def _slice_input(self, data: InputData, microbatch: int) -> Tensor:
-        """Return this rank's part of an input for ``microbatch`` (index on this rank), on this rank's device."""
+        """Return this rank's part of the batch input ``data`` for ``microbatch`` (index on this rank), on this rank's
+        device.
+        """
         whole = self._inputs[data.value]
         if data.batch_dim is not None:
             length = whole.shape[data.batch_dim] // len(self.rank.share)
@@ -248,8 +252,8 @@ class Executor:
         return part.contiguous().to(self.env.device, non_blocking=True)
 
     def _total_forward(self, instruction: Instruction) -> Action:
-        """Return a function that runs the calls which compute totals over the batch on one microbatch, and adds up
-        their results.
+        """Return a function without arguments that runs the calls which compute totals over the batch on one
+        microbatch, and adds up their results.
         """
         microbatch = _require_microbatch(instruction)
         calls = [c for c in self.calls if c.call.prologue]
@@ -266,7 +270,9 @@ class Executor:
         return total_forward
 
     def _compile_total(self, instruction: Instruction) -> Action:
-        """Return a function that all-reduces the totals over the batch, and makes them values of every microbatch."""
+        """Return a function without arguments that all-reduces the totals over the batch, and makes them values of
+        every microbatch.
+        """
         group = self.communicator.group(self.rank.group(*instruction.axes))
 
         def total() -> None:
@@ -280,7 +286,9 @@ class Executor:
         return total
 
     def _compile_forward(self, instruction: Instruction) -> Action:
-        """Return a function that runs the forward of the instruction's calls on its microbatch."""
+        """Return a function without arguments that runs the forward of the calls of ``instruction`` on its
+        microbatch.
+        """
         microbatch = _require_microbatch(instruction)
         values = self.env.values[microbatch]
         calls = [c.forward for c in self._select_calls(instruction)]
@@ -292,7 +300,9 @@ class Executor:
         return forward
 
     def _compile_backward(self, instruction: Instruction) -> Action:
-        """Return a function that runs the backward, or one half of it, of the instruction's calls, last call first."""
+        """Return a function without arguments that runs the backward, or one half of it, of the calls of
+        ``instruction`` on its microbatch, last call first.
+        """
         microbatch = _require_microbatch(instruction)
         method = _BACKWARD[instruction.op]
         calls = [c for c in reversed(self._select_calls(instruction)) if c.has_backward]
@@ -314,8 +324,8 @@ class Executor:
         return self.sender.action(instruction)
 
     def _compile_gather(self, instruction: Instruction) -> Action:
-        """Return a function that starts the all-gather of ``instruction``: of parameters or, as a step of a reduction,
-        of their gradients.
+        """Return a function without arguments that starts the all-gather of ``instruction``: of parameters or, as a
+        step of a reduction, of their gradients.
         """
         bucket = instruction.bucket
         assert bucket is not None
@@ -353,7 +363,9 @@ class Executor:
         return self._compile_each_call(instruction, BoundCall.fetch)
 
     def _compile_each_call(self, instruction: Instruction, method: Callable[[BoundCall, int], None]) -> Action:
-        """Return a function that calls ``method`` with each call of the instruction and the microbatch."""
+        """Return a function without arguments that calls ``method(call, microbatch)`` for each call of ``instruction``,
+        with the instruction's microbatch.
+        """
         microbatch, calls = _require_microbatch(instruction), self._select_calls(instruction)
 
         def run() -> None:
@@ -363,7 +375,9 @@ class Executor:
         return run
 
     def _compile_free(self, instruction: Instruction) -> Action:
-        """Return a function that releases values, gradients or parameters, as the FREE ``instruction`` says."""
+        """Return a function without arguments that releases values, gradients or parameters, as the FREE
+        ``instruction`` says.
+        """
         if instruction.states:
             assert self.hosted is not None, instruction
             return partial(self.hosted.free, instruction.states)

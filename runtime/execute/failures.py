@@ -22,7 +22,8 @@ def instruction_text(rank: RankProgram, index: int) -> str:
 def failure_of(
     error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled], step: int | None = None
 ) -> Failure:
-    """Return a description of ``error``: the instruction at ``index``, the module that ran, and the node of its graph.
+    """Return a description of ``error``, raised by the program ``rank``: the instruction at ``index``, the module that
+    ran, and the node of its graph.
 
     ``compiled``: the functions in whose code the node is searched. ``step``: number of the step, from 1; ``None`` if
     unknown.

@@ -41,10 +41,10 @@ _SLOT_HEAD = 4
 
 @dataclass(frozen=True)
 class InstructionSpot:
-    """The description of one instruction: its printed form, its kind, the modules that it runs, and the source line
-    where they start.
-
-    ``values``: names of the tensors that it sends or receives. ``peer``: the pipeline stage at the other end.
+    """The description of one instruction. ``text``: its printed form. ``op``: its kind. ``microbatch``: index of the
+    microbatch, if it has one. ``peer``: index of the pipeline stage to which it sends, or from which it receives.
+    ``calls``: the modules that it runs, as text. ``source``: the source line where they start, as ``file:line``.
+    ``values``: names of the tensors that it sends or receives.
     """
 
     text: str
@@ -234,7 +234,9 @@ class Recording:
         return RecordedMoment(step, phase, max(0, begun_actions - 1), max(moved, numbers[MOVED]), numbers[BEAT])
 
     def last_step(self) -> MeasuredStep | None:
-        """Return the times of the last complete step; ``None`` if no step is complete yet."""
+        """Return the times at which the actions of the last complete training step of the rank began; ``None`` if no
+        step is complete yet.
+        """
         numbers = self._read_numbers()
         for step in (numbers[STEP], numbers[STEP] - 1):
             slot = self._slot(numbers, step)

@@ -15,8 +15,8 @@ from torch import fx
 
 
 def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, bool]]:
-    """Return the steps of a graph in execution order, as pairs ``(node, wait)``: run or start ``node``, or wait for its
-    result.
+    """Return the steps of a graph with ``nodes`` in execution order, as pairs ``(node, wait)``: run or start ``node``,
+    or wait for its result.
 
     Operators that can run are ordered as follows: first those on which a collective depends, then the others, each in
     the order of the graph. Operators that read the result of a collective in progress come last. ``started``: tells
@@ -109,7 +109,8 @@ def can_alias_operand(node: fx.Node) -> bool:
 
 
 def find_memory_owners(graph: fx.Graph, shares: Callable[[fx.Node], bool]) -> dict[fx.Node, fx.Node]:
-    """Return each node -> the node that owns the memory of its value. Nodes with the same owner may share memory.
+    """Return each node of ``graph`` -> the node that owns the memory of its value. Nodes with the same owner may share
+    memory.
 
     ``shares``: tells whether the result of a node may share memory with its first operand.
     """

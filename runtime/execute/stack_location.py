@@ -84,8 +84,8 @@ def walk_stack_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, int]
 
 
 def walk_traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Return an iterator over the frames that an exception passed through, with their line numbers, the innermost
-    first.
+    """Return an iterator over the frames of ``traceback``, through which an exception passed, with their line numbers,
+    the innermost first.
     """
     found = []
     while traceback is not None:
@@ -135,6 +135,7 @@ def _find_send_peer(sender: TransferSender, names: _Locals, executor: Executor) 
     """Return the rank whose receives ``sender`` waits for, as ``{"waits": ranks}``.
 
     ``names``: the local variables of the waiting method. A Gloo send ends only when the receiver has read it.
+    ``executor``: what runs the rank's instructions.
     """
     queue = names.get("under_way")
     stages = [stage for (stage, _), waiting in sender._under_way.items() if waiting is queue]

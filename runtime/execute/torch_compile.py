@@ -54,7 +54,8 @@ class Segment:
             return result
 
     def _call_first_time(self, arguments: tuple[Any, ...]) -> Any:
-        """Run the function for the first time in this thread, which compiles it, and return its results.
+        """Run the function of this group of operators with ``arguments`` for the first time in this thread, which
+        compiles it, and return its results.
 
         If compilation fails, log a warning and run the operators one by one from then on.
         """

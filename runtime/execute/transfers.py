@@ -90,7 +90,9 @@ class TransferSender:
         under_way = self._under_way.setdefault((instruction.peer, channel), deque())
 
         def send() -> None:
-            """Start the sends of all tensors, and keep a reference to each."""
+            """Start the sends of all tensors of the instruction to the other pipeline stage, and keep a reference to
+            each until it has arrived.
+            """
             held = self.env.values[microbatch]
             for value in values:
                 tensor = held[value] if channel == "F" else self.env.gradient(microbatch, value)
@@ -150,10 +152,11 @@ def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, i
 
 
 def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[str, list[tuple[int, int]]]:
-    """Return, for the channels "F" and "B", what ``stage`` receives from the pipeline stage ``source``, as pairs in
-    order.
+    """Return what ``stage`` receives from the pipeline stage with the index ``source``, as channel ("F" for values, "B"
+    for gradients) -> list of pairs, in the order in which they are received.
 
     A pair has the index of the instruction that first reads the received values, and the number of tensors.
+    ``instructions``: the list of ``stage``.
     """
     reads: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
     for index, instruction in enumerate(instructions):
@@ -168,8 +171,8 @@ def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[
 
 
 def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
-    """Return where each receive is posted: index of an instruction -> indices of the receives to post before it, in
-    order.
+    """Return where each receive in a rank's list ``instructions`` is posted: index of an instruction -> indices of the
+    receives to post before it, in order.
 
     A receive is posted one computation early, so that the transfer overlaps with it. Receives from one stage and of one
     kind keep their order. A receive is not posted before a computation of its own microbatch: the received values may

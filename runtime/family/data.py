@@ -49,8 +49,8 @@ class BatchPadding(Data):
 
 
 class FurtherProgram(Data):
-    """One more program of a plan, such as evaluation or another batch shape. It uses the parameters and buffers in the
-    layout of the plan's first program.
+    """One more program of a plan, such as one for evaluation or for another batch shape. It uses the parameters and
+    buffers in the layout of the plan's first program.
     """
 
     program: Program = Field(description="The program of all ranks.")

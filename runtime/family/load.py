@@ -146,7 +146,8 @@ def _is_nested(value: list[Any]) -> bool:
 
 def apply_delta(base: Any, delta: Delta) -> Any:
     """Return the JSON data ``base`` with the difference ``delta`` applied, which :func:`make_delta` returned for
-    ``base``.
+    ``base``: ``{}`` for no difference, ``{"=": value}`` for another value, ``{"keys": {key: difference}, "gone":
+    [key]}`` for a dict, or ``{"items": {index: difference}}`` for a list.
 
     Raise ``KeyError``, ``IndexError`` or ``TypeError`` if ``delta`` is a difference from other data.
     """

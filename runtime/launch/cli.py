@@ -67,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _at_least(kind: Callable[[str], _Number], least: _Number) -> Callable[[str], _Number]:
-    """Return an ``argparse`` type that parses a number and rejects numbers below ``least``."""
+    """Return a function for the argument ``type`` of ``argparse`` that parses a number with ``kind`` (``int`` or
+    ``float``) and rejects numbers below ``least``.
+    """
 
     def number(text: str) -> _Number:
         value = kind(text)
@@ -173,7 +175,8 @@ def _train_plan(options: argparse.Namespace) -> None:
 
 
 def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
-    """Train ``engine`` for the number of steps in ``options``, with metrics, checkpoints and checks as they say.
+    """Train ``engine`` for the number of steps in ``options``, with the metrics, checkpoints and checks that the
+    options ask for.
 
     Exit the process with status 143 after a SIGTERM, when the last step is saved.
     """
@@ -232,8 +235,8 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
 
 
 def _tell_copies(kept: Checkpoints) -> bool:
-    """Print, on rank 0, how much memory the in-memory copies of the training state take. Return ``False`` if there is
-    no copy yet.
+    """Print, on rank 0, how much memory the in-memory copies of the training state take. ``kept``: the checkpoints of
+    the training, which make these copies. Return ``False`` if there is no copy yet.
     """
     copies = kept.copies
     if copies is None or not copies.nbytes:

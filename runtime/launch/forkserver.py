@@ -36,7 +36,9 @@ serve(int(sys.argv[1]))
 
 
 class Child(NamedTuple):
-    """A forked process that runs a rank: its PID, and this process's side of the connection to it."""
+    """A forked process that runs a rank. ``pid``: its process ID. ``connection``: this process's side of the connection
+    to it.
+    """
 
     pid: int
     connection: Connection
@@ -103,7 +105,7 @@ class ForkServer:
         return self.process.poll() is None
 
     def close(self) -> None:
-        """End the server process, and with it all processes that it has forked."""
+        """End the fork server's process, and with it all processes that it has forked."""
         atexit.unregister(self.close)
         self._socket.close()
         if not self._serves:

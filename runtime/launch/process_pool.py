@@ -165,8 +165,8 @@ def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Ten
 
 
 def _join_output(program: Program, output: OutputData, parts: Mapping[int, RankResults]) -> Any:
-    """Return one tensor or constant of the model's result: shards joined over ``tp``, then ``cp``, then ``dp`` and
-    microbatches.
+    """Return ``output``, one tensor or constant of the model's result: shards joined over ``tp``, then ``cp``, then
+    ``dp`` and microbatches.
 
     ``parts``: rank -> its results. Return ``None`` if no rank has a part of it.
     """
@@ -215,8 +215,8 @@ def send_message(connection: Connection, kind: str, content: Any = None) -> None
 
 
 def receive_message(connection: Connection) -> tuple[str, Any]:
-    """Return the next message from another process as (kind, content). Raise ``EOFError`` or ``OSError`` if that
-    process has ended.
+    """Return the next message from another process, at the other end of ``connection``, as a pair: its kind (a text
+    such as "done") and its content (any object). Raise ``EOFError`` or ``OSError`` if that process has ended.
     """
     kind, content = pickle.loads(connection.recv_bytes())
     return kind, content
@@ -343,8 +343,8 @@ class LocalRanks:
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _explain_failures(self, failures: list[Failure], watch: Monitor | None) -> tuple[Failure, ...]:
-        """Return ``failures`` with the cause first, completed by what the status files say, such as where a killed rank
-        was.
+        """Return the failures of ranks, ``failures``, with the cause first, completed by what the status files say,
+        such as where a killed rank was.
 
         ``watch``: reads the status files; ``None``: there are none.
         """
@@ -385,7 +385,7 @@ class LocalRanks:
         return Failure(rank, f"the process ended {how} and said nothing", DIED)
 
     def _describe_late_ranks(self, ranks: set[int], kind: str, timeout: float) -> str:
-        """Return the text of a timeout error, with what each rank that has not answered does now.
+        """Return the text of a timeout error, with what each of the ranks ``ranks``, which have not answered, does now.
 
         ``kind``: the answer that was expected: "ready" or "done". ``timeout``: seconds, for the text.
         """
@@ -404,7 +404,7 @@ class LocalRanks:
         return f"{len(ranks)} of {self.num_ranks} ranks did not {task} within {timeout:g} s and were ended:\n  {told}"
 
     def kill(self) -> None:
-        """Kill all processes of the pool immediately. The next call starts new ones."""
+        """Kill all processes of the pool immediately. The next call of a function on the ranks starts new ones."""
         children, self._children = self._children, []
         for child in children:
             child.kill()
@@ -447,7 +447,8 @@ def serve_rank_requests(
 
     ``connection``: to the process that started the ranks. ``store``: path of the file through which the ranks find each
     other. ``threads``: number of torch's threads. ``debug``: verify collectives before they run. ``timeout_s``: seconds
-    that ranks wait for each other. ``path``: ``sys.path`` of the process that started the ranks.
+    that ranks wait for each other. ``path``: ``sys.path`` of the process that started the ranks. ``rank``: number of
+    this rank; ``world_size``: number of ranks.
     """
     sys.path[:] = path
     torch.set_num_threads(threads)
@@ -491,11 +492,11 @@ def _forward_requests(
     answer: Callable[[str, Any], None],
     main_thread: int,
 ) -> None:
-    """Forward requests from the connection to the queue of the main thread, until the connection closes. This runs in a
-    thread.
+    """Forward requests from ``connection`` to ``requests``, the queue of the main thread, until the connection closes.
+    This runs in a thread.
 
-    ``answer``: sends a message back. The request "where" is answered here with where the main thread is, even if that
-    hangs.
+    ``answer``: sends a message (kind, content) back. ``main_thread``: identifier of the main thread. The request
+    "where" is answered here with where the main thread is, even if that hangs.
     """
     while True:
         try:
@@ -543,7 +544,8 @@ def run_program(files: StepFiles, placement: tuple[int, ...], seed: int, outputs
     """Run one step on this rank, and write its results to a file. Do nothing on processes beyond the program's ranks.
 
     ``files``: what is read and written. ``placement``: device number of each rank; empty: rank i runs on device i.
-    ``outputs``, ``grads``: whether to store the model's results, and the gradients.
+    ``outputs``, ``grads``: whether to store the model's results, and the gradients. ``seed``: seed of the model's
+    random operators.
     """
     parsed = Program.model_validate_json(Path(files.program).read_text())
     if dist.get_rank() >= parsed.world_size:

@@ -63,7 +63,7 @@ class StepTimes:
 
 @dataclass
 class Times:
-    """The times of all measured steps of one rank, in order."""
+    """The times of all measured steps of one rank. ``steps``: the times of each step, in order."""
 
     steps: list[StepTimes] = field(default_factory=list)
 

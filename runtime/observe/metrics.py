@@ -177,8 +177,8 @@ class _Lines:
         self._step = 0  # of the last entry
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
-        """Write the entry of ``step``. ``content``: name of the figure -> number. Entries of this and later steps are
-        replaced.
+        """Write the entry of ``step`` (a number) to ``metrics.jsonl`` and to TensorBoard. ``content``: name of the
+        figure -> number. Entries of this and later steps are replaced.
         """
         if self._file is None or step <= self._step:
             self._resume_at_step(step)
@@ -192,7 +192,9 @@ class _Lines:
         self._step = step
 
     def _resume_at_step(self, step: int) -> None:
-        """Open the files to write from ``step`` on. Existing entries of this step and of later ones are removed."""
+        """Open ``metrics.jsonl`` and TensorBoard's event file to write from ``step`` (a number) on. Existing entries of
+        this step and of later ones are removed.
+        """
         self.close()
         lines = self.path.read_text(errors="replace").splitlines(keepends=True) if self.path.exists() else []
         kept = [line for line in lines if _is_before(line, step)]
@@ -220,7 +222,7 @@ def _is_before(line: str, step: int) -> bool:
 
 
 def waiting_share(step: MeasuredStep) -> float:
-    """Return the share of a measured step, from 0 to 1, in which its rank waits for other ranks."""
+    """Return the share of the measured step ``step``, from 0 to 1, in which its rank waits for other ranks."""
     total = step.starts[-1] - step.starts[0]
     return (step.waited[-1] - step.waited[0]) / total if total else 0.0
 

@@ -168,8 +168,8 @@ def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
 
 
 def _asked_for(operation: ProbedOperation) -> bool:
-    """Return whether an argument of the operator is an infinite number, as in ``masked_fill(mask, -inf)``, so that its
-    infinity is intended.
+    """Return whether an argument of the operator in ``operation`` is an infinite number, as in ``masked_fill(mask,
+    -inf)``, so that its infinity is intended.
     """
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 
@@ -225,7 +225,9 @@ def _origins_to_failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
 
 
 def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
-    """Return the records of all ranks. All ranks call this, each with its own records ``seen``."""
+    """Return the records, of all ranks, of operators that first produced a NaN or infinity. All ranks call this, each
+    with its own records ``seen``.
+    """
     return [
         NonFiniteOrigin(**data)
         for found in _all_gather_json(engine, json.dumps([asdict(o) for o in seen]))

@@ -77,8 +77,8 @@ class _OperatorProbe(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator ``func``, report it, and return its result. Operators on communication buffers are not
-        reported.
+        """Run the operator ``func`` with ``args`` and ``kwargs``, report it, and return its result. ``types`` is not
+        used. Operators on communication buffers are not reported.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

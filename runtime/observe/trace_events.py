@@ -137,8 +137,8 @@ def _compute_stride(steps: Sequence[MeasuredStep]) -> int:
 
 
 def process_name(process: int, name: str, place: int) -> list[Event]:
-    """Return the trace events that give the process number ``process`` a name, and a place in the order of
-    processes.
+    """Return the trace events that give the process number ``process`` a name, and ``place``, its position in the order
+    in which a viewer shows the processes.
     """
     return [
         {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}},
@@ -151,7 +151,8 @@ def make_complete_event(
 ) -> Event:
     """Return a trace event with a start and an end, which are given in seconds; the format stores microseconds.
 
-    ``process`` and ``thread``: numbers in the trace. ``args``: further data to store in the event.
+    ``name``, ``category``: the event's label and its category, as text. ``process`` and ``thread``: numbers in the
+    trace. ``args``: further data to store in the event.
     """
     event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "args": dict(args)}
     return {**event, "ts": start * 1e6, "dur": max(0.0, end - start) * 1e6}

@@ -100,8 +100,8 @@ class ProgramFacts:
     def grown(self, steps: int) -> ProgramFacts:
         """Return gradients, collectives and memory of all calls of the same program for another number of microbatches.
 
-        Every stage's instruction list becomes its shortest form, extended ``steps`` times by ``unit`` microbatches.
-        Every list must be a :class:`Listing`.
+        Every stage's instruction list becomes its shortest form, extended ``steps`` times by the list's own period of
+        ``unit`` microbatches. Every list must be a :class:`Listing`.
         """
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
@@ -141,8 +141,8 @@ class ProgramFacts:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """Return all calls as (stage index, position on the stage), sorted so that each follows the calls whose outputs
-        it reads.
+        """Return all calls (uses of blocks, such as layers) as (stage index, position on the stage), sorted so that
+        each follows the calls whose outputs it reads.
 
         A call is left out if no call or batch input produces one of its inputs.
         """
@@ -176,7 +176,9 @@ class ProgramFacts:
 
     @cached_property
     def flow(self) -> GradientFlow:
-        """Return which tensors and parameters get a gradient, in total and in each call of :attr:`order`."""
+        """Return which tensors and parameters get a gradient, in total and in each call of a block, in the order of
+        :attr:`order`.
+        """
         paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
         return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
 
@@ -346,7 +348,9 @@ def _memory_of(
 
 
 def _list_forward_results(pieces: Differentiated) -> tuple[Node, ...]:
-    """Return the result nodes of the forward graph: first the block's outputs, then the tensors saved for backward."""
+    """Return the result nodes of the forward graph in ``pieces``, the forward and backward graphs of a block: first the
+    block's outputs, then the tensors saved for backward.
+    """
     return cast(tuple[Node, ...], pieces.forward.graph.output_node().args[0])
 
 
@@ -431,9 +435,9 @@ def _differentiate_block(
 ) -> Differentiated:
     """Return the forward and backward graphs of a block; cached for equal arguments.
 
-    ``nodes``: the graph's nodes as JSON text. ``states``, ``inputs``: placeholder names. ``again``: nodes that backward
-    recomputes. ``fused``: attention as a fused kernel. ``needs``: flags for inputs and states that need a gradient, and
-    outputs that have one.
+    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
+    ``again``: nodes that backward recomputes. ``fused``: attention as a fused kernel. ``needs``: flags for inputs and
+    states that need a gradient, and outputs that have one.
     """
     return _trace_joint_graph(nodes, name, states, inputs, fused, *needs).cut(again)
 
@@ -444,8 +448,8 @@ def _trace_joint_graph(
 ) -> JointGraph:
     """Return the joint graph of a block's forward and backward; cached for equal arguments.
 
-    It can be split with or without recomputation. ``nodes``: the graph's nodes as JSON text. ``states``, ``inputs``:
-    placeholder names. ``fused``: attention as a fused kernel. ``needs``: flags for inputs and states that need a
-    gradient, and outputs that have one.
+    It can be split with or without recomputation. ``nodes``: the graph's nodes as JSON text. ``name``: the block's
+    name. ``states``, ``inputs``: placeholder names. ``fused``: attention as a fused kernel. ``needs``: flags for inputs
+    and states that need a gradient, and outputs that have one.
     """
     return joint_of(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

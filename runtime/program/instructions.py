@@ -142,7 +142,9 @@ class Instruction(Data):
 
     @property
     def word(self) -> str:
-        """Return the name of the operation; ``GATHER_B`` for a GATHER of gradients."""
+        """Return the name of the instruction's operation, such as ``SEND_F``; ``GATHER_B`` for a GATHER of
+        gradients.
+        """
         return "GATHER_B" if self.op == "GATHER" and self.gradients else self.op
 
     def __str__(self) -> str:
@@ -184,7 +186,7 @@ class Listing(Data, Sequence[Instruction]):
 
     @cached_property
     def expanded(self) -> tuple[Instruction, ...]:
-        """Return all instructions of the list in execution order."""
+        """Return all instructions of this compact list, with repetitions written out, in execution order."""
         return tuple(
             _shift_microbatch(instruction, part.moved * self.steps + part.shift * again)
             for part in self.parts
@@ -194,7 +196,7 @@ class Listing(Data, Sequence[Instruction]):
 
     @property
     def even(self) -> bool:
-        """Return whether each extension of the list by ``unit`` microbatches is uniform.
+        """Return whether each extension of this compact instruction list by ``unit`` microbatches is uniform.
 
         That is so if it adds exactly ``unit`` microbatches to each part, or increases the part's microbatch numbers by
         ``unit``, or leaves the part unchanged.
@@ -203,8 +205,8 @@ class Listing(Data, Sequence[Instruction]):
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
     def grown(self, steps: int) -> Listing:
-        """Return the list that extends the shortest form of this one ``steps`` times, each time by ``unit``
-        microbatches.
+        """Return the list that extends the shortest form of this one ``steps`` times, each time by the list's period of
+        ``unit`` microbatches.
         """
         return Listing(steps=steps, unit=self.unit, parts=self.parts)
 
@@ -227,7 +229,7 @@ Instructions = Annotated[Listing | tuple[Instruction, ...], Field(union_mode="le
 
 
 def count_repetitions(instructions: Instructions) -> Iterator[tuple[Instruction, int]]:
-    """Yield each distinct instruction of a list with the number of times that it occurs.
+    """Yield each distinct instruction of the list ``instructions`` with the number of times that it occurs.
 
     Occurrences that differ only in the microbatch number count as one instruction if the list is stored compactly (a
     :class:`Listing`); the first occurrence is yielded.

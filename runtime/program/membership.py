@@ -34,7 +34,7 @@ def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int
     neighbour by neighbour.
 
     All are stage indices. First item: the stage from which it receives the tensor; ``None`` for ``source`` itself.
-    Second: the stages to which it sends the tensor.
+    Second: the stages to which it sends the tensor. ``num_stages``: number of pipeline stages.
     """
     below = [stage - 1] if 0 < stage <= source else []
     above = [stage + 1] if source <= stage < num_stages - 1 else []

@@ -28,7 +28,8 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
     """Return the device bytes in which a rank stores rounding errors of compressed gradient transfers.
 
     ``bucket``: the parameters whose gradients are transferred together. The errors of a step are added to the transfers
-    of the next. 0 without compression, or with a format whose errors are discarded.
+    of the next. 0 without compression, or with a format whose errors are discarded. ``facts``: the analysis of the
+    program.
     """
     if bucket.compression is None or not CODECS[bucket.compression].feedback:
         return 0
@@ -51,7 +52,8 @@ class LevelReductionBytes:
         self._gathering: int | None = None  # the bucket whose sums are on their way to all that need them
 
     def turn(self, i: Instruction) -> int:
-        """Account for the instruction ``i`` of a hierarchical reduction and update ``held``.
+        """Count the extra bytes that the instruction ``i`` of a hierarchical gradient reduction allocates and releases,
+        and update ``held``.
 
         Return the peak bytes during the instruction above the bytes held after it; 0 for instructions of other kinds.
         """
@@ -76,7 +78,7 @@ class LevelReductionBytes:
         return whole if compressed else 0
 
     def finish(self) -> None:
-        """Record that all reductions have ended, so that no extra bytes are held."""
+        """Record that all hierarchical gradient reductions have ended, so that no extra bytes are held."""
         self._of.clear()
         self.held, self._gathering = 0, None
 
@@ -110,7 +112,8 @@ class MemoryMoment(NamedTuple):
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
     """Return the bytes that one rank of a pipeline stage (an index) holds on its device during the whole step.
 
-    These are parameters, buffers, gradients, and the rounding errors stored for gradient compression.
+    These are parameters, buffers, gradients, and the rounding errors stored for gradient compression. ``facts``: the
+    analysis of the program.
     """
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
@@ -118,8 +121,8 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
 
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the device bytes that a parameter or buffer (``state``: its name) takes on a rank all the time; 0 if it is
-    offloaded.
+    """Return the device bytes that a parameter or buffer (``state``: its name) takes on a rank during the whole step; 0
+    if it is offloaded. ``facts``: the analysis of the program.
     """
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
         return 0
@@ -127,11 +130,12 @@ def parameter_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def gradient_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the device bytes that the gradient of a parameter (``state``: its name) takes on a rank all the time; 0
-    without one.
+    """Return the device bytes that the gradient of a parameter (``state``: its name) takes on a rank during the whole
+    step; 0 without one.
 
     Under ZeRO 1 these are the whole gradient and the rank's piece of it. Under ZeRO 2 and 3 the result is 0 for a
-    sharded parameter, since the piece exists only from the first reduce-scatter on.
+    sharded parameter, since the piece exists only from the first reduce-scatter on. ``facts``: the analysis of the
+    program.
     """
     if state not in facts.with_gradient:
         return 0
@@ -144,7 +148,7 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
     """Yield for each instruction the peak device bytes of a rank while it runs, and the bytes held after it.
 
     Both include parameters, buffers and gradients. ``stage``: index of the rank's pipeline stage. ``instructions``: a
-    list that the prover accepts.
+    list that the prover accepts. ``facts``: the analysis of the program.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -158,7 +162,7 @@ def memory_moments(
     it.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: its list. The first item is empty if the
-    instruction has no peak above what it leaves.
+    instruction has no peak above what it leaves. ``facts``: the analysis of the program.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -176,6 +180,7 @@ def peak_bytes(
     """Return the peak device bytes of a rank, and the index of the first instruction that reaches the peak.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: its list. ``extra_bytes``: bytes added to the peak.
+    ``facts``: the analysis of the program.
     """
     peaks = [peak for peak, _ in memory_steps(facts, stage, instructions)]
     if not peaks:
@@ -189,6 +194,7 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
     gradients.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: its list. Optimizer states are not counted.
+    ``facts``: the analysis of the program.
     """
     holder = _Holder(facts, stage)
     most = 0
@@ -202,7 +208,7 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the bytes of an offloaded parameter in host memory. ``state``: its name.
 
     These are the parameter, its gradient, and the copy in a wider type that the optimizer updates. The copy is not
-    counted if it is on disk.
+    counted if it is on disk. ``facts``: the analysis of the program.
     """
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
@@ -214,7 +220,7 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
 def disk_bytes(facts: ProgramFacts, stage: int) -> int:
     """Return the bytes that a rank of a pipeline stage (an index) stores on disk: copies of parameters in a wider type.
 
-    Optimizer states are not counted. 0 if the program does not offload to disk.
+    Optimizer states are not counted. 0 if the program does not offload to disk. ``facts``: the analysis of the program.
     """
     trained = (s for s in host_states(facts.program, stage) if s in facts.with_gradient)
     return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0
@@ -222,7 +228,7 @@ def disk_bytes(facts: ProgramFacts, stage: int) -> int:
 
 def _copy_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the bytes of the copy in a wider type that the optimizer updates for the parameter ``state``; 0 if there
-    is no copy.
+    is no copy. ``facts``: the analysis of the program.
     """
     wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)
     return wide if short < wide else 0
@@ -235,7 +241,7 @@ class _Holder:
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         """Start before the first instruction, when the rank holds parameters, buffers and gradients only. ``stage``:
-        index of the rank's pipeline stage.
+        index of the rank's pipeline stage. ``facts``: the analysis of the program.
         """
         self.facts, self.stage = facts, stage
         self.calls = facts.stages[stage]
@@ -291,8 +297,8 @@ class _Holder:
             self.moments.append(self.build_moment(call, recomputed))
 
     def run_instruction(self, i: Instruction) -> tuple[int, int]:
-        """Account for the instruction ``i``. Return the peak device bytes while it runs, and the device bytes held
-        after it.
+        """Count the bytes that the instruction ``i`` allocates and releases on this rank. Return the peak device bytes
+        while it runs, and the device bytes held after it.
         """
         peak = self.held
         match i.op:
@@ -356,7 +362,8 @@ class _Holder:
         return peak, self.held
 
     def start_scatter(self, i: Instruction) -> int:
-        """Account for the start of the reduce-scatter ``i`` of gradients, after the earlier ones that must end first.
+        """Count the device bytes of the reduce-scatter ``i`` of gradients, which starts now. Earlier ones that must end
+        first are counted as ended.
 
         Return the peak device bytes meanwhile.
         """
@@ -377,8 +384,8 @@ class _Holder:
         return peak
 
     def collect_scatter(self) -> int:
-        """Account for the end of the oldest reduce-scatter in progress, whose result is added to this rank's gradient
-        pieces.
+        """Count the oldest reduce-scatter of gradients in progress as ended: its result is added to this rank's
+        gradient pieces.
 
         Return the peak device bytes meanwhile.
         """
@@ -429,7 +436,9 @@ class _Holder:
             self.host += self.facts.moved_bytes(call)
 
     def fetch_activations(self, i: Instruction) -> None:
-        """Count the saved tensors of the calls of the FETCH ``i`` as on the device again."""
+        """Count the tensors that were saved for backward by the calls of the FETCH instruction ``i``, and moved to host
+        memory, as on the device again.
+        """
         for call in self.list_moved_calls(i):
             for value in call.moves:
                 self.hold_value(value, i.microbatch)
@@ -454,7 +463,7 @@ class _Holder:
             self.flowing += self.sizes[value]
 
     def run_forward(self, i: Instruction) -> None:
-        """Count the outputs of the calls of the forward instruction ``i``, and the tensors that they save for
+        """Count as held the outputs of the calls of the forward instruction ``i``, and the tensors that they save for
         backward.
         """
         assert i.calls is not None
@@ -467,8 +476,8 @@ class _Holder:
             self.note_moment(position)
 
     def run_backward(self, i: Instruction) -> int:
-        """Count the gradients and the released tensors of the backward instruction ``i`` (B, I or W). Return its peak
-        device bytes.
+        """Count the device bytes of the gradients that the backward instruction ``i`` (B, I or W) computes, and of the
+        tensors that it releases. Return its peak device bytes.
         """
         assert i.calls is not None
         peak = self.held

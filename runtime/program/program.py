@@ -163,7 +163,7 @@ class PlainValue(Data):
 
     @property
     def value(self) -> bool | int | float | str | None:
-        """Return the Python value."""
+        """Return the argument's value as a Python object of its type."""
         if self.kind in ("int", "float"):
             return int(self.text) if self.kind == "int" else float(self.text)
         return {"str": self.text, "NoneType": None}.get(self.kind, self.text == "True")

@@ -83,13 +83,13 @@ class ScatterQueue(Generic[Scatter]):
     def before_next(self) -> list[Scatter]:
         """Return the reduce-scatters that must end before another one starts, oldest first.
 
-        These are all in progress if a backward instruction has run since the last one started, else none.
+        They are all that are in progress if a backward instruction has run since the last one started, else none.
         """
         return [*self._under_way] if self._computed else []
 
     def begin(self, scatter: Scatter) -> None:
-        """Add a reduce-scatter that starts now. Those that :meth:`before_next` returned must have ended; they are
-        removed.
+        """Add ``scatter``, a reduce-scatter of gradients that starts now, to the queue. Those that :meth:`before_next`
+        returned must have ended; they are removed.
         """
         if self._computed:
             self._under_way.clear()
@@ -97,7 +97,9 @@ class ScatterQueue(Generic[Scatter]):
         self._under_way.append(scatter)
 
     def end_first(self) -> Scatter:
-        """Remove the oldest reduce-scatter in progress and return it."""
+        """Remove the oldest reduce-scatter of gradients in progress from the queue, because it has ended, and return
+        it.
+        """
         return self._under_way.popleft()
 
     def __len__(self) -> int:
@@ -136,8 +138,8 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
 
 
 def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
-    """Return, for each parameter named in ``states``, piece number ``index`` of its shard, which ZeRO cuts into
-    ``ranks`` pieces.
+    """Return, for each parameter named in ``states``, piece number ``index`` of its shard, which ZeRO flattens and cuts
+    into ``ranks`` pieces. ``index``: number of the piece, from 0.
     """
     return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 

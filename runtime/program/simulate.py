@@ -60,7 +60,7 @@ class RankClock:
     under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
     def begin(self, collective: OverlappedCollective) -> None:
-        """Add ``collective`` behind those in progress. It begins no earlier than the clock's current time."""
+        """Add ``collective`` behind those in progress on this rank. It begins no earlier than the clock's time."""
         collective.ready = max(collective.ready, self.clock)
         self.under_way.append(collective)
 
@@ -95,7 +95,7 @@ class RankClock:
         self.clock = max(self.clock, until)
 
     def wait_for(self, collective: OverlappedCollective) -> None:
-        """Advance the clock without computation until ``collective`` has ended."""
+        """Advance the clock of this simulated rank without computation until ``collective`` has ended."""
         while collective.ended is None:
             first = self.under_way[0]
             self.wait(max(self.clock, first.ready) + first.left)
@@ -107,7 +107,7 @@ class RankClock:
             self.wait_for(self.under_way[-1])
 
     def _end_first_collective(self) -> None:
-        """Record that the oldest collective in progress ends now, and report it to :meth:`ended`."""
+        """Record that the oldest collective in progress ends at the clock's time; pass it to :meth:`ended`."""
         first = self.under_way.popleft()
         first.ended, first.left = self.clock, 0.0
         if first.begun is None:
@@ -115,7 +115,7 @@ class RankClock:
         self.ended(first)
 
     def ended(self, collective: OverlappedCollective) -> None:
-        """Receive each collective that has ended. This one does nothing; subclasses override it."""
+        """Receive ``collective``, which has just ended. Subclasses override this; here it does nothing."""
 
 
 Part = Literal["F", "B", "I", "W"]
@@ -139,14 +139,14 @@ class Durations(Protocol):
         ...
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
-        """Return the seconds to send ``nbytes`` from a rank of the pipeline stage ``source`` to the rank of stage
-        ``target`` with equal other coordinates.
+        """Return the seconds to send ``nbytes`` from a rank of the pipeline stage ``source`` (an index) to the rank of
+        stage ``target`` with equal other coordinates.
         """
         ...
 
     def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
-        """Return the seconds of an all-gather, reduce-scatter or all-to-all over mesh axes, on the ranks of a pipeline
-        stage.
+        """Return the seconds of an all-gather, reduce-scatter or all-to-all over mesh axes, on the ranks of the
+        pipeline stage with the index ``stage``. ``op``: kind of collective. ``axes``: the mesh axes.
 
         ``nbytes``: the bytes of the whole tensor of an all-gather or reduce-scatter, or the bytes of all ranks of an
         all-to-all.
@@ -154,12 +154,14 @@ class Durations(Protocol):
         ...
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
-        """Return the seconds to compress ``nbytes`` of gradients, or to decompress them, on a rank of the stage."""
+        """Return the seconds to compress ``nbytes`` of gradients, or to decompress them, on a rank of the pipeline
+        stage with the index ``stage``. ``compression``: the compressed format.
+        """
         ...
 
     def host(self, stage: int, nbytes: int) -> float:
-        """Return the seconds to copy ``nbytes`` from a rank's device to host memory, or back, on this pipeline
-        stage.
+        """Return the seconds to copy ``nbytes`` from a rank's device to host memory, or back, on the pipeline stage
+        with the index ``stage``.
         """
         ...
 
@@ -172,19 +174,20 @@ class Durations(Protocol):
         ...
 
     def posting(self, stage: int, op: str) -> float:
-        """Return the seconds for which an instruction keeps a rank from computing although its work runs in the
-        background.
-
-        ``op``: kind of instruction. Examples: starting a send, slicing a microbatch out of the batch.
+        """Return the seconds for which starting an instruction, such as a send or the slicing of a microbatch out of
+        the batch, keeps a rank from computing although the work itself runs in the background. ``stage``: index of the
+        rank's pipeline stage. ``op``: kind of instruction, such as ``SEND_F``.
         """
         ...
 
     def slowdown(self, stage: int) -> float:
-        """Return the factor by which a computation and a collective of the stage each take longer while both run."""
+        """Return the factor by which a computation and a collective of the pipeline stage with the index ``stage`` each
+        take longer while both run.
+        """
         ...
 
     def update(self, stage: int) -> float:
-        """Return the seconds of the optimizer's update of the parameters of one rank of the stage."""
+        """Return the seconds of the optimizer's update on one rank of the pipeline stage with index ``stage``."""
         ...
 
 
@@ -306,14 +309,15 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
     """Return the simulated seconds of one step, without simulating memory.
 
     ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one; the result is then
-    the seconds between the ends of two steps.
+    the seconds between the ends of two steps. ``facts``: the analysis of the program. ``durations``: the cost model,
+    which gives the seconds of instructions.
     """
     return _find_step_time(facts, durations, *_follow_step(facts, durations), overlap_steps)
 
 
 def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
-    """Simulate one step. Return the simulated rank of each pipeline stage at its end, and each stage's seconds of
-    optimizer update.
+    """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives. Return the simulated
+    rank of each pipeline stage at its end, and each stage's seconds of optimizer update.
     """
     stages = range(len(facts.program.stages))
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in stages]
@@ -330,11 +334,12 @@ def _find_step_time(
     updates: Sequence[float],
     overlap_steps: bool,
 ) -> float:
-    """Return the seconds of a step: until the last optimizer update or, if steps overlap, between the ends of two
-    steps.
+    """Return the seconds of a step: until the last optimizer update or, with ``overlap_steps`` (a rank begins the next
+    step as soon as it has ended its own part of this one), between the ends of two steps.
 
     ``lanes``: the simulated rank of each pipeline stage at the end of its instructions. ``updates``: seconds of each
-    stage's optimizer update.
+    stage's optimizer update. ``facts``: the analysis of the program. ``durations``: the cost model, which gives the
+    seconds of instructions.
     """
     if overlap_steps:
         return _steady_seconds(facts, durations, updates)
@@ -348,7 +353,8 @@ def _make_simulated_rank(program: Program, durations: Durations, stage: int) -> 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
     """Return the seconds between the ends of two consecutive steps, after several steps. ``updates``: seconds of each
-    stage's optimizer update.
+    stage's optimizer update. ``facts``: the analysis of the program. ``durations``: the cost model, which gives the
+    seconds of instructions.
     """
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in range(len(facts.program.stages))]
     simulation = _Simulation(facts, durations, lanes)
@@ -365,10 +371,10 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
 
 
 def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
-    """Return the device memory of a simulated rank over time, as pairs (seconds, bytes), and its peak bytes.
+    """Return the device memory of the simulated rank ``lane`` over time, as pairs (seconds, bytes), and its peak bytes.
 
     Each instruction gives two pairs: its peak at its start, and what is held at its end. ``extra``: bytes added to each
-    number.
+    number. ``facts``: the analysis of the program.
     """
     points: list[tuple[float, int]] = []
     peak = extra
@@ -439,7 +445,7 @@ class _SimulatedRank(RankClock):
         return job
 
     def drain_collectives(self) -> None:
-        """Advance the clock until all collectives and transfers, also to host memory, have ended."""
+        """Advance the clock until all collectives and transfers of this simulated rank have ended."""
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
@@ -457,7 +463,9 @@ class _Simulation:
     """
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
-        """Start with no message between stages. ``lanes``: the simulated rank of each pipeline stage, in order."""
+        """Start with no message between stages. ``lanes``: the simulated rank of each pipeline stage, in order.
+        ``facts``: the analysis of the program. ``durations``: the cost model, which gives the seconds of instructions.
+        """
         self.facts = facts
         self.program = facts.program
         self.durations = durations
@@ -480,7 +488,7 @@ class _Simulation:
             assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
 
     def run_next_instruction(self, lane: _SimulatedRank) -> bool:
-        """Run the next instruction of a simulated rank; return ``False`` if it must wait for another rank first."""
+        """Run the next instruction of the rank ``lane``; return ``False`` if it must wait for another rank first."""
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
@@ -522,8 +530,8 @@ class _Simulation:
         return True
 
     def compute_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the seconds of the computation of ``i`` on the pipeline stage ``stage`` (an index), computed once for
-        all microbatches.
+        """Return the seconds of the computation of the instruction ``i`` on the pipeline stage ``stage`` (an index),
+        computed once for all microbatches.
         """
         key = stage, i.op, i.calls
         if key not in self.computed:
@@ -531,7 +539,7 @@ class _Simulation:
         return self.computed[key]
 
     def _sum_call_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the seconds of the calls that ``i`` runs on a pipeline stage, with recomputation."""
+        """Return the seconds of all block calls that ``i`` runs on pipeline stage ``stage``, with recomputation."""
         calls = self.facts.stages[stage]
         if i.op == "TOTAL_F":
             return sum(self.durations.call(stage, p, "F") for p, c in enumerate(calls) if c.data.prologue)
@@ -548,7 +556,7 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND ``i`` when its channel is idle, and record when it arrives."""
+        """Start the transfer of the SEND ``i`` of the rank ``lane`` when its channel is idle; record its arrival."""
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -560,7 +568,7 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the all-reduce, or the step of a hierarchical reduction, of gradients that ``i`` describes."""
+        """Start the step of a gradient reduction that the instruction ``i`` of the rank ``lane`` describes."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
@@ -594,7 +602,7 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the all-gather of parameters of ``i``, once those that come from host memory have arrived."""
+        """Start the parameter all-gather ``i`` of the rank ``lane``, once parameters from host memory are there."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
@@ -602,7 +610,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the reduce-scatter of gradients of ``i``, after the earlier ones that must end first."""
+        """Start the gradient reduce-scatter ``i`` of the rank ``lane``, after earlier ones that must end first."""
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
@@ -616,7 +624,7 @@ class _Simulation:
 
     def time_sharing(self, lane: _SimulatedRank, i: Instruction, op: Sharing) -> tuple[float, int]:
         """Return the seconds and the bytes of the collective ``op`` of parameters or gradients that the instruction
-        ``i`` runs over ZeRO axes.
+        ``i`` of the simulated rank ``lane`` runs over ZeRO axes.
         """
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
@@ -625,8 +633,9 @@ class _Simulation:
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
     def await_parameters(self, lane: _SimulatedRank, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
-        """Return what a computation waits for: the time (seconds) at which its data from host memory is there, the
-        computation's own seconds, and the all-gathers of the parameters that it reads.
+        """Return what the computation of instruction ``i`` of the simulated rank ``lane`` waits for: the time (seconds)
+        at which its data from host memory is there, the computation's own seconds, and the all-gathers of the
+        parameters that it reads.
         """
         there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
         if i.calls is not None and i.op in ("B", "I"):
@@ -640,8 +649,8 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def start_offload(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copy of activations (after earlier copies) or gradients (after their reductions) of ``i`` to host
-        memory.
+        """Start the copies to host memory of the OFFLOAD ``i`` of the rank ``lane``: of activations after earlier
+        copies, of gradients after their reductions.
         """
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
@@ -653,7 +662,9 @@ class _Simulation:
         lane.background.append(Background(start, lane.leaving, lane.position - 1, i, nbytes))
 
     def start_fetch(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copy of activations or parameters from host memory of the FETCH ``i``, after earlier copies."""
+        """Start the copy of activations or parameters from host memory that the FETCH instruction ``i`` of the
+        simulated rank ``lane`` describes, after earlier copies.
+        """
         nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.count_kept_bytes(lane, i)
         start = max(lane.clock, lane.coming)
         lane.coming = start + self.durations.host(lane.stage, nbytes)
@@ -664,13 +675,13 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` moves; 0 if it moves none."""
+        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` of the rank ``lane`` moves."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 
     def meet_stages(self, lane: _SimulatedRank, i: Instruction) -> bool:
-        """Run the instruction ``i``, in which several pipeline stages sum gradients (SYNC) or update buffers (UPDATE)
-        together.
+        """Run the instruction ``i`` of the simulated rank ``lane``, in which several pipeline stages sum gradients
+        (SYNC) or update buffers (UPDATE) together.
 
         It starts on all of them when the last one has arrived. Return ``False`` if another stage has not arrived yet.
         """

@@ -34,8 +34,9 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
     """Return the communication events of a rank that runs ``instructions``, as pairs (instruction index, event).
 
     The events are collectives, sends and receives, in order. ``stage``: index of the rank's pipeline stage.
-    ``returns``: the gradients that the stage must receive, from :func:`gradient_returns`. Raise :class:`Refusal` at the
-    first invalid instruction, or at the end if a value or gradient was not freed.
+    ``returns``: the gradients that the stage must receive, as (value name, microbatch) -> the stages that send a part
+    of it. Raise :class:`Refusal` at the first invalid instruction, or at the end if a value or gradient was not freed.
+    ``facts``: the analysis of the program.
     """
     check_fields(facts.program, stage, instructions)
     machine = _StageInterpreter(facts, stage, returns)
@@ -66,7 +67,8 @@ class _StageInterpreter:
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
 
-        ``returns``: (value, microbatch) -> the stages that send back a gradient of the value to this stage.
+        ``returns``: (value, microbatch) -> the stages that send back a gradient of the value to this stage. ``facts``:
+        the analysis of the program.
         """
         self.facts = facts
         self.program = facts.program
@@ -116,7 +118,7 @@ class _StageInterpreter:
 
     def read_value(self, value: str, microbatch: int | None) -> None:
         """Raise :class:`Refusal` unless the value ``value`` (a tensor that passes between calls) of ``microbatch``
-        exists now.
+        exists now. ``microbatch``: its index; ``None`` for a total over the batch.
         """
         place = self.find_place(value, microbatch)
         if place not in self.alive:
@@ -462,7 +464,8 @@ class _StageInterpreter:
         self.trace.append((self.index, FinishEvent()))
 
     def trace_collectives(self, op: str, position: int, microbatch: int) -> None:
-        """Record the collectives that the graph of a call runs on ``microbatch``.
+        """Record the collectives that the graph of a call (one use of a block, such as a layer) runs on the microbatch
+        with the index ``microbatch``.
 
         ``op``: "F", "B", "I" or "W", which part of the call runs. ``position``: the call's position on the stage.
         """
@@ -493,7 +496,9 @@ class _StageInterpreter:
         return [(p, m) for m in range(self.program.num_microbatches) for p in positions]
 
     def check_end(self) -> None:
-        """Raise :class:`Refusal` if at the end something has not run, was not reduced, or was not freed."""
+        """Raise :class:`Refusal` if, after the last instruction of the rank, a call has not run, a gradient was not
+        reduced, or a value was not freed.
+        """
         for position, microbatch in self.list_runs():
             if (position, microbatch) not in self.forward:
                 raise Refusal("missing", f"{self.format_path(position)} never runs forward on microbatch {microbatch}")
@@ -512,7 +517,9 @@ class _StageInterpreter:
         self.gradients.finish()
 
     def check_taken(self, value: str, what: str) -> None:
-        """Raise :class:`Refusal` if a value did not exist in every microbatch. ``what``: its role, for the message."""
+        """Raise :class:`Refusal` if the value named ``value`` did not exist in every microbatch that the rank runs.
+        ``what``: its role, for the message.
+        """
         for microbatch in range(self.program.num_microbatches):
             place = self.find_place(value, microbatch)
             if place not in self.alive and place not in self.freed:

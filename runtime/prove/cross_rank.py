@@ -93,7 +93,7 @@ def _deduplicate_traces(traces: Mapping[int, Trace]) -> dict[int, Trace]:
 
 
 def _first_of_each(keys: Sequence[Hashable]) -> list[int]:
-    """Return, for each position in ``keys``, the first position with an equal key."""
+    """Return, for each position in ``keys`` (from 0), the first position whose key is equal."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(key, k) for k, key in enumerate(keys)]
 
@@ -106,8 +106,9 @@ class Mismatch(Exception):
     """
 
     def __init__(self, fault: Fault, message: str, rank: int, index: int, node: str = "") -> None:
-        """Create the error. ``message``: what is wrong, without rank and instruction. ``rank`` and ``index``: the
-        instruction at fault.
+        """Create the error. ``fault``: kind of fault. ``message``: what is wrong, without rank and instruction.
+        ``rank`` and ``index``: the instruction at fault, as rank and position in its list. ``node``: name of the graph
+        node; empty if no graph runs.
         """
         super().__init__(message)
         self.fault = fault
@@ -144,7 +145,9 @@ class _GroupProgress:
         return self.operations[number].arrived == len(self.ranks)
 
     def find_missing_ranks(self, number: int) -> set[int]:
-        """Return the ranks of the group that have not entered its collective ``number``, counted from 0."""
+        """Return the set of ranks of this process group that have not entered its collective ``number``, counted from
+        0.
+        """
         return {r for r in self.ranks if self.entered.get(r, 0) <= number}
 
 
@@ -198,7 +201,9 @@ class TraceRunner:
                 raise Mismatch("match", f"sends {event.text} to rank {target}, which never receives it", source, index)
 
     def advance_rank(self, rank: int) -> None:
-        """Run the events of ``rank`` until it ends or has to wait for another rank."""
+        """Run the communication events (collectives, sends, receives) of ``rank`` until it ends or has to wait for
+        another rank.
+        """
         trace, position = self.traces[rank], self.position[rank]
         while position < len(trace):
             index, event = trace[position]

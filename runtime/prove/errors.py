@@ -65,7 +65,10 @@ class ProofError(PartitionError):
     def __init__(
         self, message: str, *, rank: int, index: int, instruction: str, node: str = "", fault: Fault = "structure"
     ) -> None:
-        """Create the error; its text is ``message`` after rank, instruction and graph node."""
+        """Create the error; its text is ``message`` after rank, instruction and graph node. ``index``, ``instruction``:
+        position of the instruction in the rank's list, and its printed form. ``node``: name of the graph node; empty if
+        no graph runs. ``fault``: the kind of fault.
+        """
         where = f"rank {rank}, instruction {index} ({instruction})"
         if node:
             where += f", node {node}"

@@ -20,7 +20,8 @@ def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]
     """Return, for each pipeline stage, the gradients that it must receive, as (value, microbatch) -> the stages that
     send it.
 
-    A value is the name of a tensor that passes between calls. ``lists``: the instructions of each stage.
+    A value is the name of a tensor that passes between calls. ``lists``: the instructions of each stage. ``facts``: the
+    analysis of the program.
     """
     sent: dict[tuple[str, int], dict[int, list[int]]] = {}
     for s, instructions in enumerate(lists):
@@ -72,7 +73,8 @@ class ValueGradients:
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
 
-        ``returns``: (value, microbatch) -> the stages that send back a part of the gradient of the value.
+        ``returns``: (value, microbatch) -> the stages that send back a part of the gradient of the value. ``facts``:
+        the analysis of the program.
         """
         self.calls = facts.stages[stage]
         self.returns = returns
@@ -161,7 +163,7 @@ class StateGradients:
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): no gradient is
-        reduced.
+        reduced. ``facts``: the analysis of the program.
         """
         self.program = facts.program
         self.passes_over = facts.passes_over
@@ -190,8 +192,8 @@ class StateGradients:
     def add(self, state: str, position: int, microbatch: int) -> None:
         """Record that the backward of a call adds to the gradient of the parameter ``state``.
 
-        ``position``: the call's position on the stage. Raise :class:`Refusal` if the gradient was already reduced or
-        copied to the host.
+        ``position``: the call's position on the stage. ``microbatch``: index of the microbatch. Raise :class:`Refusal`
+        if the gradient was already reduced or copied to the host.
         """
         if state in self.sealed:
             raise Refusal(
@@ -227,7 +229,7 @@ class StateGradients:
 
     def pieces(self, number: int) -> None:
         """Raise :class:`Refusal` unless all gradients of bucket ``number``, which ZeRO shards, are complete and
-        reduce-scattered.
+        reduce-scattered, so that this rank has its pieces of the sums.
 
         A bucket is a set of parameters that are reduced together; ``number`` is its index.
         """

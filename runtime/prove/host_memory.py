@@ -52,10 +52,9 @@ class ActivationOffloads:
         return runs
 
     def offload(self, run: Run, index: int) -> None:
-        """Record that the instruction at position ``index`` moves activations to the host. Raise :class:`Refusal` if
-        that is not allowed.
-
-        ``run``: (call position, microbatch) that saved them.
+        """Record that the instruction at position ``index`` moves the activations saved by ``run``, a pair (call
+        position, microbatch), to host memory. Raise :class:`Refusal` if that is not allowed, such as before the forward
+        or twice.
         """
         if not self.offloads:
             raise Refusal("fields", "moves activations to host memory, which the program does not say it does")
@@ -65,8 +64,8 @@ class ActivationOffloads:
         self.away[run] = index
 
     def fetch(self, run: Run, index: int) -> None:
-        """Record that the instruction at position ``index`` moves activations back. Raise :class:`Refusal` if they are
-        not in host memory.
+        """Record that the instruction at position ``index`` moves saved activations from host memory back to the
+        device. Raise :class:`Refusal` if they are not in host memory.
 
         ``run``: (call position, microbatch) that saved them.
         """
@@ -98,8 +97,9 @@ class HostStates:
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
-        """Start before the first instruction. ``stage``: index of the pipeline stage. ``gradients``: tells which
-        gradients are complete.
+        """Start before the first instruction of a rank, when no parameter has been copied to the device. ``stage``:
+        index of the pipeline stage. ``gradients``: tells which gradients are complete. ``facts``: the analysis of the
+        program.
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]
@@ -173,8 +173,8 @@ class HostStates:
             raise Refusal("missing", f"the gradient of {state!r} never reaches host memory, where it is stepped")
 
     def finish(self) -> None:
-        """Raise :class:`Refusal` if parameters that must not stay on the device were not freed at the end of the
-        list.
+        """Raise :class:`Refusal` if parameters that must not stay on the device were not freed by the end of the rank's
+        instruction list.
         """
         for state, index in self.there.items():
             if self.passing:
@@ -209,7 +209,8 @@ def _find_producing_stages(program: Program) -> dict[str, set[int]]:
 
 
 def _find_update_problem(program: Program, state: StateData, name: str, makers: dict[str, set[int]]) -> str:
-    """Return why a buffer cannot take the value ``name`` at the end of a step; an empty string if it can.
+    """Return why a buffer, which ``state`` describes, cannot take the value ``name`` at the end of a step; an empty
+    string if it can.
 
     ``makers``: value -> indices of the stages whose calls compute it.
     """

@@ -43,8 +43,8 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
 
 
 def _find_difference(expected: StateData, got: StateData, trains: bool) -> str:
-    """Return in which field two descriptions of a parameter or buffer differ, as text; empty if their layouts are
-    equal.
+    """Return in which field ``expected`` and ``got``, two descriptions of a parameter or buffer, differ, as text; empty
+    if their layouts are equal.
 
     ``trains``: whether gradients are compared, too.
     """

@@ -115,6 +115,7 @@ def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple
     """Check the instructions of all ranks together. Return the numbers of collectives and of transfers that they start.
 
     ``own``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
+    ``facts``: the analysis of the program.
     """
     traces, lists = _run_lists(facts, own)
     try:
@@ -134,10 +135,11 @@ def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple
 
 
 def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
-    """Return the numbers of collectives and transfers of a program whose lists repeat a steady state.
+    """Return the numbers of collectives and transfers of all ranks of a program whose instruction lists repeat a steady
+    state (equal groups of instructions, one for each further microbatch).
 
     They are extrapolated from checks with one and two repetitions. ``None`` if the lists have no common steady state or
-    have a fault; the whole lists must be checked then.
+    have a fault; the whole lists must be checked then. ``facts``: the analysis of the program.
     """
     listings = [stage.instructions for stage in facts.program.stages]
     first = listings[0]
@@ -187,7 +189,7 @@ def _run_lists(
     rank.
 
     ``own``: rank -> instructions, for ranks with an edited list. Ranks whose whole pipeline runs the same lists share
-    one tuple of events.
+    one tuple of events. ``facts``: the analysis of the program.
     """
     program, lists = facts.program, _select_rank_lists(facts.program, own)
     stride, num_stages = program.strides["pp"], len(program.stages)
@@ -231,7 +233,7 @@ def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instruc
     """Return the communication events of the ranks of one pipeline: for each stage, pairs (instruction index, event).
 
     ``ranks``: the rank of each stage. ``run``: the instructions of each stage. Raise :class:`ProofError` at the first
-    fault.
+    fault. ``facts``: the analysis of the program.
     """
     returns = gradient_returns(facts, run)
     traces = []
@@ -300,7 +302,8 @@ def _check_memory(
     """Return the peak device bytes of a rank of each pipeline stage; empty if ``limits`` is ``None``.
 
     ``lists``: rank -> instructions. ``limits``: bytes that each rank may hold (one number, or one per rank).
-    ``extra_bytes``: bytes to add per stage. Raise :class:`ProofError` if a rank needs more.
+    ``extra_bytes``: bytes to add per stage. Raise :class:`ProofError` if a rank needs more. ``facts``: the analysis of
+    the program.
     """
     if limits is None:
         return ()

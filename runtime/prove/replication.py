@@ -26,6 +26,7 @@ def check_wholeness(facts: ProgramFacts) -> None:
     between them.
 
     Calls are followed without tensors, along ``tp`` and ``cp``, over which blocks are sharded, and over the batch.
+    ``facts``: the analysis of the program.
     """
     for axis in AXES:
         _check_axis(axis, facts)
@@ -34,7 +35,7 @@ def check_wholeness(facts: ProgramFacts) -> None:
 
 def _check_axis(axis: str, facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if a value or gradient that is declared whole along the mesh axis ``axis`` differs between
-    ranks.
+    ranks. ``facts``: the analysis of the program.
     """
     if facts.program.mesh.get(axis, 1) == 1:
         return
@@ -55,8 +56,8 @@ def _check_axis(axis: str, facts: ProgramFacts) -> None:
 
 
 def _make_cache_key(facts: ProgramFacts, call: CallData) -> object:
-    """Return a hashable key of everything on which the check of a call depends, so that equal calls are checked
-    once.
+    """Return a hashable key of everything on which the check of a call depends, so that equal calls are checked once.
+    ``facts``: the analysis of the program.
     """
     program = facts.program
     kept = [program.states[n] for n in call.states]
@@ -75,8 +76,8 @@ def _find_layout_kind(axis: str, program: Program, value: str) -> str:
 
 
 def _state_layout(axis: str, state: StateData) -> str:
-    """Return the kind of a parameter's or buffer's layout over the mesh axis ``axis``: S (sharded), R or R' (whole), or
-    P (partial sum).
+    """Return the kind of the layout of ``state``, a parameter or buffer, over the mesh axis ``axis``: S (sharded), R or
+    R' (whole), or P (partial sum).
 
     With R' its gradient is a partial sum. Over ``cp`` every rank has the whole tensor.
     """
@@ -89,7 +90,7 @@ def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list
     """Return, for each parameter, buffer and input of a call, "alike" or "different": whether ranks along ``axis`` hold
     equal tensors.
 
-    The order is that of the graph's placeholders.
+    The order is that of the graph's placeholders. ``facts``: the analysis of the program.
     """
     program = facts.program
     states: list[Sameness] = [
@@ -109,7 +110,7 @@ def _is_apart(axis: str, program: Program, state: str) -> bool:
 
 def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     """Raise :class:`Refusal` if an output of a call that is declared whole along the mesh axis ``axis`` differs between
-    ranks.
+    ranks. ``facts``: the analysis of the program.
     """
     program, block = facts.program, facts.blocks[call.block]
     given = dict(zip((*block.states, *block.inputs), _list_given_sameness(axis, facts, call), strict=True))
@@ -127,7 +128,8 @@ def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     """Raise :class:`Refusal` if a gradient of a call that should be equal along the mesh axis ``axis`` differs between
     ranks.
 
-    The gradients of the outputs are assumed to have the layouts that are declared for them.
+    The gradients of the outputs are assumed to have the layouts that are declared for them. ``facts``: the analysis of
+    the program.
     """
     program, pieces = facts.program, facts.differentiated(call)
     size = program.mesh[axis]
@@ -164,8 +166,8 @@ def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
 
 
 def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
-    """Raise :class:`Refusal` if a collective of the graph gets a whole value instead of parts, or parts instead of a
-    whole value.
+    """Raise :class:`Refusal` if a collective of ``graph``, which ``call`` runs, gets a whole value instead of parts, or
+    parts instead of a whole value.
 
     ``known``: node name -> ``"alike"`` or ``"different"`` along ``axis``.
     """
@@ -175,9 +177,10 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
 
 
 def _over_batch(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` if an output that is declared equal in every microbatch depends on the microbatch.
+    """Raise :class:`Refusal` if an output that is declared equal in every microbatch differs between microbatches.
 
     The new value of a buffer must not depend on it either. With one microbatch, the ``dp`` ranks are compared instead.
+    ``facts``: the analysis of the program.
     """
     program = facts.program
     axis = "data" if program.num_microbatches > 1 else DATA_AXES[0]

@@ -33,7 +33,7 @@ from partitioner.runtime.prove.errors import FaultLocation, Refusal, use_text
 def check_state(facts: ProgramFacts, name: str) -> None:
     """Raise :class:`Refusal` unless the layouts, stages and ZeRO axes of the parameter or buffer ``name`` are valid.
 
-    Its gradient must also be summed over the right mesh axes.
+    Its gradient must also be summed over the right mesh axes. ``facts``: the analysis of the program.
     """
     problem = _state_problem(facts, name)
     if problem:
@@ -45,7 +45,7 @@ def check_state(facts: ProgramFacts, name: str) -> None:
 
 def _state_problem(facts: ProgramFacts, name: str) -> str:
     """Return what is wrong with the parameter, buffer or constant ``name``, as the end of a message; an empty string if
-    nothing is.
+    nothing is. ``facts``: the analysis of the program.
     """
     program, state = facts.program, facts.program.states[name]
     tp = program.mesh.get("tp", 1)
@@ -86,7 +86,8 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
     """Return what is wrong with how ZeRO divides the parameter ``name``, as the end of a message; an empty string if
     nothing is.
 
-    Ranks that divide it must hold the same shard of it and sum its gradient over their axes.
+    Ranks that divide it must hold the same shard of it and sum its gradient over their axes. ``facts``: the analysis of
+    the program.
     """
     program, state = facts.program, facts.program.states[name]
     if not state.zero_axes:
@@ -112,7 +113,8 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
-    """Return whether a parameter's gradient is summed over exactly the mesh axes over which it is a partial sum.
+    """Return whether the gradient of ``state``, a parameter, is summed over exactly the mesh axes over which it is a
+    partial sum.
 
     These are ``tp`` or, for an expert, its replicas ``edp`` and perhaps ``etp``. ``layout``, ``over_ep``: the
     parameter's layouts over ``tp`` and ``ep``.
@@ -125,7 +127,9 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
 
 
 def nested_shape(data: object) -> tuple[int, ...] | None:
-    """Return the shape of nested lists, judged by their first elements; ``None`` if ``data`` is ``None``."""
+    """Return the shape, as a tuple of sizes, of the nested lists ``data``, judged by their first elements; ``None`` if
+    ``data`` is ``None``.
+    """
     shape: list[int] = []
     while isinstance(data, list | tuple):
         shape.append(len(data))
@@ -138,7 +142,7 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
     A bucket is a set of parameters whose gradients are reduced together. Each gradient that is a partial sum over mesh
     axes must be in exactly one bucket, with those axes. Each parameter that ZeRO shards must be in exactly one bucket,
-    together with parameters that are sharded over the same axes.
+    together with parameters that are sharded over the same axes. ``facts``: the analysis of the program.
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
@@ -201,8 +205,8 @@ class Parameters:
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
-        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): nothing is
-        gathered.
+        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): nothing is gathered.
+        ``facts``: the analysis of the program.
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]

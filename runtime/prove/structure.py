@@ -47,8 +47,8 @@ def check_inputs(program: Program) -> None:
 
 
 def _input_problem(program: Program, given: InputData) -> str:
-    """Return why an input of the batch does not fit the value that it becomes, as the end of a message; an empty string
-    if it fits.
+    """Return why ``given``, an input of the batch, does not fit the value that it becomes, as the end of a message; an
+    empty string if it fits.
     """
     if given.value not in program.values:
         return f"is the value {given.value!r}, which does not exist"
@@ -85,8 +85,8 @@ def check_outputs(program: Program) -> None:
 
 
 def _output_problem(program: Program, output: OutputData, name: str) -> str:
-    """Return why an output of the model does not fit the value ``name`` that it is, as the end of a message; an empty
-    string if it fits.
+    """Return why ``output``, an output of the model, does not fit the value ``name`` that it is, as the end of a
+    message; an empty string if it fits.
     """
     if name not in program.values:
         return f"is the value {name!r}, which does not exist"
@@ -122,7 +122,7 @@ DATA = "data"  # what graphs call the axis along which the batch is split: ranks
 
 def check_structure(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` at the first contradiction in the data of a program: names, shapes, types, layouts,
-    graphs, or the groups in which gradients are reduced.
+    graphs, or the groups in which gradients are reduced. ``facts``: the analysis of the program.
     """
     program = facts.program
     _check_mesh(program)
@@ -215,7 +215,7 @@ def _check_blocks(program: Program) -> None:
 
 def _check_calls(facts: ProgramFacts, stage: int) -> None:
     """Raise :class:`Refusal` unless the calls of a pipeline stage (an index) name existing tensors of the right shape,
-    and compute each value once.
+    and compute each value once. ``facts``: the analysis of the program.
     """
     made: dict[str, int] = {}
     for position, call in enumerate(facts.program.stages[stage].calls):
@@ -251,7 +251,7 @@ def _check_call_names(program: Program, stage: int, position: int, call: CallDat
 def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
     """Raise :class:`Refusal` unless the tensors that a call reads and computes have the shapes and types in its graph.
 
-    ``position``: the call's position on the pipeline stage ``stage``.
+    ``position``: the call's position on the pipeline stage ``stage``. ``facts``: the analysis of the program.
     """
     program, block = facts.program, facts.blocks[call.block]
     for kind, have, want in (
@@ -273,7 +273,9 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
 
 
 def _value_spec(value: Value) -> TensorSpec | None:
-    """Return the shape and type of a value; ``None`` if its type or a layout is malformed."""
+    """Return the shape and type of ``value``, a tensor that passes between calls, on one rank for one microbatch;
+    ``None`` if its type or a layout is malformed.
+    """
     try:
         Layout.parse(value.layout)
         Layout.parse(value.context)
@@ -295,7 +297,7 @@ def _state_spec(program: Program, name: str) -> TensorSpec | None:
 
 def _check_call_order(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if a value that a call reads is never computed, or if calls depend on each other in a
-    cycle.
+    cycle. ``facts``: the analysis of the program.
     """
     placed = set(facts.order)
     for s, stage in enumerate(facts.program.stages):

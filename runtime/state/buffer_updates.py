@@ -98,8 +98,8 @@ class BufferUpdates:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Give the buffers their values from before the last step inside the ``with`` block, so that the step can be
-        repeated.
+        """Give the buffers that a step changes their values from before the last step inside the ``with`` block, so
+        that the step can be repeated.
 
         The values exist only if they were stored. At the end of the block the current values are restored.
         """

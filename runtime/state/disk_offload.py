@@ -45,7 +45,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return whether the memory of ``tensor`` is a mapped file that :class:`Disk` created."""
+    """Return whether the memory of ``tensor`` is a mapped file that :class:`Disk` created to keep tensors on disk."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return False
     return _PREFIX in (tensor.untyped_storage().filename or "")
@@ -118,11 +118,11 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """Return the total size of the files in bytes."""
+        """Return the total size in bytes of the files in which this rank keeps tensors on disk."""
         return sum(file.size for file in self._files)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a new tensor on disk with undefined contents.
+        """Return a new tensor of ``shape`` and ``dtype`` in a file that is mapped into memory, with undefined contents.
 
         Raise :class:`OffloadError` if there is too little space.
         """
@@ -136,7 +136,9 @@ class Disk:
         return flat.view(torch.Size(shape))
 
     def check_worth(self) -> None:
-        """Warn if the file system of the folder is in memory (tmpfs), so that offloading saves no memory."""
+        """Warn if the file system of the folder in which tensors are kept is in memory (tmpfs), so that offloading
+        saves no memory.
+        """
         if _file_system(self.folder) in _IN_MEMORY:
             warnings.warn(
                 f"offload_folder: {self.folder} is in memory, which is to be spared: name one on a disk", stacklevel=4
@@ -161,7 +163,9 @@ class Disk:
             self._behind.start()
 
     def wait(self) -> None:
-        """Wait until the write that :meth:`behind` started is complete. Raise ``OSError`` if the disk failed."""
+        """Wait until the last write of tensors to disk that was started in the background is complete. Raise
+        ``OSError`` if the disk failed.
+        """
         if self._behind is not None:
             self._behind.join()
             self._behind = None
@@ -389,7 +393,7 @@ class DiskOptimizerStates:
 
     def room(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor on disk for the optimizer state ``key`` of ``parameter``. Allocate it if there is none of
-        this shape and type.
+        this ``shape`` and ``dtype``.
         """
         slot = self._slots.get((id(parameter), key))
         if slot is None or slot.shape != torch.Size(shape) or slot.dtype != dtype:
@@ -498,8 +502,8 @@ class DiskOptimizerStates:
 
 
 def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Yield the tensors of a parameter's optimizer state that are moved to disk, as (dict or list that has it, key,
-    full name).
+    """Yield those tensors in ``holder``, a parameter's optimizer state (a dict or list, perhaps nested), that are moved
+    to disk, as (dict or list that has it, key, full name).
 
     Numbers, tensor subclasses and tensors outside of host memory are not moved. ``prefix``: start of the full name.
     """

@@ -48,7 +48,7 @@ class Sink:
         self.fresh = True
 
     def add(self, gradient: Tensor) -> None:
-        """Add ``gradient`` to the accumulated gradient; the first addition of a step replaces it."""
+        """Add ``gradient`` to the accumulated gradient of one parameter; the first addition of a step replaces it."""
         if self.fresh:
             self.view.copy_(gradient)
             self.fresh = False
@@ -56,8 +56,8 @@ class Sink:
             self.view.add_(gradient)
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
-        """Add the matrix product of ``a`` and ``b`` to the accumulated gradient; the first addition of a step replaces
-        it.
+        """Add the matrix product of ``a`` and ``b`` to the accumulated gradient of one parameter; the first addition of
+        a step replaces it.
         """
         if self.fresh:
             torch.mm(a, b, out=self.view)
@@ -66,7 +66,9 @@ class Sink:
             self.view.addmm_(a, b)
 
     def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
-        """Add the sum of ``x`` over ``dims`` to the accumulated gradient; the first addition of a step replaces it."""
+        """Add the sum of ``x`` over ``dims`` to the accumulated gradient of one parameter; the first addition of a step
+        replaces it.
+        """
         if self.fresh:
             torch.sum(x, dims, out=self.view)
             self.fresh = False
@@ -74,10 +76,11 @@ class Sink:
             self.view.add_(torch.sum(x, dims))
 
     def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
-        """Add the gradient of the stacked weight matrices of experts, one matrix per expert.
+        """Add to the accumulated gradient of one parameter that of the stacked weight matrices of experts, one matrix
+        per expert.
 
-        ``rows`` and ``grads``: inputs and output gradients of all experts, sorted by expert. ``ends``: the end of each
-        expert's rows. With ``transposed``, the last two dims of the result are swapped.
+        ``rows`` and ``grads``: inputs and output gradients of all experts, sorted by expert. ``ends``: for each expert,
+        the index behind its last row. With ``transposed``, the last two dims of the result are swapped.
         """
         if rows.device.type == "cpu":
             total = self.view.transpose(1, 2) if transposed else self.view
@@ -87,7 +90,7 @@ class Sink:
             self.add(_compute_grouped_gradient(rows, grads, ends, transposed))
 
     def settle(self) -> None:
-        """Set the gradient to zero if nothing was added to it in this step."""
+        """Set the accumulated gradient of one parameter to zero if nothing was added to it in this step."""
         if self.fresh:
             self.view.zero_()
             self.fresh = False
@@ -190,8 +193,8 @@ class ScatteredBucket:
             self.give()
 
     def begin(self) -> None:
-        """Prepare for a new training step: additions start from zero, and reduce-scatters of a failed step are
-        dropped.
+        """Prepare the gradients of the bucket for a new training step: additions start from zero, and reduce-scatters
+        of a failed step are dropped.
         """
         self.fresh = True
         self._sent.clear()  # of a step that failed
@@ -201,7 +204,9 @@ class ScatteredBucket:
             self.flat.give()
 
     def restore(self) -> None:
-        """Allocate this rank's gradient pieces, filled with zeros, if a failed step has released them."""
+        """Allocate this rank's ZeRO pieces of the bucket's gradients, filled with zeros, if a failed step has released
+        them.
+        """
         if self.flat.given:
             self.flat.take()
             self.flat.buffer.zero_()
@@ -211,7 +216,9 @@ class ScatteredBucket:
             room.give()
 
     def start(self) -> None:
-        """Start to reduce-scatter what backward has added to the gradients since the last time."""
+        """Start to reduce-scatter what backward has added, since the last time, to the gradients of the bucket
+        (parameters that are reduced together).
+        """
         make = self.flat.buffer.new_empty if self.flat.is_dense else self.flat.buffer.new_zeros
         whole = make(self.group.size * self.flat.length)
         for i, (sink, room) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
@@ -227,7 +234,9 @@ class ScatteredBucket:
         self._sent.append((whole, pending))
 
     def collect(self) -> None:
-        """Wait for the oldest reduce-scatter in progress, and add its result to this rank's gradient pieces."""
+        """Wait for the oldest reduce-scatter in progress, and add its result to this rank's pieces of the gradients of
+        the bucket (parameters that are reduced together).
+        """
         whole, pending = self._sent.popleft()
         arrived = pending.wait()
         if self.fresh:
@@ -240,15 +249,15 @@ class ScatteredBucket:
         give_back(whole)
 
     def settle(self) -> None:
-        """Set this rank's pieces to zero if no reduce-scatter has added to them in this step."""
+        """Set this rank's ZeRO pieces of the gradients to zero if no reduce-scatter has added to them in this step."""
         if self.fresh:
             self.flat.take()
             self.flat.buffer.zero_()
             self.fresh = False
 
     def reduce(self) -> Pending:
-        """Start to all-reduce this rank's pieces over the ranks that hold the same pieces, and return the
-        collective.
+        """Start to all-reduce this rank's ZeRO pieces of the gradients over the ranks that hold the same pieces, and
+        return the collective.
         """
         return self.rest.all_reduce(self.flat.buffer)
 
@@ -352,7 +361,9 @@ class RankGradients:
             residual.mul_(factor)
 
     def begin(self) -> None:
-        """Prepare for a new training step: the next addition to each gradient overwrites it."""
+        """Prepare the gradients of this rank for a new training step: the next addition to each gradient
+        overwrites it.
+        """
         self._scattering.clear()  # what is left is of one that failed
         self._gathering.clear()
         self._under_way.clear()
@@ -368,7 +379,7 @@ class RankGradients:
     @property
     def passing(self) -> Iterator[str]:
         """Return the names of the parameters whose gradients have no memory from the start of a step until their first
-        reduce-scatter.
+        reduce-scatter, because ZeRO 2 or 3 divides them.
         """
         return (s for bucket in self.scattered.values() if not bucket.keep for s in bucket.pieces)
 
@@ -521,8 +532,8 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 
 def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
-    """Return two alignments, in elements: of each parameter in the flat gradient buffer of ``bucket``, and of the
-    buffer's length.
+    """Return two alignments on this rank, ``rank``, in elements: of each parameter in the flat gradient buffer of
+    ``bucket``, and of the buffer's length.
 
     ``bucket``: the parameters whose gradients are reduced together. Compression scales chunks of gradients. A chunk
     must not contain parts of two parameters: ranks along ``tp`` may hold the same shard of one and different shards of

@@ -21,7 +21,7 @@ from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffe
 
 
 class Arrival:
-    """Copies between device and host that are in progress.
+    """Copies between device and host that are in progress, as a handle.
 
     :meth:`wait` orders later GPU kernels after them; :meth:`finish` blocks the host until they end.
     """
@@ -54,7 +54,9 @@ class Copier:
         )  # of what was moved last: what is computed next waits for it, so that its memory is free
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a host tensor with undefined contents, in pinned memory if the device is CUDA."""
+        """Return a tensor of ``shape`` and ``dtype`` in host memory with undefined contents, in pinned memory if the
+        device is CUDA.
+        """
         return torch.empty(list(shape), dtype=dtype, pin_memory=self.pinned)
 
     def take(self, num_bytes: int) -> tuple[Tensor, Arrival]:
@@ -73,8 +75,8 @@ class Copier:
     def start(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *, back: bool = False, after: Iterable[Arrival] = ()
     ) -> Arrival:
-        """Start to copy each pair (source, target) to host memory or, with ``back``, to the device. Return the copies
-        in progress.
+        """Start the copies ``pairs``, each a pair (source, target), to host memory or, with ``back``, to the device.
+        Return the copies in progress.
 
         They start once the copies ``after`` have ended. Sources may be dropped immediately.
         """
@@ -149,18 +151,20 @@ class OffloadedActivations:
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes in host memory."""
+        """Return the number of bytes that the offloaded tensors take in host memory."""
         return sum(memory.numel() for memory in self._host)
 
     def fetch(self) -> None:
-        """Start to copy the offloaded tensors from host memory back to the device."""
+        """Start to copy the offloaded tensors, which forward saved for backward, from host memory back to the
+        device.
+        """
         self._there = [torch.empty(m.numel(), dtype=torch.uint8, device=self._copier.device) for m in self._host]
         pairs = zip(self._host, self._there, strict=True)
         self._arrival = self._copier.start(pairs, back=True, after=(self._arrival,))
 
     def unpark(self) -> list[Any]:
-        """Return the saved tensors on the device, in their order, after :meth:`fetch`. Kernels that are queued later
-        may read them.
+        """Return the tensors saved for backward, and the other saved values, in their order. The tensors are on the
+        device again; :meth:`fetch` must have been called. Kernels that are queued later may read them.
         """
         assert self._there is not None, "FETCH first"
         self._arrival.wait()

@@ -61,7 +61,7 @@ class LossSum:
         self.begin()
 
     def begin(self) -> None:
-        """Prepare for a new step: forget the loss and the transfers of the last one."""
+        """Prepare the sum of the loss for a new training step: forget the loss and the transfers of the last one."""
         self.value: Tensor | None = None
         self._left = self.count
         self._pending: Pending | None = None
@@ -126,8 +126,8 @@ class LossSum:
 
 
 def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int | None:
-    """Return the index of the backward instruction after which a rank passes the loss on to other stages; ``None`` if
-    there is none.
+    """Return the index in a rank's list ``instructions`` of the backward instruction after which a rank passes the loss
+    on to other stages; ``None`` if there is none.
 
     If the loss comes from the pipeline stage ``source``, that is the backward of the last gradient from there. If this
     rank computes the loss (``None``), it is the first backward after all forwards.
@@ -155,8 +155,8 @@ class StepLoss(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func``. Raise :class:`BackwardError` if it is a backward of tensors that all have
-        no graph.
+        """Call the torch function ``func`` with ``args`` and ``kwargs``, and return its result. ``types``: the tensor
+        types among the arguments. Raise :class:`BackwardError` if it is a backward of tensors that all have no graph.
         """
         if func in _BACKWARD_FUNCTIONS and args and not any(_has_graph(t) for t in pytree.tree_leaves(args[0])):
             raise BackwardError(
@@ -174,7 +174,7 @@ class StepLoss(Tensor):
         return str(self.as_subclass(Tensor).__format__(spec))  # torch formats numbers of its own class alone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the loss as a plain ``torch.Tensor``."""
+        """Pickle the loss as a plain ``torch.Tensor``. ``protocol``: number of the pickle protocol."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:
@@ -279,10 +279,11 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
-    """Scale the gradients of all ranks in place so that the 2-norm of all of them together is at most ``max_norm``.
+    """Scale the gradients of all ranks in place, ``gradients`` on this rank, so that the 2-norm of all of them together
+    is at most ``max_norm``.
 
     Return the norm before, which is equal on all ranks. Raise :class:`LaunchError` if ``max_norm`` is negative or not a
-    number.
+    number. ``communicator``: connects this rank with the others.
     """
     if not isinstance(max_norm, Real | Tensor):
         raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
@@ -296,7 +297,9 @@ def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: C
 
 
 def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
-    """Return the 2-norm of the gradients of the whole model, over all ranks. It is equal on all ranks."""
+    """Return the 2-norm of the gradients of the whole model, over all ranks. All ranks call this. ``gradients``: those
+    of this rank. It is equal on all ranks. ``communicator``: connects this rank with the others.
+    """
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _is_counted_shard(rank, name)]
     # whatever this rank has of it: all return the same number in the same type

@@ -51,8 +51,8 @@ def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tens
 
 
 def model_names(name: str, state: StateData) -> tuple[str, ...]:
-    """Return the names that the model has for a parameter or buffer: its own name and aliases, or those of the
-    parameters that it stacks.
+    """Return the names that the model has for the parameter or buffer ``name``, which ``state`` describes: its own name
+    and aliases, or those of the parameters that it stacks.
     """
     return state.parts or (name, *state.aliases)
 
@@ -289,10 +289,11 @@ def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
 
 
 def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
-    """Return random values for one shard: standard deviation 1/sqrt(columns) for a matrix, ones for a vector.
+    """Return random values for one shard of the parameter or buffer ``name``, which ``state`` describes: standard
+    deviation 1/sqrt(columns) for a matrix, ones for a vector.
 
-    With these, activations neither vanish nor explode. Buffers and integer parameters are zero. ``shape``: that of the
-    shard. ``part``: number of the shard, which is part of the random seed.
+    With these, activations neither vanish nor explode. Buffers and integer parameters are zero. ``shape``, ``dtype``:
+    those of the shard. ``part``: number of the shard, which is part of the random seed.
     """
     if state.kind != "parameter" or not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)

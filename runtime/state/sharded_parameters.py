@@ -40,11 +40,11 @@ class FlatBuffer:
 
     @property
     def given(self) -> bool:
-        """Return whether the memory of the buffer is released."""
+        """Return whether the memory of this buffer of ZeRO pieces is released now."""
         return self._storage.nbytes() != self._nbytes
 
     def take(self) -> None:
-        """Allocate the memory of the buffer if it is released; its contents are then undefined."""
+        """Allocate the memory of this buffer of ZeRO pieces if it is released; its contents are then undefined."""
         if self.given:
             self._storage.resize_(self._nbytes)
 
@@ -55,7 +55,8 @@ class FlatBuffer:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
 
     def rows(self, whole: Tensor, i: int) -> Tensor:
-        """Return the pieces of the ``i``-th parameter that all ranks hold, as a view ``[ranks, length]``.
+        """Return the padded ZeRO pieces that all ranks hold of the ``i``-th parameter (from 0), as a view ``[ranks,
+        length]``.
 
         ``whole``: the buffers of all ranks, concatenated.
         """

@@ -72,7 +72,9 @@ class Weights(Protocol):
         """
 
     def identity(self, name: str) -> Hashable:
-        """Return a value that is equal for two names of the same tensor (tied weights); ``None`` if this is unknown."""
+        """Return a key for the tensor ``name`` that is equal for two names of the same tensor (tied weights); ``None``
+        if this is unknown.
+        """
 
 
 class TensorWeights:
@@ -189,7 +191,7 @@ class FileWeights:
         return None
 
     def close(self) -> None:
-        """Close the files; reading opens them again."""
+        """Close the safetensors files; reading opens them again."""
         with self._lock:
             self._stack.close()
             self._open.clear()
@@ -322,7 +324,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_weights(path: Path) -> bool:
-    """Return whether ``path`` is a file, or a folder with safetensors files."""
+    """Return whether ``path`` can be read as weights: whether it is a file, or a folder with safetensors files."""
     return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 

@@ -59,8 +59,8 @@ def cause_of(
 
 
 def failure_at(state: RankState, kind: str, error: str) -> Failure:
-    """Return a description of the failure of a rank at its current position, which is its graph node if known, or its
-    instruction.
+    """Return a description of the failure of the rank with the state ``state`` at its current position, which is its
+    graph node if known, or its instruction.
 
     ``kind``: kind of failure, such as "ProcessDied". ``error``: its text.
     """
@@ -107,15 +107,15 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
 
 
 def _is_report_outdated(state: RankState) -> bool:
-    """Return whether the last report of a rank may be outdated, because its process is stopped, dead or sends no
-    heartbeats.
+    """Return whether ``state``, the last report of a rank, may be outdated, because its process is stopped, dead or
+    sends no heartbeats.
     """
     return state.stopped or not state.alive or state.silent_s > SILENT_S
 
 
 def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failure:
     """Return the failure of the rank that keeps the others waiting, if no rank makes progress. ``states``: the running
-    ranks.
+    ranks. ``patience_s``: seconds without progress after which the ranks count as stalled.
     """
     edges = waits_for(states)
     free = [s for s in states if not edges[s.rank]] or list(states)  # in a cycle, any rank may be the cause
@@ -150,8 +150,8 @@ def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
 
 
 def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> RankState:
-    """Return the rank of ``dead`` to which most other ranks have lost their connection; among equals, the one idle for
-    the longest time.
+    """Return the state of the rank, among the dead ranks ``dead``, to which most of the ranks in ``states`` have lost
+    their connection; among equals, the one idle for the longest time.
     """
     blamed = Counter(rank for s in states for rank in s.lost)
     return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
@@ -159,15 +159,15 @@ def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> Rank
 
 def _find_lost_ranks(told: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
     """Return the states of the ranks to which some rank of ``told``, ranks that reported a failure, has lost its
-    connection.
+    connection. ``states``: the known state of each rank.
     """
     lost = {rank for s in told for rank in s.lost}
     return [s for s in states if s.rank in lost]
 
 
 def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
-    """Return the failure of a lost rank on another host that sends no heartbeats any more. ``told``: ranks that
-    reported a failure.
+    """Return the failure of a lost rank on another host that sends no heartbeats any more. ``state``: its last known
+    state. ``told``: ranks that reported a failure.
     """
     losers = [s for s in told if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
@@ -178,7 +178,8 @@ def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
 def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
     """Return the failure of a rank that others have lost because its script ended early or was interrupted.
 
-    ``told``: ranks that reported a failure. Return ``None`` if there is no such rank.
+    ``told``: ranks that reported a failure. ``states``: the known state of each rank. Return ``None`` if there is no
+    such rank.
     """
     gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
     for state in gone:

@@ -66,7 +66,7 @@ class RankState:
 
     @property
     def doing(self) -> str:
-        """Return what the rank does now, as text, such as ``step 3, instruction 7: 1F0``."""
+        """Return what the rank did at the time of this state, as text, such as ``step 3, instruction 7: 1F0``."""
         if self.moment.phase != "step":
             return f"{self.moment.phase} (after step {self.moment.step + 1})"
         return f"step {self.moment.step + 1}, {instruction_words(self.index, self.spot)}"

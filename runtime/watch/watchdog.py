@@ -142,7 +142,9 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching. After an exception, report the failure and, if so chosen, end the process."""
+        """Stop watching. After an exception, report the failure of this rank and, if ``leave`` is set, end the process.
+        ``kind``, ``error``, ``trace``: type, value and traceback of the exception; ``None`` without one.
+        """
         self._end.set()
         _open.discard(self._key)
         if isinstance(error, Exception):
@@ -238,7 +240,9 @@ class Watch:
                 print(found, file=sys.stderr, flush=True)
 
     def _check_for_cause(self) -> None:
-        """End this process if a rank has failed or the ranks have stalled, after the cause is reported."""
+        """Look whether a rank has failed or the ranks have stalled. If so, report the cause and end this process; do
+        nothing if the failure that is found is only a consequence of another one.
+        """
         cause = self.monitor.check()
         if cause is None or self._end.is_set():
             return
@@ -269,7 +273,8 @@ class Watch:
 
 
 def _end_stalled(state: RankState, host: str, board: Board) -> None:
-    """Kill the process of the stalled rank ``state`` if it runs on this host. ``host``: name of this rank's host.
+    """Kill the process of the stalled rank ``state`` if it runs on this host. ``host``: name of the host of the rank
+    that calls this. ``board``: the status files, which have the process ID.
 
     A stopped process does not react to its launcher, which would wait half a minute for it.
     """

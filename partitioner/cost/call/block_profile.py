@@ -116,7 +116,9 @@ class KernelTable:
 
     @staticmethod
     def of(rows: Sequence[KernelRow]) -> KernelTable:
-        """Return the table of ``rows``, in the same order."""
+        """Return the table of the kernels ``rows``, which become arrays with one entry for each kernel, in the same
+        order.
+        """
         kernels = [row.kernel for row in rows]
         kinds = list(dict.fromkeys(k.kind for k in kernels))
         precisions = list(dict.fromkeys(k.precision for k in kernels))
@@ -267,7 +269,9 @@ class _BlockProfiler:
         self.routing, self.among_experts = 0, False
 
     def read(self) -> BlockProfile:
-        """Profile every operator of the block, and return the result."""
+        """Collect the kernels and collectives of every operator of the block, and return them with the parameters and
+        buffers that the block reads.
+        """
         for node in self.block.graph.nodes:
             if node.op == "call_function":
                 self._profile_operator(node)

@@ -99,7 +99,7 @@ class CallCost:
     slim: CallCost | None = None
 
     def paced(self, factor: float) -> CallCost:
-        """Return this cost with all seconds multiplied by ``factor``; bytes and FLOPs stay."""
+        """Return this cost of a block call with all seconds multiplied by ``factor``; bytes and FLOPs stay."""
         if factor == 1:
             return self
         return replace(
@@ -115,18 +115,23 @@ class CallCost:
         )
 
     def at_least(self, forward_s: float, backward_s: float) -> CallCost:
-        """Return this cost with forward and backward seconds raised to at least ``forward_s`` and ``backward_s``."""
+        """Return this cost of a block call with forward and backward seconds raised to at least ``forward_s`` and
+        ``backward_s``.
+        """
         back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
     def selective(self) -> CallCost:
-        """Return this cost under selective recomputation, in which backward recomputes the activations that are quick
-        to compute."""
+        """Return this cost of a block call under selective recomputation, in which backward recomputes the activations
+        that are quick to compute.
+        """
         return self.slim if self.slim is not None else self._selective_cost
 
     @cached_property
     def _selective_cost(self) -> CallCost:
-        """Return this cost with the saved bytes, working bytes and seconds of selective recomputation."""
+        """Return this cost of a block call with the saved bytes, working bytes and seconds of selective
+        recomputation.
+        """
         return replace(
             self,
             saved_bytes=self.saved_bytes - self.selective_bytes,
@@ -150,7 +155,9 @@ class CallCost:
 
     @cached_property
     def recompute_s(self) -> float:
-        """Return the seconds that recomputation of the whole block adds to backward."""
+        """Return the seconds that full recomputation of the block adds to the backward of one call and one
+        microbatch.
+        """
         return self.forward_total_s - self.forward_only_s
 
     @cached_property
@@ -295,7 +302,9 @@ class CallWork:
         return self._build_call_cost(asked, spread, computed, halves, comm, forward_only_s)
 
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
-        """Return the seconds and FLOPs of the kernels of ``asked`` on ``device``, from the cache if they are known."""
+        """Return the seconds and FLOPs of the kernels of the block on ``device``, from the cache if they are known.
+        ``asked``: the block's kernels and collectives. ``spread``: how experts are distributed over ranks.
+        """
         even = spread.profile.even_experts
         experts = spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
         key = SameObject(device), SameObject(asked), *experts
@@ -312,9 +321,11 @@ class CallWork:
         comm: list[float],
         forward_only_s: float,
     ) -> CallCost:
-        """Return the complete cost of a call. ``halves``: seconds without collectives of forward, backward for inputs
-        and backward for weights. ``comm``: seconds of collectives, forward and backward. ``computed``: seconds and
-        FLOPs of the kernels. ``forward_only_s``: seconds of the forward that full recomputation does not repeat.
+        """Return the complete cost of a call. ``asked``: kernels and collectives of the block. ``spread``: how expert
+        parallelism and ZeRO-3 distribute the call over ranks. ``halves``: seconds without collectives of forward,
+        backward for inputs and backward for weights. ``comm``: seconds of collectives, forward and backward.
+        ``computed``: seconds and FLOPs of the kernels. ``forward_only_s``: seconds of the forward that full
+        recomputation does not repeat.
         """
         regather = self.train and spread.profile.regather
         apart = spread.ep > 1
@@ -346,7 +357,7 @@ class CallWork:
 
     @cached_property
     def _input_output_bytes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the bytes of each input and of each output."""
+        """Return two tuples: the bytes of each input of the block, and the bytes of each output."""
         placeholders = {n.name: n for n in self.block.placeholders}
         ahead = [placeholders[name] for name in self.block.inputs]
         of_inputs, of_outputs = ([float(n.meta["val"].nbytes) for n in nodes] for nodes in (ahead, self.block.outputs))
@@ -385,14 +396,16 @@ def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> f
 
 def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
     """Return the number of operators that the host launches once per expert, added up over the experts of a rank.
-    ``half``: the part of a block call (0: forward, 1: backward for inputs, 2: backward for weights).
+    ``half``: the part of a block call (0: forward, 1: backward for inputs, 2: backward for weights). ``asked``: kernels
+    and operators of the block. ``spread``: how experts are distributed over ranks.
     """
     return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
 
 
 def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: DeviceType) -> float:
     """Return the seconds that a forward waits for the host to launch the kernels of each expert. ``asked``: kernels and
-    operators of the block. ``device_s``: seconds that the device takes for these kernels.
+    operators of the block. ``spread``: how experts are distributed over ranks. ``device_s``: seconds that the device
+    takes for these kernels.
 
     The host knows the number of rows of each expert only after the device has counted them, so it cannot launch ahead
     (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1). There is no wait if each expert's rows are padded to one
@@ -405,8 +418,8 @@ def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: D
 
 
 def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _Computed:
-    """Return the seconds and FLOPs of the kernels of ``asked`` on ``device``, as one rank runs them under the
-    distribution ``spread``.
+    """Return the seconds and FLOPs of the kernels in ``asked``, the profile of a block, on ``device``, as one rank runs
+    them. ``spread``: how experts are distributed over ranks.
     """
     columns = _spread_columns(asked.kernels, spread)
     seconds = kernel_times(columns, device)
@@ -433,9 +446,10 @@ def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _
 
 
 def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
-    """Return the table of the kernels that one rank runs if experts are distributed as in ``spread``. The experts'
-    weights are divided over the ranks of ``ep``, and each expert on a rank gets the rows of all these ranks. Expected
-    load imbalance between experts is included. A graph that is ``divided`` has only one rank's experts already.
+    """Return ``columns``, the table of a block's kernels, as one rank runs them if experts are distributed as in
+    ``spread``. The experts' weights are divided over the ranks of ``ep``, and each expert on a rank gets the rows of
+    all these ranks. Expected load imbalance between experts is included. A graph that is ``divided`` has only one
+    rank's experts already.
     """
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():
@@ -472,8 +486,8 @@ def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType,
 
 
 def compute_exchange_seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
-    """Return the seconds of one collective of a block; 0 if its mesh axis is not in ``groups`` (axis -> group of ranks)
-    or has one rank.
+    """Return the seconds of ``exchange``, one collective of a block, on ``device``; 0 if its mesh axis is not in
+    ``groups`` (axis -> group of ranks) or has one rank.
     """
     group = groups.get(exchange.axis)
     if group is None or group.size == 1:

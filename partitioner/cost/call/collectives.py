@@ -74,7 +74,9 @@ def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
 
 
 def message_time(num_bytes: float, link: Link) -> float:
-    """Return the seconds of one message between pipeline stages; 0 if there are no bytes to send."""
+    """Return the seconds of one message of ``num_bytes`` bytes between pipeline stages over ``link``; 0 if there are no
+    bytes to send.
+    """
     return link.time(num_bytes) if num_bytes else 0.0
 
 

@@ -72,7 +72,7 @@ class Spread:
 
     @property
     def of_experts(self) -> float:
-        """Return the fraction of the graph's expert weights that a rank holds."""
+        """Return the fraction, from 0 to 1, of the expert weights in a block's graph that one rank holds."""
         return 1.0 if self.divided else self.expert_tensor / self.ep
 
 
@@ -116,7 +116,7 @@ class ExpertProducts:
 
     @property
     def sorts(self) -> bool:
-        """Return whether the products need rows sorted by expert."""
+        """Return whether the experts' matrix products need their rows (tokens) sorted by expert."""
         return any(operator_name(node) in EXPERT_PRODUCTS for node in self.products)
 
     @property

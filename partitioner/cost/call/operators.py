@@ -53,7 +53,9 @@ class Operand(NamedTuple):
 
     @property
     def traffic(self) -> float:
-        """Return the bytes that are read from memory. Repeated elements are read once and then come from caches."""
+        """Return the bytes of memory traffic for reading this operand. Repeated elements are read once and then come
+        from caches.
+        """
         return self.nbytes / self.repeats
 
     @property
@@ -162,8 +164,8 @@ def _compute_linear_work(a: Shape, b: Shape, out: Shape) -> _Product:
 
 def _compute_grouped_work(a: Shape, b: Shape, out: Shape) -> _Product:
     """Return two numbers for a product of rows grouped by expert, ``[t, k]`` (shape ``a``) with ``[e, k, n]`` (shape
-    ``b``): its FLOPs, and the smallest of M, N and K of one expert's product. Each expert gets an even share of the
-    rows.
+    ``b``) and a result of shape ``out``: its FLOPs, and the smallest of M, N and K of one expert's product. Each expert
+    gets an even share of the rows.
     """
     return 2.0 * math.prod(out) * a[-1], min(a[0] / b[0], b[1], b[2])
 
@@ -184,14 +186,15 @@ _PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]]
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the operator's name without namespace and overload, such as ``mm`` for ``aten.mm.default``. Empty if the
-    node calls no torch operator."""
+    """Return the name of the operator of ``node`` without namespace and overload, such as ``mm`` for
+    ``aten.mm.default``. Empty if the node calls no torch operator.
+    """
     target = node.target
     return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether the node's result shares its operand's memory."""
+    """Return whether the result of ``node`` is a view, which shares its operand's memory."""
     name = operator_name(node)
     return node.target is operator.getitem or (
         name in VIEWS and not (name in _MAYBE_COPIES and _is_copying_reshape(node))
@@ -211,27 +214,27 @@ def repeats_of(node: fx.Node, copied: bool = False) -> float:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Return whether the operator is a matrix product, convolution, einsum or fused attention."""
+    """Return whether the operator of ``node`` is a matrix product, convolution, einsum or fused attention."""
     name = operator_name(node)
     return name in _PRODUCTS or name in _ATTENTION or name == "einsum"
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Return whether the operator is a fused attention."""
+    """Return whether the operator of ``node`` is a fused attention."""
     return operator_name(node) in _ATTENTION
 
 
 def _only_sends(node: fx.Node) -> bool:
-    """Return whether the operator is a collective that computes nothing, that is, any but an attention over a sharded
-    sequence.
+    """Return whether the operator of ``node`` is a collective that computes nothing, that is, any but an attention over
+    a sharded sequence.
     """
     name = collective_name(node.target)
     return name is not None and name not in CONTEXT
 
 
 def _is_strided_shard(node: fx.Node) -> bool:
-    """Return whether the operator copies a rank's part of a whole tensor, because this part is not contiguous in
-    memory.
+    """Return whether the operator of ``node`` copies a rank's part of a whole tensor, because this part is not
+    contiguous in memory.
     """
     if collective_name(node.target) not in ("shard_slice", "shard_narrow"):
         return False
@@ -240,7 +243,7 @@ def _is_strided_shard(node: fx.Node) -> bool:
 
 
 def _is_copying_reshape(node: fx.Node) -> bool:
-    """Return whether a reshape has to copy, because its operand is not contiguous in memory."""
+    """Return whether ``node``, a reshape, has to copy, because its operand is not contiguous in memory."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return False
@@ -398,7 +401,7 @@ def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Ker
 
 
 def add_kernel(value: Operand) -> Kernel:
-    """Return the kernel that adds two gradients of ``value``."""
+    """Return the kernel that adds two gradients of the tensor ``value``."""
     whole = value.gradient
     return _build_kernel("pointwise", [whole, whole, whole])._replace(learned=value.learned)
 
@@ -407,7 +410,8 @@ def _compute_product_work(
     node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]
 ) -> _Product:
     """Return two numbers for a matrix product, einsum or attention called ``name``: its FLOPs, and the smallest of M, N
-    and K (the number of keys for an attention).
+    and K (the number of keys for an attention). ``operands``, ``results``: the tensors on one rank that the operator
+    reads and writes.
     """
     out = results[0].shape
     if name in _PRODUCTS:
@@ -445,7 +449,9 @@ def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks
 
 
 def _find_priced_band(node: fx.Node) -> Band:
-    """Return the positions whose keys each query of an attention sees, also of a fused kernel of a device."""
+    """Return how many positions before and after its own each query of the attention ``node`` sees. The node may be a
+    portable attention or a device's fused kernel.
+    """
     if "partition" in str(node.target):
         return find_attention_band(node) or Band()
     causal = bool(node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5] is True))
@@ -455,7 +461,7 @@ def _find_priced_band(node: fx.Node) -> Band:
 def _compute_einsum_work(node: fx.Node, operands: Sequence[Operand]) -> _Product:
     """Return two numbers for an einsum: its FLOPs (twice the product of the sizes of all index letters), and the
     smallest of these sizes. The sizes come from the equation or, if it has an ellipsis, from the operator's sharding
-    rule.
+    rule. ``operands``: the tensors that it reads.
     """
     equation = str(node.args[0]).replace(" ", "")
     if "." in equation:
@@ -495,8 +501,8 @@ def _build_kernel(
     launches: int = 1,
 ) -> Kernel:
     """Return a kernel that reads or writes each tensor of ``traffic`` once. ``kind``: its key in the device's table of
-    memory efficiencies. ``smallest``: the smallest of M, N and K of a product. ``precision``: number format of its
-    FLOPs.
+    memory efficiencies. ``flops``: its FLOPs. ``smallest``: the smallest of M, N and K of a product. ``precision``:
+    number format in which they are computed. ``launches``: number of launches.
     """
     if kind == "pointwise" and len({o.shape for o in traffic if o.numel > 1}) > 1:
         kind = "broadcast"  # elements are addressed by index

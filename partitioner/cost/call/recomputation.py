@@ -139,8 +139,8 @@ class _RecomputeCut:
         return sum(size_of((node, result)) for result in self.read.get(node, ()))
 
     def _price_recomputation(self, node: fx.Node) -> int:
-        """Return the cost of running an operator again, in bytes of memory that the time is worth. It is at least 1, so
-        that no operator is run again needlessly; attention scores cost 0.
+        """Return the cost of running the operator of ``node`` again, in bytes of memory that the time is worth. It is
+        at least 1, so that no operator is run again needlessly; attention scores cost 0.
         """
         kernels = forward_kernels(node, *node_operands(node, self.states, ()))
         traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)

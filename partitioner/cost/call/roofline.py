@@ -27,7 +27,7 @@ _LEAST = 1e-9  # least size of which a logarithm is taken
 
 
 def kernel_time(kernel: Kernel, device: DeviceType) -> float:
-    """Return the seconds of one kernel with all of its launches."""
+    """Return the seconds of ``kernel`` on ``device``, with all of its launches."""
     rate = memory_rate(kernel.kind, device, kernel.num_bytes / max(1, kernel.launches))
     seconds = kernel.launches * device.launch + kernel.num_bytes / rate
     if kernel.flops:
@@ -64,8 +64,9 @@ def kernel_times(columns: KernelTable, device: DeviceType) -> Column:
 
 
 def _interpolate_column(values: Column, curve: Sequence[tuple[float, float]]) -> Column:
-    """Interpolate ``curve``, pairs (size, fraction), at each of ``values`` linearly in the logarithm of the size.
-    Beyond the ends of the curve the value at the end is returned."""
+    """Return the fraction at each of the sizes ``values``, interpolated in ``curve``, pairs (size, fraction), linearly
+    in the logarithm of the size. Beyond the ends of the curve the value at the end is returned.
+    """
     points, shares = zip(*curve, strict=True)
     found: Column = np.interp(np.log(np.maximum(values, _LEAST)), np.log(points), shares)
     return found
@@ -114,8 +115,9 @@ def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
 
 
 def interpolate_curve(x: float, curve: Sequence[tuple[float, float]]) -> float:
-    """Interpolate ``curve``, pairs (size, fraction), at ``x`` linearly in the logarithm of the size. Above the last
-    point the last value is returned. ``x`` must not be below the first point."""
+    """Return the fraction at the size ``x``, interpolated in ``curve``, pairs (size, fraction), linearly in the
+    logarithm of the size. Above the last point the last value is returned. ``x`` must not be below the first point.
+    """
     place = bisect_right(curve, (x, math.inf))
     if place == len(curve):
         return curve[-1][1]
@@ -124,7 +126,7 @@ def interpolate_curve(x: float, curve: Sequence[tuple[float, float]]) -> float:
 
 
 def product_rate(kernel: Kernel, device: DeviceType) -> float:
-    """Return the FLOP/s that a matrix product or a fused attention reaches."""
+    """Return the FLOP/s that ``kernel``, a matrix product or a fused attention, reaches on ``device``."""
     peak = device.peak_of(kernel.precision) * device.clock
     if kernel.kind == "attention":
         return peak * device.attention_efficiency * attention_factor(kernel, device)
@@ -140,8 +142,8 @@ def attention_factor(kernel: Kernel, device: DeviceType) -> float:
 
 
 def _evaluate_curve(curve: Sequence[tuple[float, float]], value: float) -> float:
-    """Interpolate ``curve``, pairs (size, fraction), at the size ``value``, linearly in the logarithm of the size;
-    constant beyond its ends. Return 1 if the curve is empty.
+    """Return the fraction at the size ``value``, interpolated in ``curve``, pairs (size, fraction), linearly in the
+    logarithm of the size; constant beyond its ends. Return 1 if the curve is empty.
     """
     if not curve:
         return 1.0

@@ -240,8 +240,9 @@ def find_needed_values(node: fx.Node) -> Iterator[Value]:
 
 
 def _row_statistics(node: fx.Node) -> int:
-    """Return the bytes of the numbers per row (such as a norm's mean) that an operator keeps for backward without
-    returning them as results."""
+    """Return the bytes of the numbers per row (such as a norm's mean) that the operator of ``node`` keeps for backward
+    without returning them as results.
+    """
     need = NEEDS.get(operator_name(node))
     if need not in ("attention", "norm") or len(results_of(node)) > 1:
         return 0
@@ -288,8 +289,9 @@ def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
 
 
 def _compute_scratch_bytes(node: fx.Node) -> int:
-    """Return the temporary bytes of an operator that processes its operand piece by piece (cross-entropy); 0 for
-    others."""
+    """Return the temporary bytes of the operator of ``node`` if it processes its operand piece by piece
+    (cross-entropy); 0 for others.
+    """
     if operator_name(node) not in CROSS_ENTROPY:
         return 0
     logits: Tensor = operands_of(node)[0].meta["val"]
@@ -358,8 +360,8 @@ def carried_bytes(block: Block) -> int:
 
 
 def _depends_on_inputs(block: Block) -> set[fx.Node]:
-    """Return the nodes through which the gradient of an input of the block flows: nodes that need a gradient and are
-    computed from an input that needs one.
+    """Return the set of nodes through which the gradient of an input of the block flows: nodes that need a gradient and
+    are computed from an input that needs one.
     """
     inputs = set(block.inputs)
     through = {node for node in block.placeholders if node.name in inputs and needs_gradient(node)}

@@ -25,8 +25,9 @@ OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 
 
 def gradient_bytes(spec: TensorSpec, short: bool) -> int:
-    """Return the bytes of a parameter's gradient. It is accumulated in float32 if the parameter has a shorter type,
-    unless ``short`` gradients have the parameter's type."""
+    """Return the bytes of the gradient of a parameter with the shape and dtype ``spec``. It is accumulated in float32
+    if the parameter has a shorter type, unless ``short`` gradients have the parameter's type.
+    """
     return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
 
 
@@ -87,8 +88,9 @@ class StateCost:
 
     @cached_property
     def kept(self) -> dict[str, float]:
-        """Return the bytes that stay on the rank, by kind of data (``"parameters"``, ``"gradients"``, ``"optimizer"``,
-        ``"residuals"``). ZeRO-1 keeps both the whole gradient and its shard.
+        """Return the bytes of this parameter or buffer that stay on the rank during the whole step, by kind of data
+        (``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"residuals"``). ZeRO-1 keeps both the whole gradient and
+        its shard.
         """
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
@@ -104,15 +106,15 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """Return the bytes that stay on the rank but are not allocated before the first reduce-scatter: under ZeRO-2
-        and ZeRO-3 the shard of the gradient, otherwise 0.
+        """Return the bytes of this parameter that stay on the rank but are not allocated before the first
+        reduce-scatter: under ZeRO-2 and ZeRO-3 the shard of the gradient, otherwise 0.
         """
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
     def in_host(self) -> float:
-        """Return the bytes in host memory: offloaded optimizer states with their parameter and its gradient, or an
-        offloaded parameter.
+        """Return the bytes of this parameter in host memory: offloaded optimizer states with their parameter and its
+        gradient, or an offloaded parameter.
         """
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
@@ -122,20 +124,24 @@ class StateCost:
 
     @property
     def on_disk(self) -> float:
-        """Return the bytes on disk: optimizer states, including the float32 copy of the parameter if there is one."""
+        """Return the bytes of this parameter on disk: optimizer states, including the float32 copy of the parameter if
+        there is one.
+        """
         return self.optimizer / (self.replicas if self.stage else 1) if self.disk and self.gradient else 0.0
 
     @property
     def disk_traffic(self) -> float:
-        """Return the bytes that one optimizer step reads from and writes to the disk. All optimizer states on disk are
-        read and written, and the copy of the parameter that is sent to the device is read once more.
+        """Return the bytes that one optimizer step reads from and writes to the disk for this parameter. All optimizer
+        states on disk are read and written, and the copy of the parameter that is sent to the device is read once more.
         """
         share = self.replicas if self.stage else 1
         return (2 * self.optimizer + self.master) / share if self.disk and self.gradient else 0.0
 
     @cached_property
     def total(self) -> float:
-        """Return the bytes that stay on the rank, of all kinds together."""
+        """Return the bytes of the parameter or buffer that stay on the rank: its own, its gradient, optimizer states
+        and compression residuals together.
+        """
         return sum(self.kept.values())
 
     @property
@@ -147,14 +153,14 @@ class StateCost:
 
     @property
     def update(self) -> float:
-        """Return the bytes that an optimizer step reads and writes: the parameter and the optimizer states both ways,
-        the gradient once.
+        """Return the bytes that an optimizer step reads and writes for this parameter: the parameter and the optimizer
+        states both ways, the gradient once.
         """
         whole = 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
         return whole / self.replicas if self.stage else whole
 
     def scaled(self, share: float) -> StateCost:
-        """Return this cost with all bytes multiplied by ``share``."""
+        """Return this cost of a parameter or buffer with all bytes multiplied by ``share``, a factor."""
         return replace(
             self,
             parameter=self.parameter * share,
@@ -198,7 +204,7 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def gradient(self) -> float:
-        """Return the bytes of all gradients before they are reduce-scattered."""
+        """Return the bytes of the gradients of all these parameters on the rank, before they are reduce-scattered."""
         return sum(cost.gradient for cost in self.values())
 
     @cached_property
@@ -305,13 +311,13 @@ def state_costs(
     ``kinds``: the states, grouped by equal cost. ``mesh``: mesh axis -> number of ranks. ``optimizer``: its name.
     ``sharded``: how ZeRO and ``ep`` shard the states. ``offload``: the kinds of data in host memory (``"optimizer"``,
     ``"parameters"``) or on ``"disk"``. ``short_gradients``: a gradient has its parameter's dtype, even if that is
-    shorter than float32.
+    shorter than float32. ``train``: whether parameters have gradients and optimizer states.
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
-        """Return the cost of one group of equal parameters or buffers, given one of them, its layout over ``tp``,
-        whether it belongs to ``expert``s, whether every rank of ``cp`` computes its ``complete`` gradient, and whether
-        ZeRO-3 leaves it whole (``small``).
+        """Return the cost of one group of equal parameters or buffers, given one of them (``state``), its layout over
+        ``tp``, whether it belongs to ``expert``s, whether every rank of ``cp`` computes its ``complete`` gradient, and
+        whether ZeRO-3 leaves it whole (``small``).
         """
         trained = train and state.requires_grad
         apart = complete and trained and not expert

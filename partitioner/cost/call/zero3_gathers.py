@@ -30,8 +30,8 @@ NONE_GATHERED = GatheredBytes()
 
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
-    """Return two numbers of bytes on a rank: of a parameter or buffer that a block reads, and of its gradient.
-    ``spread``: how experts are distributed over ranks.
+    """Return two numbers of bytes on a rank: of ``state``, a parameter or buffer that a block reads, and of its
+    gradient. ``spread``: how experts are distributed over ranks.
     """
     return state.sizes(spread.profile.short_gradients, spread.of_experts if state.expert else 1.0)
 
@@ -62,8 +62,10 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
 
 def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
     """Return three durations in seconds of the copies that ZeRO-3 adds to a block call: weights in forward, weights in
-    backward, and gradients. Tensors that one collective moves together lie in its buffer rank by rank, so weights are
-    copied out of it and gradients into it."""
+    backward, and gradients. ``states``: the parameters and buffers that the call reads. ``spread``: the groups over
+    which they are sharded. Tensors that one collective moves together lie in its buffer rank by rank, so weights are
+    copied out of it and gradients into it.
+    """
     if spread.shards.size == 1 or spread.profile.gather == "parameter":
         return 0.0, 0.0, 0.0
     weights = gradients = 0.0
@@ -78,9 +80,10 @@ def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType
 def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> GatheredBytes:
     """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a block call.
 
-    ``sizes``: for each sharded parameter, its bytes and the bytes of its gradient. ``saved``: bytes of saved
-    activations, which are counted elsewhere. Backward frees them while it computes gradients, so gradients other than
-    the largest add memory only beyond ``saved``. Gradients that are being scattered need a receive buffer in addition.
+    ``sizes``: for each sharded parameter, its bytes and the bytes of its gradient. ``spread``: the groups over which
+    they are sharded. ``saved``: bytes of saved activations, which are counted elsewhere. Backward frees them while it
+    computes gradients, so gradients other than the largest add memory only beyond ``saved``. Gradients that are being
+    scattered need a receive buffer in addition.
     """
     ranks = spread.shards.size
     if ranks == 1 or not sizes:

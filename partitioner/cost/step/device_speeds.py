@@ -81,12 +81,12 @@ class GroupSpeeds:
 
     @cached_property
     def together(self) -> float:
-        """Return the sum of the speeds of all groups of ranks."""
+        """Return the sum of the speeds of all groups of ranks, relative to the fastest device type (1.0)."""
         return float(self.speeds @ self.counts)
 
     @cached_property
     def fastest(self) -> float:
-        """Return the speed of the fastest group of ranks."""
+        """Return the speed of the fastest group of ranks, relative to the fastest device type (1.0)."""
         return float(self.speeds[0])
 
     def fastest_together(self, number: Counts) -> Vector:

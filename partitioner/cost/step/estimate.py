@@ -53,7 +53,8 @@ def stage_estimates(
     peak memory in bytes by component. The components add up to the peak of one rank.
 
     ``names``: for each stage, the names of the parameters and buffers that it reads. ``held``: for each stage, the
-    costs of these, where costs that differ in bytes alone are added up.
+    costs of these, where costs that differ in bytes alone are added up. ``problem``: the block calls of the model with
+    their costs, to be cut into pipeline stages.
     """
     m = problem.num_microbatches
     made = []
@@ -86,8 +87,9 @@ def stage_estimates(
 
 def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
     """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches in
-    flight, and offloaded states (parameters and optimizer states). ``calls``: the block calls of the stage. ``held``:
-    the costs of its parameters and buffers."""
+    flight, and offloaded states (parameters and optimizer states). ``stage``: the plan of the stage, with its
+    microbatches in flight. ``calls``: the block calls of the stage. ``held``: the costs of its parameters and buffers.
+    """
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
     return flying * kept + sum(cost.in_host for cost in held)
@@ -106,7 +108,8 @@ def _estimate_peak_memory(
     out.
 
     ``number``: index of the stage. ``calls``: its block calls. ``held``: the costs of its parameters and buffers.
-    ``coming``: bytes of gradients that are not allocated before their first reduction.
+    ``coming``: bytes of gradients that are not allocated before their first reduction. ``problem``: the block calls of
+    the model with their costs, to be cut into pipeline stages.
     """
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["residuals"] = sum(cost.lost for cost in held)
@@ -164,15 +167,17 @@ def stage_problem(
 
     - ``costs``: cost of a call by block name. ``states``: cost of each parameter and buffer by name. ``machine``: the
       devices, capacities and links of the stages.
-    - ``costs_by_stage``: costs by block name on each stage's devices; empty if they are ``costs`` on all stages.
-    - ``microbatch_size``: number of samples. ``profile``: how the framework that runs the plan executes it. ``train``:
-      calls have a backward.
+    - ``costs_by_stage``: costs by block name on the devices of each stage; empty if they are ``costs`` on all stages.
+    - ``num_microbatches``: number of microbatches of a step on a rank. ``microbatch_size``: number of samples.
+      ``schedule``: name or table of the pipeline schedule. ``profile``: how the framework that runs the plan executes
+      it. ``train``: calls have a backward.
     - ``ranks``: the pipeline rank of each virtual stage if ranks hold several. The stages of the problem are then the
       virtual stages. Empty: each rank holds one stage.
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.
 
     Calls that all stages share, and calls of the prologue (which runs before the pipeline starts), run on every stage
-    that reads their results. The problem charges them to every stage.
+    that reads their results. The problem charges them to every stage. ``constraints``: the choices that the user fixed;
+    ``None``: none.
     """
     constraints = constraints or Constraints()
     # with sequence parallelism values are sharded over tp in any case
@@ -240,7 +245,8 @@ def _in_part(asked: Asked | None) -> Recompute | None:
 def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
     """Return the link from each stage of the problem to the next. ``ranks``: the pipeline rank of each virtual stage;
     empty without virtual stages. ``parts``: each rank of ``tp`` sends a part of a value, and the receivers gather the
-    parts. The link then includes the time of this gather."""
+    parts. The link then includes the time of this gather. ``machine``: the devices and links of the mesh.
+    """
     links = tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links
     tp = machine.mesh.get("tp", 1)
     if not parts or tp == 1:
@@ -305,8 +311,11 @@ def estimate_step(
 ) -> Estimate:
     """Return the estimate of one training step for the stages in ``split``.
 
-    ``states``: the cost of each parameter and buffer by name. ``model_flops``: FLOPs of the whole unsharded model for
-    the global batch. ``chunks``: number of virtual stages of each rank, for schedules that allow several numbers.
+    ``problem``: the block calls of the model with their costs. ``machine``: the devices and links that the mesh is laid
+    over. ``constraints``: the choices that the user fixed; ``None``: none. ``states``: the cost of each parameter and
+    buffer by name. ``model_flops``: FLOPs of the whole unsharded model for the global batch. ``schedule``: name or
+    table of the pipeline schedule. ``chunks``: number of virtual stages of each rank, for schedules that allow several
+    numbers.
 
     ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
 
@@ -384,7 +393,8 @@ def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
 
 def _find_contended_nodes(machine: PlacedMesh) -> NodeCores:
     """Return, for each stage, the number of its ranks on each node, and the number of devices that can compute at full
-    speed at the same time on nodes with such a limit."""
+    speed at the same time on nodes with such a limit. ``machine``: the devices and links that the mesh is laid over.
+    """
     devices = machine.topology.devices
     ranks = tuple(
         Counter(devices[d].node for d in machine.device_of_rank[of_stage.start : of_stage.stop])
@@ -406,7 +416,9 @@ def _compute_contended_seconds(
 
     ``updates``: for each stage, seconds of its update if each rank has a core of its own. ``chunks``: number of virtual
     stages of each rank; ``None``: the number that the schedule fixes. Collectives get no further slowdown: their
-    measured times contain it already.
+    measured times contain it already. ``problem``: the block calls of the model with their costs, to be cut into
+    pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh
+    is laid over.
     """
     if not machine.topology.concurrent:
         return 0.0
@@ -425,7 +437,9 @@ def _compute_contended_seconds(
 
 def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTime:
     """Return the time of one microbatch in a virtual stage, divided into computation and communication. ``stage``:
-    index of the virtual stage in ``problem``."""
+    index of the virtual stage in ``problem``, the block calls with their costs. ``plan``: the block calls of this
+    stage.
+    """
     phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
     costs = [pace.costs[place] for place in plan.places]
     forward, inputs = phases.forward + phases.values_sent, phases.inputs + phases.gradients_sent
@@ -437,7 +451,9 @@ def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePl
 
 
 def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
-    """Return the seconds of collectives inside a stage's block calls for one microbatch, forward and backward."""
+    """Return the seconds of collectives inside a stage's block calls for one microbatch, forward and backward.
+    ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    """
     pace = problem.pace(stage.number)
     costs = [pace.costs[place] for place in stage.places]
     seconds = sum(c.forward_comm_s + (c.backward_comm_s if problem.train else 0.0) for c in costs)
@@ -445,7 +461,9 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
-    """Return the names of the distinct parameters and buffers that ``stage`` reads and that are keys of ``states``."""
+    """Return the names of the distinct parameters and buffers that ``stage`` reads and that are keys of ``states``.
+    ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    """
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
 
@@ -464,7 +482,9 @@ def how_reduced(
     simplest is chosen.
 
     ``split``: the stages. ``states``: the cost of each parameter and buffer by name. ``chunks``: number of virtual
-    stages of each rank; ``None``: the number that the schedule fixes.
+    stages of each rank; ``None``: the number that the schedule fixes. ``problem``: the block calls of the model with
+    their costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid over.
+    ``constraints``: the choices that the user fixed.
     """
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
@@ -503,7 +523,9 @@ def _followed_tail(
     microbatch on one virtual stage).
 
     ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
-    buffers. ``how``: the reduction scheme. ``chunks``: number of virtual stages of each rank.
+    buffers. ``how``: the reduction scheme. ``chunks``: number of virtual stages of each rank. ``problem``: the block
+    calls of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of each pipeline
+    stage. ``machine``: the devices and links that the mesh is laid over.
     """
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []
@@ -535,7 +557,9 @@ def _reduction_tail(
     dict (axes over which ZeRO shards -> number of parameters); otherwise empty.
 
     The last backward of a stage ends before those of the stages in front of it. In the time between, its reductions are
-    hidden. With ``overlap_steps`` they are not, because the stage begins the next step in this time.
+    hidden. With ``overlap_steps`` they are not, because the stage begins the next step in this time. ``problem``: the
+    block calls of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of each
+    pipeline stage. ``machine``: the devices and links that the mesh is laid over.
     """
     first_s = _added_up(problem, machine)
     if not problem.train:
@@ -578,14 +602,16 @@ def _reduction_tail(
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
     """Return the seconds of one all-reduce that nothing hides: that of sums over the global batch which the first
     forward reads, such as the number of targets. 0 with several stages, because only the last stage reads these sums,
-    and it is idle at that time.
+    and it is idle at that time. ``problem``: the block calls of the model with their costs, to be cut into pipeline
+    stages. ``machine``: the devices and links that the mesh is laid over.
     """
     return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
 
 
 def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
     """Return the seconds of the all-reduce, over ``dp`` and ``cp``, of the sums over the global batch that the model
-    reads, such as the number of targets; 0 if it reads none.
+    reads, such as the number of targets; 0 if it reads none. ``problem``: the block calls of the model with their
+    costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid over.
     """
     if not problem.total_bytes:
         return 0.0
@@ -597,6 +623,9 @@ def _compute_tied_seconds(
 ) -> float:
     """Return the seconds of adding up the gradients of tied weights (weights that several stages read) over these
     stages. Nothing hides this time, because it precedes all other work after the pipeline. ``states``: the cost of each
-    parameter and buffer by name. ``held``: for each stage, the names of its parameters and buffers."""
+    parameter and buffer by name. ``held``: for each stage, the names of its parameters and buffers. ``problem``: the
+    block calls of the model with their costs, to be cut into pipeline stages. ``machine``: the devices and links that
+    the mesh is laid over.
+    """
     often = Counter(name for names in held for name in names)
     return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)

@@ -40,7 +40,9 @@ _EXACT = frozenset({"tp"})  # reductions over these axes alone are not over data
 
 
 def coding_time(compression: Compression, num_bytes: float, device: DeviceType) -> float:
-    """Return the seconds of compressing ``num_bytes`` of gradients and of decompressing as many received bytes."""
+    """Return the seconds of compressing ``num_bytes`` of gradients and of decompressing as many received bytes, on
+    ``device``. ``compression``: the compressed format.
+    """
     return _PASSES[compression] * num_bytes / memory_rate("default", device)
 
 
@@ -190,8 +192,9 @@ def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer
 
 
 def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
-    """Build the object that computes the seconds of gradient collectives of the stage with index ``stage``. Of the
-    stage's device types, the one that compresses most slowly counts.
+    """Return a new object that computes the seconds of gradient collectives of the stage with index ``stage`` under the
+    reduction scheme ``how``. Of the stage's device types, the one that compresses most slowly counts. ``machine``: the
+    devices and links that the mesh is laid over.
     """
     split = replace(machine, dp_shard=how.inside) if how.inside else machine
     device = max(machine.devices_of(stage), key=lambda kind: coding_time("bf16", 1.0, kind))
@@ -205,8 +208,8 @@ def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Red
 
 def data_reducers(machines: Sequence[PlacedMesh], zero: int, constraints: Constraints) -> list[Reducer]:
     """Return the reducers (which compute seconds of gradient collectives) of stage 0 on each of ``machines`` under ZeRO
-    stage ``zero``, one for each reduction scheme. In these reducers the axis ``dp`` means all ranks with the same
-    weights, that is ``dp`` and ``cp``.
+    stage ``zero`` (0 to 3), one for each reduction scheme that ``constraints`` allow. In these reducers the axis ``dp``
+    means all ranks with the same weights, that is ``dp`` and ``cp``.
     """
     laid = [replace(machine, zero=zero) for machine in machines]
     return [_over_data(reducer_of(m, 0, how)) for m in laid for how in list_reduction_schemes(m, constraints)]
@@ -220,6 +223,7 @@ def _over_data(reducer: Reducer) -> Reducer:
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
     """Return a list with one :class:`Reducer` over ``group``, as a lower bound: no other reduction of gradients over
     ranks with these links is faster. The list is empty if compression or a hierarchical reduction might be faster.
+    ``constraints``: the choices that the user fixed.
     """
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []
@@ -228,7 +232,9 @@ def best_reducers(topology: Topology, group: Group, device: DeviceType, constrai
 
 def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> list[ReductionScheme]:
     """Return the reduction schemes to choose from, the simplest first. A scheme is one collective or a hierarchical
-    reduction, with or without compression."""
+    reduction, with or without compression. ``machine``: the devices and links that the mesh is laid over.
+    ``constraints``: the choices that the user fixed.
+    """
     compression = constraints.grad_compression
     inside = 0 if machine.zero or not may_be_hierarchical(machine.topology, constraints) else ranks_inside(machine)
     stepped = [ReductionScheme(inside, compression)] if inside else []
@@ -238,7 +244,8 @@ def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> lis
 def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCost], float] | None:
     """Return a function from the cost of a parameter to the bytes of its compression residual, the rounding error of
     sent gradients that is kept for the next step. Of the possible reduction schemes, the one with the largest residual
-    counts. Return ``None`` if no residual is kept.
+    counts. Return ``None`` if no residual is kept. ``machine``: the devices and links that the mesh is laid over.
+    ``constraints``: the choices that the user fixed.
     """
     compression = constraints.grad_compression
     if compression is None or not CODECS[compression].feedback:
@@ -256,7 +263,7 @@ def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCos
 
 def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
     """Return whether the program may reduce gradients hierarchically, by separate collectives inside nodes and between
-    nodes.
+    nodes. ``constraints``: the choices that the user fixed.
     """
     if constraints.hierarchical is None:
         return topology.single_ring and topology.num_nodes > 1
@@ -265,7 +272,8 @@ def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
 
 def ranks_inside(machine: PlacedMesh) -> int:
     """Return the largest number of neighbouring ranks along ``dp`` that, with their ``cp`` ranks, are all on one node.
-    0 if that is a single rank or all ranks of ``dp``."""
+    0 if that is a single rank or all ranks of ``dp``. ``machine``: the devices and links that the mesh is laid over.
+    """
     sizes = [machine.mesh.get(axis, 1) for axis in AXES]
     nodes = machine.topology.node_of[map_ranks_to_devices(machine.topology, machine.mesh, machine.devices)].reshape(
         sizes
@@ -300,8 +308,8 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Return six durations in seconds: all reductions, the last bucket, gathers of parameters, reduce-scatters per
-        further microbatch, compression, compression per further microbatch.
+        """Return six durations in seconds, in this order: all reductions, the last bucket, gathers of parameters,
+        reduce-scatters per further microbatch, compression, compression per further microbatch.
         """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 
@@ -351,7 +359,8 @@ def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], re
 
     Gradients are then reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of
     a ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
-    ``dist.broadcast``). ``tensors``: axes over which parameters are sharded -> number of parameters.
+    ``dist.broadcast``). ``tensors``: axes over which parameters are sharded -> number of parameters. ``reducer``:
+    computes the seconds of single collectives.
     """
     groups = [(reducer.group(axes), count) for axes, count in tensors.items()]
     starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)
@@ -383,8 +392,9 @@ def compute_gradient_reduction(
 
 
 def reduced_sizes(cost: StateCost) -> Sizes:
-    """Return the bytes that each collective of the gradient reduction moves for one parameter or buffer. A key is (name
-    of the collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter). Empty if there is no gradient.
+    """Return the bytes that each collective of the gradient reduction moves for one parameter or buffer, whose cost is
+    ``cost``. A key is (name of the collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter). Empty if
+    there is no gradient.
     """
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:
@@ -396,8 +406,9 @@ def reduced_sizes(cost: StateCost) -> Sizes:
 
 
 def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
-    """Return a dict with one entry: the tuple of mesh axes over which ZeRO scatters the gradient of a parameter ->
-    whether no other data-parallel reduction follows. Empty if the gradient is not scattered, or under ZeRO-3.
+    """Return a dict with one entry: the tuple of mesh axes over which ZeRO scatters the gradient of a parameter, whose
+    cost is ``cost``, -> whether no other data-parallel reduction follows. Empty if the gradient is not scattered, or
+    under ZeRO-3.
     """
     scattered = cost.gradient and cost.scatter_axes and cost.stage < 3
     return {cost.scatter_axes: not any(axis != "tp" for axis in cost.rest_axes)} if scattered else {}
@@ -411,7 +422,7 @@ def reduction_of(
     ``sizes``: the bytes that each collective moves; a key is (name of the collective, its mesh axes, ZeRO stage, axes
     of an earlier reduce-scatter). ``last_level``: axes of a reduce-scatter -> whether no other data-parallel reduction
     follows. ``overlap``: gradients are divided into small buckets, so that most of them are reduced during the
-    backward.
+    backward. ``reducer``: computes the seconds of single collectives.
     """
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = coding = coding_again = 0.0

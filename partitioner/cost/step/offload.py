@@ -124,7 +124,8 @@ def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
 
 def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
     """Return the seconds of reading and writing the optimizer states in ``costs`` that are on disk, for one optimizer
-    step."""
+    step. ``host``: the part of a host that a rank has.
+    """
     return sum(cost.disk_traffic for cost in costs) / host.disk_bandwidth
 
 

@@ -45,7 +45,9 @@ _MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated buc
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
     """Return a lower bound in seconds on the optimizer's update, however the model is cut into stages. It assumes that
     all pipeline ranks update equally many bytes on the fastest device. ``states``: the cost of each parameter and
-    buffer by name."""
+    buffer by name. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    ``machine``: the devices and links that the mesh is laid over.
+    """
     if not problem.train:
         return 0.0
     held = {name for call in problem.calls for name in call.states if name in states}
@@ -66,7 +68,8 @@ def run_tails(
 
     An infinite entry means that the stage cannot consist of these calls in any division of the model whose step takes
     at most ``within_s`` seconds. ``states``: the cost of each parameter and buffer by name. ``ranks``: the pipeline
-    rank of each stage if ranks hold several (virtual) stages; otherwise empty.
+    rank of each stage if ranks hold several (virtual) stages; otherwise empty. ``machine``: the devices and links that
+    the mesh is laid over. ``constraints``: the choices that the user fixed.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches
@@ -95,7 +98,8 @@ def run_tails(
 
 def tied_seconds(cost: StateCost, count: int, machine: PlacedMesh) -> float:
     """Return the seconds of adding up the gradient of a tied weight (one that several stages read) over the ``count``
-    ranks of a pipeline that hold it; 0 for one rank. ``cost``: the cost of the weight.
+    ranks of a pipeline that hold it; 0 for one rank. ``cost``: the cost of the weight. ``machine``: the devices and
+    links that the mesh is laid over.
     """
     if count < 2 or not cost.gradient:
         return 0.0
@@ -115,7 +119,8 @@ def _least_tied(
 
     ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table whose entry
     ``[start, stop]`` is infinite if the stage may not consist of the calls ``start:stop``. ``ranks``: the rank of each
-    stage.
+    stage. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages. ``machine``: the
+    devices and links that the mesh is laid over.
     """
     readers: dict[str, list[int]] = {}
     for place, call in enumerate(problem.calls):
@@ -164,7 +169,8 @@ def _get_update_seconds(cost: StateCost) -> float:
 def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> Table:
     """Return a table whose entry ``[start, stop]`` is the seconds of one backward, with recomputation, of the block
     calls ``start:stop`` on the stage with index ``stage``. ``times``: the same table for the total seconds of a
-    microbatch; where it is infinite, the result is infinite.
+    microbatch; where it is infinite, the result is infinite. ``tables``: seconds and bytes of all sequences of
+    consecutive calls.
     """
     forward, _ = tables.seconds(stage)
     before, after = tables.transfers(stage)
@@ -340,7 +346,7 @@ class _ReductionTails:
     def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
         """Return six durations in seconds of a gradient reduction: all reductions, the last bucket, gathers of
         parameters, reduce-scatters per further microbatch, compression, compression per further microbatch. ``sizes``:
-        the bytes that each collective in ``self.keys`` moves.
+        the bytes that each collective in ``self.keys`` moves. ``reducer``: computes the seconds of single collectives.
         """
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)

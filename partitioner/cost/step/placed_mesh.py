@@ -301,7 +301,8 @@ class PlacedMesh:
 
     def link(self, stage: int, other: int) -> Link:
         """Return the slowest link between the ranks of two stages. If both are one stage, nothing is sent, and the
-        result is :data:`HERE`. ``stage``, ``other``: indices of pipeline stages."""
+        result is a link that takes no time. ``stage``, ``other``: indices of pipeline stages.
+        """
         if stage == other:
             return HERE
         return self.compute_once(
@@ -405,7 +406,7 @@ class PlacedMesh:
 
     @cached_property
     def peak(self) -> float:
-        """Return the sum of the peak FLOP/s of all devices in ``precision``."""
+        """Return the sum of the peak FLOP/s of all devices in the precision of most matrix products."""
         paces, of_device = self.topology.paces
         counts = np.bincount(
             of_device[map_ranks_to_devices(self.topology, self.mesh, self.devices)], minlength=len(paces)

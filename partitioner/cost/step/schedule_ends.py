@@ -86,7 +86,9 @@ def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Se
 
 
 class _Lane:
-    """The simulation of one rank: its clock, and the collectives that overlap with its computation."""
+    """The simulation of one pipeline rank in a step: its clock, and the collectives (gathers of parameters, reductions
+    of gradients) that overlap with its computation.
+    """
 
     def __init__(self, ends: RankEnds) -> None:
         self.ends = ends

@@ -50,7 +50,7 @@ def stage_buckets(
 
     ``plan``: the block calls of the stage. ``states``: cost of each parameter and buffer by name. ``reducer``: computes
     the seconds of collectives. ``last_levels``: axes of a reduce-scatter -> whether no other data-parallel reduction
-    follows.
+    follows. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
     """
     found = [
         bucket for group in _group_bucket_members(problem, plan, states, reducer) for bucket in _fill_buckets(*group)
@@ -81,7 +81,9 @@ def _group_bucket_members(
 ) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
     """Yield, for each kind of gradients that may share a bucket, the gradients as a list and the number of bytes that
     fill a bucket. A gradient is a pair (index of the first block call that reads the parameter, cost of the parameter);
-    the list is in the order in which the backward completes them. ``plan``: the block calls of the stage.
+    the list is in the order in which the backward completes them. ``plan``: the block calls of the stage. ``states``:
+    the cost of each parameter and buffer by name. ``reducer``: computes the seconds of collectives. ``problem``: the
+    block calls of the model with their costs, to be cut into pipeline stages.
     """
     together: dict[object, list[tuple[int, StateCost]]] = {}
     known: set[str] = set()
@@ -140,7 +142,8 @@ def gathered_seconds(
     ``first_s`` seconds of other work precede the forward. The gathers run at the same time, and each block call waits
     for its own. ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the
     time of computation and of a collective while both run. ``idle_s``: seconds in which the stage waits for its first
-    input, which hide gathers.
+    input, which hide gathers. ``problem``: the block calls of the model with their costs, to be cut into pipeline
+    stages.
     """
     gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
@@ -225,7 +228,8 @@ def reduction_delays(
 
     ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the time of
     computation and of a collective while both run. ``by_halves``: each backward is split, and only its half for
-    gradients of weights remains at the end.
+    gradients of weights remains at the end. ``problem``: the block calls of the model with their costs, to be cut into
+    pipeline stages.
     """
     run = plan.runs[0]  # the virtual stage whose backwards end last
     clock = RankClock(slowdown)
@@ -261,7 +265,8 @@ def reduction_delays(
 
 def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
     """Return, for each block call of the virtual stage ``run`` (index of the call -> seconds), the seconds of its
-    backward with recomputation. ``plan``: the stage to which ``run`` belongs.
+    backward with recomputation. ``plan``: the stage to which ``run`` belongs. ``problem``: the block calls of the model
+    with their costs, to be cut into pipeline stages.
     """
     costs, work = problem.pace(plan.number).costs, {}
     for place in range(run.start, run.stop):

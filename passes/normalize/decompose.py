@@ -43,11 +43,9 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
 
 
 def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
-    """Return a graph of the operators of which torch composes ``node``, and the operand nodes that the graph's
-    placeholders stand for.
-
-    Return ``None`` if torch does not define the operator by others, or if they read numbers out of tensors.
-    """
+    """Return a graph of the operators of which torch composes the operator ``node``, and the list of operand nodes that
+    the graph's placeholders stand for. Return ``None`` if torch does not define the operator by others, or if they read
+    numbers out of tensors."""
     if not _is_composite(node.target):
         return None
     operands, run = _as_function(node, node.args, node.kwargs)
@@ -88,10 +86,8 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
 
 
 def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
-    """Return the graph of the operators that ``run`` calls on ``values``.
-
-    Return ``None`` if there are more than 4096 of them, or if one writes to its operands or reads a constant tensor.
-    """
+    """Return the graph of the operators that the function ``run`` calls on ``values``. Return ``None`` if there are
+    more than 4096 of them, or if one writes to its operands or reads a constant tensor."""
     traced = make_fx(torch.func.functionalize(run))(*values)
     if any(
         _is_mutating(n.target) for n in traced.graph.nodes

@@ -142,8 +142,9 @@ def _draw_random_numbers(
 ) -> fx.Node:
     """Append a draw of one random number for each element of a tensor of ``sizes``, and return its node.
 
-    Every call uses a new stream number, so that no two operators draw the same numbers. ``distribution``: the operator
-    that draws, such as ``partition::uniform``. ``parameters``: its own operands.
+    Every call adds a constant with a new stream number to the graph, so that no two operators draw the same numbers.
+    ``distribution``: the operator that draws, such as ``partition::uniform``. ``parameters``: its further operands,
+    such as a rate.
     """
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
@@ -251,7 +252,8 @@ def _is_random_draw(node: fx.Node) -> bool:
 
 
 def _create_draw_error(node: fx.Node) -> UnsupportedError:
-    """Return the error for a random operator that would draw different numbers under different plans."""
+    """Return the error to raise for the random operator ``node``, which has no form whose numbers are equal under all
+    plans."""
     whole = "random" in str(node.target) or "randint" in str(node.target)
     instead = "give whole bounds that are at most 2**40 apart, or " if whole else ""
     return UnsupportedError(
@@ -303,11 +305,9 @@ _SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 
 
 def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
-    """Draw a tensor of ones where ``x`` is kept, with probability ``1 - p``, and zeros elsewhere.
-
-    ``p``: the probability of zeroing. The mask has the sizes of ``x``, or size 1 in every dim behind the channels if
-    ``of_channels``.
-    """
+    """Append a random mask for dropout of ``x``: ones with probability ``1 - p``, zeros elsewhere. Return its node.
+    ``p``: the probability of zeroing. The mask has the sizes of ``x``, or size 1 in every dim behind the channels (dim
+    1) if ``of_channels``."""
     sizes = list_node_sizes(x)
     sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
     kept: fx.Node = random.sample_bernoulli(_create_sampler(build, {"p": 1 - p}, get_node_tensor(x).new_empty(sizes)))

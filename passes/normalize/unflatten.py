@@ -137,11 +137,9 @@ def _is_elementwise(value: Any) -> bool:
 
 
 def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
-    """Return, for each dim of the operand ``x`` of an elementwise operator, the sizes into which this dim is split.
-
-    ``sizes``: the sizes of the operator's result. ``parts``: the sizes into which each of its dims is split. A dim
-    along which ``x`` broadcasts is split into ones.
-    """
+    """Return, for each dim of the operand ``x`` of an elementwise operator, the list of sizes into which this dim is
+    split. ``sizes``: the shape of the operator's result. ``parts``: for each dim of the result, the sizes into which it
+    is split. A dim along which ``x`` broadcasts is split into ones."""
     own = list_node_sizes(x)
     last = list(zip(sizes, parts, strict=True))[len(sizes) - len(own) :]
     return [part if size == whole else [1] * len(part) for size, (whole, part) in zip(own, last, strict=True)]
@@ -201,10 +199,8 @@ def _find_transpose_order(node: fx.Node) -> list[int] | None:
 
 
 def _split_dim_sizes(sizes: list[int], into: list[int]) -> list[list[int]] | None:
-    """Return, for each dim of a reshape's operand, the sizes of the result's dims into which it is split.
-
-    ``sizes``: the operand's shape. ``into``: the result's shape. Return ``None`` if the reshape merges dims.
-    """
+    """Return, for each dim of a reshape's operand, the list of sizes of the result's dims into which it is split.
+    ``sizes``: the operand's shape. ``into``: the result's shape. Return ``None`` if the reshape merges dims."""
     parts, rest = [], list(into)
     for size in sizes:
         part: list[int] = []

@@ -73,7 +73,8 @@ def learnable_per_channel(
 
 
 def _broadcast_along_axis(run: Run, parameter: Any, x: Any, axis: int) -> Any:
-    """Return the vector ``parameter`` reshaped so that it broadcasts along the dim ``axis`` of ``x``."""
+    """Return the vector ``parameter`` reshaped so that it broadcasts along the dim ``axis`` of ``x``. ``run(operator,
+    *arguments)`` executes an operator on tensors or appends it to a graph."""
     dims = [1] * len(sizes_of(x))
     dims[axis] = sizes_of(parameter)[0]
     return run(aten.reshape.default, parameter, dims)
@@ -160,9 +161,9 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 
 
 def _make_rewrite_rule(formula: Callable[..., Any]) -> Rule:
-    """Return a rewrite rule that replaces an operator by the nodes of ``formula``, which appends operators to the
-    graph.
-    """
+    """Return a rewrite rule, a function that replaces an operator of a graph. It calls ``formula(build, *args,
+    **kwargs)`` with the operator's arguments; ``build(operator, *arguments)`` appends an operator to the graph and
+    returns its node."""
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> Any:
         return formula(build, *args, **kwargs)

@@ -145,7 +145,8 @@ def _hash_to_fraction(hashed: Tensor) -> Tensor:
 
 
 class _Sequence:
-    """A splitmix64 generator for each element, seeded by the element's hash, for samplers that need several numbers."""
+    """Generates several random numbers for each element of a tensor, for samplers that need more than one. Each element
+    has a splitmix64 generator, which is seeded by a hash of the element's index."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
         self.state = _hash_element_index(index, seed, stream)
@@ -396,9 +397,8 @@ class Sampler:
         return list(self.made.shape)
 
     def parameter(self, name: str, otherwise: Any = None) -> Any:
-        """Return the operator's argument ``name``, detached if it is a tensor; ``otherwise`` if the operator lacks the
-        argument.
-        """
+        """Return the argument called ``name`` of the random operator for which numbers are drawn, detached if it is a
+        tensor; ``otherwise`` if the operator has no such argument."""
         value = self.given.get(name, otherwise)
         return self.run(aten.detach.default, value) if isinstance(value, Tensor | fx.Node) else value
 
@@ -406,7 +406,9 @@ class Sampler:
         return self.run(aten.to.dtype, value, self.made.dtype)
 
     def placed(self, numbers: Any, shift: Any, scale: Any) -> Any:
-        """Return ``numbers * scale + shift`` in the type of the operator's result."""
+        """Return random numbers of a standard distribution, moved and scaled: ``numbers * scale + shift`` in the type
+        of the result of the random operator. ``numbers``: a tensor or node. ``shift``, ``scale``: numbers, tensors or
+        nodes."""
         numbers = self.typed(numbers)
         if _is_tensor(scale) or scale != 1:
             numbers = self.run(aten.mul.Tensor, numbers, scale)
@@ -454,13 +456,15 @@ def sizes_of(value: Tensor | fx.Node) -> list[int]:
 
 # --- numbers scaled, and compared -------------------------------------------------------------------------------------
 def _sample_uniform(s: Sampler) -> Any:
-    """Draw uniform numbers between the operator's bounds (``from`` and ``to``, default 0 and 1)."""
+    """Draw uniform numbers between the arguments ``from`` and ``to`` (default 0 and 1) of a random operator of torch,
+    and return the tensor or node. ``s``: has these arguments and draws."""
     low, high = s.given.get("from", 0.0), s.given.get("to", 1.0)
     return s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
 
 
 def _sample_normal(s: Sampler) -> Any:
-    """Draw normally distributed numbers with the operator's ``mean`` and ``std`` (default 0 and 1)."""
+    """Draw normally distributed numbers with the arguments ``mean`` and ``std`` (default 0 and 1) of a random operator
+    of torch, and return the tensor or node. ``s``: has these arguments and draws."""
     mean, std = s.parameter("mean", 0.0), s.parameter("std", 1.0)
     return s.placed(s.numbers(ops.normal.default, s.sizes), mean, std)
 
@@ -474,7 +478,8 @@ def _sample_exponential(s: Sampler) -> Any:
 
 
 def _sample_cauchy(s: Sampler) -> Any:
-    """Draw Cauchy distributed numbers with the operator's ``median`` and scale ``sigma``."""
+    """Draw Cauchy distributed numbers with the arguments ``median`` and ``sigma`` (the scale) of a random operator of
+    torch, and return the tensor or node. ``s``: has these arguments and draws."""
     angle = s.run(aten.sub.Tensor, s.numbers(ops.fraction.default, s.sizes), 0.5)
     return s.placed(
         s.run(aten.tan.default, s.run(aten.mul.Tensor, angle, math.pi)), s.given["median"], s.given["sigma"]
@@ -482,7 +487,9 @@ def _sample_cauchy(s: Sampler) -> Any:
 
 
 def _sample_geometric(s: Sampler) -> Any:
-    """Draw the numbers of trials until the first success, by inverting the distribution function."""
+    """Draw, for each element, the number of trials until the first success (geometric distribution), by inverting the
+    distribution function. Return the tensor or node. ``s``: has the argument ``p``, the probability of success, and
+    draws."""
     failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
     logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
     trials = s.run(aten.ceil.default, s.run(aten.div.Tensor, logs, failing))
@@ -490,7 +497,8 @@ def _sample_geometric(s: Sampler) -> Any:
 
 
 def sample_bernoulli(s: Sampler) -> Any:
-    """Draw 1 with the operator's probability (a number or a tensor), else 0, in the type of its result."""
+    """Draw, for each element, 1 with the probability that torch's random operator was given (a number or a tensor),
+    else 0, in the type of its result. Return the tensor or node. ``s``: has the operator's arguments and draws."""
     likely = s.parameter("p") if "p" in s.given else s.parameter("self", s.given.get("input"))
     if isinstance(likely, fx.Node | Tensor):
         return s.typed(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
@@ -523,7 +531,8 @@ def _get_tensor_dtype(value: Tensor | fx.Node) -> torch.dtype:
 
 
 def _sample_integers(s: Sampler) -> Any:
-    """Draw uniform integers between the operator's bounds."""
+    """Draw uniform integers between the bounds that a random operator of torch was given, the lower one included, and
+    return the tensor or node. ``s``: has the operator's arguments and draws."""
     found = _whole_range(s.given)
     assert found is not None
     low, count = found
@@ -547,14 +556,16 @@ def sample_gamma(s: Sampler) -> Any:
 
 
 def sample_dirichlet(s: Sampler) -> Any:
-    """Draw Dirichlet distributed vectors along the last dim: gamma distributed numbers over their sum."""
+    """Draw Dirichlet distributed vectors along the last dim: gamma distributed numbers divided by their sum. Return the
+    tensor or node. ``s``: has the arguments of torch's random operator and draws."""
     parts = sample_gamma(s)
     return s.run(aten.div.Tensor, parts, s.run(aten.sum.dim_IntList, parts, [-1], True))
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
 def _sample_permutation(s: Sampler) -> Any:
-    """Draw a random permutation: the order that sorts random numbers."""
+    """Draw a random permutation of 0, 1, ...: the order that sorts random numbers. Return the tensor or node. ``s``:
+    has the arguments of torch's ``randperm`` and draws."""
     order = s.run(aten.sort.stable, s.numbers(ops.bits.default, s.sizes), stable=True, dim=0, descending=False)
     return s.typed(s.run(operator.getitem, order, 1))
 
@@ -642,6 +653,9 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
     """
 
     def refused(name: str) -> Callable[..., Any]:
+        """Return a function that raises :class:`UnsupportedError`, in place of the function ``name`` of ``torch``,
+        which sets the state of torch's random generator."""
+
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise UnsupportedError(
                 f"forward sets the state of torch's random generator (torch.{name}){line_now()}; expected a forward "
@@ -661,11 +675,9 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
 
 
 class _Generators(TorchFunctionMode):
-    """A function mode that raises :class:`UnsupportedError` if forward draws from a generator of its own.
-
-    ``line_now`` returns the current source line of the model, for messages. It also writes ``random_`` with two bounds
-    in a form that torch.export supports.
-    """
+    """Torch function mode that raises :class:`UnsupportedError` if a traced forward draws from a random generator of
+    its own. It also writes ``random_`` with two bounds in a form that torch.export supports. ``line_now`` returns the
+    current source line of the model, for messages."""
 
     def __init__(self, line_now: Callable[[], str]) -> None:
         super().__init__()

@@ -75,8 +75,8 @@ class _Axis:
 def _follow_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis
 ) -> dict[fx.Node, Values]:
-    """Return for each node of ``main``'s graph what is known of its results if the inputs are padded; one entry for
-    each result.
+    """Return, for each node of the graph of ``main``, a tuple with a description of each of its results, if the model's
+    inputs are padded: which dims grow, and which numbers padded elements have.
 
     ``other``: the model's graph for another batch size. ``pairs``: node of ``main`` -> node of ``other`` that does the
     same. ``axis``: the padding of the inputs.
@@ -96,9 +96,10 @@ def _follow_graph(
 
 
 def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
-    """Return what is known of the results of an operator if the inputs are padded; one entry for each result.
+    """Return a tuple with a description of each result of the operator ``node``, if the model's inputs are padded:
+    which dims grow, and which numbers padded elements have.
 
-    ``partner``: the same operator in the graph for the other batch size. ``values``: what is known of the results of
+    ``partner``: the same operator in the graph for the other batch size. ``values``: the descriptions of the results of
     earlier nodes. ``sizes``: the two batch sizes.
     """
     if operator_name(node) == "getitem":
@@ -204,9 +205,8 @@ _PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
 
 
 def _find_ignored(source: fx.Node) -> Iterator[float]:
-    """Yield the numbers with which a graph compares elements of the input ``source`` to leave them out, such as -100
-    for ignored targets.
-    """
+    """Yield the numbers that mark ignored elements of an input, such as -100 for targets: those with which the graph
+    compares the input in order to leave elements out. ``source``: the input's placeholder."""
     for reader in source.users:
         name = operator_name(reader) if reader.op == "call_function" else ""
         if name in _PASSED:

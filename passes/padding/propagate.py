@@ -40,9 +40,10 @@ Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 def propagate_padding(
     node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return what is known of each result of an operator if the batch is padded along one axis.
+    """Return a tuple with a description of each result of the operator ``node``, if the batch is padded along one axis
+    (samples or positions): which dims grow, and which numbers padded elements have.
 
-    ``operands``: what is known of each operand. ``other_shapes``: the shapes of the results in the model's graph for
+    ``operands``: the descriptions of the operands. ``other_shapes``: the shapes of the results in the model's graph for
     another batch size. ``sizes``: the batch sizes of the two graphs.
     """
     shapes = shapes_of(node)
@@ -68,16 +69,16 @@ def _explain(node: fx.Node, what: str) -> str:
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Describe the result of an operator whose operands and result do not depend on the batch size."""
+    """Return the description of the first result of the operator ``node``, whose operands and result do not depend on
+    the batch size. ``operands``: the descriptions of the operands."""
     value = plain_value(shapes_of(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Return whether the sizes of the parts of each dim multiply to its size, at both batch sizes.
-
-    ``shape``, ``other``: the shape of the value in the graphs for the batch sizes ``sizes``.
-    """
+    """Return whether the description ``value`` of a tensor fits its shape: for each dim, the sizes of its parts
+    multiply to the dim's size, at both batch sizes. ``shape``, ``other``: the shapes of the tensor in the graphs for
+    the batch sizes ``sizes``."""
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -89,7 +90,8 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """Return the number that all elements of an operator's result have; ``None`` if they may differ."""
+    """Return the number that all elements of the result of the operator ``node`` have; ``None`` if they may differ.
+    ``operands``: descriptions of the operands, which say the same of these."""
     name = operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")
@@ -114,11 +116,12 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 def _by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Describe each result of an operator by its factor rule, which says which dims of operands and results are one
-    loop.
+    """Return a tuple with a description of each result of the operator ``node``, if the batch is padded. It follows
+    from the operator's factor rule, which says which dims of operands and results are one loop. A result gets a fault
+    (a reason why padding may change other elements) if the operator mixes padded elements with others.
 
-    A result gets a fault (a reason why padding may change other elements) if the operator mixes padded elements with
-    others. ``others``: the shapes of the results in the graph for another batch size. ``sizes``: the two batch sizes.
+    ``operands``: the descriptions of the operands. ``others``: the shapes of the results in the graph for another batch
+    size. ``sizes``: the two batch sizes.
     """
     shapes, fault = shapes_of(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
@@ -145,11 +148,9 @@ def _by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """Return the parts of an operand's dims by factor (a loop of the operator, such as ``b``); ``None`` if they do not
-    fit.
-
-    ``dims``: the factors of each dim of the operand. ``sizes``: the size of each factor.
-    """
+    """Return a dict from the name of each factor (a loop of the operator, such as ``b``) to the parts of it that the
+    operand described by ``value`` has; ``None`` if the operand's parts do not fit the factors. ``dims``: the factors of
+    each dim of the operand. ``sizes``: the size of each factor."""
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
         if not any(p.grows for p in parts):
@@ -342,10 +343,11 @@ ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge":
 def _combine_causal(
     node: fx.Node, operands: Sequence[PaddedValue], homes: Sequence[Mapping[int, int]]
 ) -> Causal | None:
-    """Return (dim of queries, dim of keys, number): a pointwise operator's result has the number where the key index is
-    larger.
+    """Return (dim of queries, dim of keys, number) for the result of the pointwise operator ``node``: it has this
+    number at every element whose key index is larger than its query index. Return ``None`` if there is no such number
+    or it is not known.
 
-    ``None`` if this number is not known. ``homes``: for each operand, its dims -> dims of the result.
+    ``operands``: the descriptions of the operands. ``homes``: for each operand, its dims -> dims of the result.
     """
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
@@ -382,10 +384,9 @@ def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
-    """Return (dim, dim, number) of an operand with the dims of the result; ``None`` if the result lacks one of them.
-
-    ``to``: dim of the operand -> dim of the result.
-    """
+    """Return ``pair`` with the dims of an operator's result in place of those of an operand; ``None`` if it is ``None``
+    or the result lacks one of the dims. ``pair``: (dim of queries, dim of keys, number) of the operand. ``to``: dim of
+    the operand -> dim of the result."""
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]
@@ -555,7 +556,8 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe a branch of ``where`` whose condition has one value everywhere; ``None`` if the condition may differ."""
+    """Return the description of the result of ``where`` if its condition has one value everywhere, which is that of the
+    chosen operand; ``None`` if the condition may differ. ``operands``: the descriptions of the operands."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -618,13 +620,15 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _fits_rows(ids: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Whether document ids ``[batch, positions]`` grow as the rows of the queries and the positions of the keys do."""
+    """Return whether the dims of document ids ``[batch, positions]`` grow with the batch exactly where the rows of the
+    queries and the positions of the keys do. The arguments describe the three tensors under padding."""
     pairs = zip(ids.dims, (query.dims[0], key.dims[-2]), strict=True)
     return all([p.kind for p in own if p.grows] == [p.kind for p in of if p.grows] for own, of in pairs)
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do."""
+    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do. The
+    arguments describe mask, queries and keys under padding."""
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
@@ -634,9 +638,9 @@ def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> boo
 
 
 def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
-    """Return the parts of the dims before positions and features; ``None`` if they grow differently in queries, keys
-    and values.
-    """
+    """Return, for each dim of attention operands in front of positions and features (such as batch and heads), the
+    tuple of parts that it consists of; ``None`` if a dim grows differently in queries, keys and values. ``operands``:
+    descriptions of the three under padding."""
     dims: list[Parts] = []
     for d, parts in enumerate(operands[0].dims[:-2]):
         kinds = {tuple(p.kind for p in o.dims[d] if p.grows) for o in operands}

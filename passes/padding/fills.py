@@ -57,8 +57,9 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
 
 
 def _number_of(argument: Any, known: dict[fx.Node, float | None]) -> float | None:
-    """Return the number that all padded elements of an operator's ``argument``, a node or a constant, have; ``None`` if
-    it is not known. ``known``: this number for each operand node."""
+    """Return the number that stands for an operator's ``argument``: the argument itself if it is a constant number, or
+    the entry of ``known`` if it is a node; ``None`` if there is none. ``known``: the known number of each operand node.
+    """
     if isinstance(argument, fx.Node):
         return known.get(argument)
     return float(argument) if isinstance(argument, bool | int | float) else None

@@ -249,21 +249,23 @@ class ModelBounds:
         return found
 
     def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
-        """Return the groups of ranks that do a candidate's work, with upper bounds on their speeds. A group is the
-        ranks that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or a whole stage.
-        ``speeds``: speed of each device type relative to the best one.
-        """
+        """Return upper bounds on the speeds of the groups of ranks that do a candidate's work: the distinct speeds,
+        fastest first, the number of groups of each, and the number of pipelines that they form. A group is the ranks
+        that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or a whole stage. ``speeds``:
+        speed of each device type relative to the best one."""
         apart = self.may_differ(candidate)
         size = candidate.tp * candidate.cp if apart else self.topology.num_devices // candidate.pp
         return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
 
     def may_differ(self, candidate: MeshCandidate) -> bool:
-        """Return whether faster ranks of ``dp`` may compute more microbatches than slower ones."""
+        """Return whether the ranks of ``dp`` of ``candidate`` may compute different numbers of microbatches, more on
+        faster devices."""
         return self._kinds.differ and self.job.goes_apart(candidate)
 
     def rounds(self, candidate: MeshCandidate) -> float:
-        """Return the number of microbatches of the rank with the most. If faster ranks may compute more, return the
-        mean over the ranks instead, which is a lower bound."""
+        """Return the number of microbatches that one rank of ``candidate`` computes in a step. If faster ranks may
+        compute more than slower ones, return the mean over the ranks of ``dp``, which is at most the greatest number.
+        """
         of_all = candidate.parts(self.global_batch) / candidate.dp
         return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
 
@@ -331,8 +333,8 @@ class ModelBounds:
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
 
     def share_of_states(self, candidate: MeshCandidate) -> StateCosts:
-        """Return a lower bound on the bytes of each parameter and buffer on one rank, by name. It is assumed that they
-        are sharded evenly."""
+        """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, a lower
+        bound in bytes. It is assumed that they are sharded evenly."""
         key = candidate.states_kind
         if key not in self._shares:
             experts = self.job.experts
@@ -383,13 +385,13 @@ class ModelBounds:
 
     @cached_property
     def _equal_rooms(self) -> bool:
-        """Return whether programs may use equally many bytes on all devices."""
+        """Return whether the usable memory in bytes is equal on all devices of the topology."""
         kinds = {self.topology.types[kind].communicator for kind, _ in self.topology.paces[0]}
         return len(kinds) == 1 and bool(self.topology.usable.min() == self.topology.usable.max())
 
     def speeds(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return upper bounds on the speed of the fastest stage and on the summed speed of all stages. A stage on
-        devices of the best type has speed 1."""
+        """Return two numbers: upper bounds on the speed of the fastest pipeline stage of ``candidate``, and on the
+        summed speed of all its stages. A stage on devices of the best type has speed 1."""
         if not self._kinds.differ:
             return 1.0, float(candidate.pp)
         pool = self._group_device_speeds(candidate, self._kinds.speeds([candidate])[:, 0])
@@ -519,8 +521,8 @@ class ModelBounds:
         ) * _ROUNDING
 
     def followed(self, candidate: MeshCandidate, pipeline_s: float) -> float:
-        """Return a lower bound in seconds on a step of ``candidate``, if its pipeline takes at least ``pipeline_s``
-        seconds. The optimizer's update is added."""
+        """Return a lower bound in seconds on a step of ``candidate`` whose pipeline takes at least ``pipeline_s``
+        seconds: these plus the optimizer's update and what else must follow the pipeline."""
         return (
             pipeline_s + float(self._bound_seconds_after_pipeline([candidate], np.array([math.inf]))[0])
         ) * _ROUNDING

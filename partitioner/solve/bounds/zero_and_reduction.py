@@ -49,9 +49,9 @@ class BlockLowerBound:
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """Return a copy in which the function ``change`` is applied to the dict ``seconds`` and to each dict in
-        ``of_kind``.
-        """
+        """Return a copy of these lower bounds on the seconds of blocks in which every dict, that of ``seconds`` and
+        those of ``of_kind``, is replaced by ``change(dict)``. The dicts map a block name to (forward seconds, backward
+        seconds)."""
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
@@ -98,18 +98,19 @@ class Gathers:
     def _beside(
         self, seconds: tuple[float, float], gathers: tuple[float, float], copies: tuple[float, float]
     ) -> tuple[float, float]:
-        """Return the forward and backward seconds of a block with its ZeRO-3 collectives. All arguments are pairs
-        (forward, backward) of seconds: of the block alone, of gathers and scatters, and of copies of gathered weights.
+        """Return (forward seconds, backward seconds) of a block together with its ZeRO-3 collectives.
+
+        All arguments are such pairs: ``seconds`` of the block alone, ``gathers`` of the gathers of weights and scatters
+        of gradients, and ``copies`` of copying gathered weights.
         """
         return self._add_exposed_gathers(seconds[0] + copies[0], gathers[0]), self._add_exposed_gathers(
             seconds[1] + copies[1], gathers[1]
         )
 
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
-        """Return ``seconds`` (of a block) plus the part of ``gathers_s`` (seconds of collectives) that computation does
-        not hide. ``seconds`` may contain communication, which hides nothing; assuming that it hides gathers keeps the
-        result a lower bound.
-        """
+        """Return the seconds of a block and of the part of its ZeRO-3 collectives that computation does not hide.
+        ``seconds``: those of the block alone. ``gathers_s``: those of the collectives. ``seconds`` may contain other
+        communication, which hides nothing; counting it as if it did keeps the result a lower bound."""
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
@@ -271,10 +272,11 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Return two dicts for a gradient reduction in which all ranks with equal weights form one axis ``dp``: the bytes
-    that are reduced, by (collective, axes, ZeRO stage, axes of an earlier reduce-scatter); and axes of a reduce-scatter
-    -> whether it is the last reduction. ``states``: costs of parameters; it contains few distinct objects, because
-    equal parameters share one.
+    """Return two dicts about the gradient reduction, in which all ranks with equal weights form one axis ``dp``.
+
+    The first maps (collective, axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes that are reduced in
+    this way. The second maps the axes of a reduce-scatter to whether it is the last reduction. ``states``: costs of
+    parameters; it contains few distinct objects, because equal parameters share one.
     """
     costs = list(states)
     often = Counter(map(id, costs))

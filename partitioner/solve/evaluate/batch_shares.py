@@ -109,11 +109,11 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return, for each pipeline stage, a dict from block name to the cost of a call.
+        """Return, for each pipeline stage, a dict from block name to the cost of a call on the placement ``machine``.
 
-        If pipelines have different speeds, the costs of each pipeline are scaled as if it had as many microbatches as
-        the pipeline with the most and took the same time in total. The longest scaled costs of all pipelines are
-        returned. ``shares``: the number of microbatches of each rank of ``dp``.
+        If pipelines have different speeds, the costs of each are scaled as if it had as many microbatches as the
+        pipeline with the most and took the same time in total; the result has the greatest scaled costs. ``shares``:
+        the number of microbatches of each rank of ``dp``.
         """
         candidate, pipelines = self.candidate, machine.pipelines
         if len(machine.distinct_pipelines) == 1 or not self.job.goes_apart(candidate):
@@ -194,9 +194,9 @@ class BatchSharing:
         return pipelines.least(work, num_microbatches, plain=is_formula(self.candidate.schedule))
 
     def _compute_stage_seconds(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
-        """Return, for each stage of a pipeline, the seconds that all block calls of one microbatch would take on it.
-        ``seats``: for each stage, the distinct profiles (device, speed and groups) of its ranks.
-        """
+        """Return, for each stage of one pipeline, the seconds that all block calls of one microbatch would take on it.
+        ``seats``: for each stage, the distinct profiles of its ranks (device, speed and groups). ``machine``: the
+        placement, a topology with the mesh laid over it."""
         costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
         return [max(sum(self._sum_call_seconds(of)), _TINY_S) for of in costs]
 

@@ -196,9 +196,8 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Return whether a quick lower bound on the step time exists: the schedule is simulated and has one stage on
-        each rank.
-        """
+        """Return whether the step time of the candidate has a quick lower bound: the schedule is simulated action by
+        action, and each rank has one stage."""
         return not is_formula(self.candidate.schedule) and is_plain(
             self.candidate.schedule, self.candidate.virtual_stages
         )
@@ -307,9 +306,8 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """Return ``machine`` with the settings of the candidate (experts, ZeRO) and of the job. The same object is
-        returned for the same machine.
-        """
+        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings of the candidate,
+        such as ZeRO and distributed experts, and those of the job. The same object is returned for the same machine."""
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

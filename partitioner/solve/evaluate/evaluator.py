@@ -45,12 +45,14 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 class SolvedCandidate:
     """The best plan of a mesh candidate before its program is emitted.
 
-    ``local``: the graphs of one rank. ``stages``: the cut into stages. ``context_model``: the model before its sequence
-    is sharded over ``cp``. ``stage_of_call``: the stage index of each call of ``local.model``. ``devices``: the device
-    index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``: indices of those
-    that recompute selectively. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have
-    equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the
-    cutoff that the search was given if that is smaller.
+    ``num_microbatches``: the number of each rank, if all have equally many. ``local``: the graphs of one rank.
+    ``stages``: the cut into stages. ``estimate``: time and memory of a step. ``context_model``: the model before its
+    sequence is sharded over ``cp``. ``stage_of_call``: the stage index of each call of ``local.model``. ``devices``:
+    the device index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``:
+    indices of those that recompute selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how
+    gradients are reduced. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have equally
+    many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the cutoff of the
+    search if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -187,8 +189,9 @@ class CandidateEvaluator:
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
         """Return whether no placement of ``candidate`` that would be tried is expected to take less than ``cutoff_s``
-        seconds per step. Always false if all placements are covered, since other bounds are tight there. Raises
-        :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
+        seconds per step. Return ``False`` if all placements would be tried, since other bounds are tight there.
+
+        Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
         """
         if self.placements.complete(candidate.grid):
             return False  # the bounds are exact enough
@@ -324,9 +327,8 @@ class CandidateEvaluator:
 
     def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements that are
-        tried. If these are not all placements, return the costs on every device type with the best groups that any
-        placement could have.
-        """
+        tried for ``candidate``. If these are not all placements, return the dicts for every device type with the best
+        groups that any placement could have. ``costs``: the cache from which call costs are taken."""
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -334,9 +336,8 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return, for each device type, a dict from block name to the cost of a call with the best groups that any
-        placement could have.
-        """
+        """Return, for each device type, a dict from block name to the cost of a call of ``candidate``, with the best
+        groups that any placement could have. ``costs``: the cache from which call costs are taken."""
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
         best = partial(self.placements.best_group, everywhere=all_wait)

@@ -107,10 +107,12 @@ class PreparedModel:
         return self
 
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
-        """Return the model for groups of samples, the layouts that split its batch, and the batch size. Its graphs are
-        for one group of ``size`` samples, and its loss is that group's part of the mean over all groups.
-        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``device``: the device type
-        to capture for.
+        """Return three values: the model for groups of samples as calls of blocks, the layouts that split its batch,
+        and the global batch size. Its graphs are for one group of ``size`` samples, and its loss is that group's part
+        of the mean over all groups.
+
+        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: check that
+        the batch is a whole number of groups. ``device``: the device type to capture for, such as ``"cpu"``.
         """
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch

@@ -28,7 +28,8 @@ class MemoryConstraint:
     limit: float
 
     def peak(self, choice: Sequence[int]) -> float:
-        """Return the largest total memory at any time if node i takes choice ``choice[i]``."""
+        """Return the largest total memory, in bytes, that an assignment needs at any time, if node i takes choice
+        ``choice[i]``."""
         change: dict[int, float] = {}
         for (start, end), usage, p in zip(self.intervals, self.usages, choice, strict=True):
             if start < end:
@@ -54,9 +55,9 @@ class Stretch:
         return np.diff(self.breaks)
 
     def worst(self, profile: Vector) -> Vector:
-        """Return the maximum of ``profile``, an array with a number for each row (set of nodes in memory together), in
-        each segment of rows.
-        """
+        """Return the maximum of ``profile`` within each segment of rows, one number per segment. ``profile``: a number
+        for each row (a set of nodes that are in memory together). A segment is consecutive rows in which this node
+        takes constant memory."""
         first, last = int(self.breaks[0]), int(self.breaks[-1])
         worst: Vector = np.maximum.reduceat(profile[first:last], self.breaks[:-1] - first)
         return worst

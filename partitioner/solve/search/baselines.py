@@ -297,9 +297,11 @@ def _tune_standard_layout(
     evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     until: float,
 ) -> Candidate | None:
-    """Return the best outcome of a layout's family that is found until ``until`` (:func:`time.monotonic`):
-    ``textbook``, one of ``rows`` (the outcomes of the search), or one that is planned now by ``evaluate``. ``None`` if
-    the layout has no candidates.
+    """Return the best outcome of the family of the layout ``standard`` that is found until ``until``
+    (:func:`time.monotonic`); ``None`` if the layout has no candidates.
+
+    It is ``textbook``, the outcome of the layout itself, one of ``rows`` (the outcomes of the search), or one that is
+    planned now. ``evaluate``: plans a candidate, given the seconds to beat.
     """
     family, best = standard.family, textbook
     if family is None:
@@ -361,9 +363,11 @@ def _plan_interleaved_layouts(
     plan: Callable[[MeshCandidate], Candidate | None],
 ) -> None:
     """Plan the fastest pipelines of ``tried`` again with several virtual stages on each rank, which leave about an
-    eighth of the pipeline bubble. The most promising come first, and the total effort is limited. ``tried``: pairs of
-    an outcome and its candidate. ``best_s``: returns the seconds of the best plan so far. ``plan``: plans one
-    candidate.
+    eighth of the pipeline bubble. The most promising come first, and the total effort is limited. Results are handled
+    by ``plan``.
+
+    ``family``: the layouts of one kind to which they belong. ``tried``: pairs of an outcome and its candidate.
+    ``best_s``: returns the seconds of the best plan so far. ``plan``: plans one candidate.
     """
     filled = sorted(
         (_read_step_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried
@@ -435,10 +439,12 @@ def _list_candidates_if_any(space: SearchSpace) -> list[MeshCandidate]:
 
 
 def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
-    """Return a cached function that says whether a candidate may fit in memory, by its lower bounds."""
+    """Return a cached function ``fits(candidate)`` that says whether a candidate may fit in memory, by the lower bounds
+    ``bounds``."""
 
     @cache
     def fits(candidate: MeshCandidate) -> bool:
+        """Return whether no lower bound shows that ``candidate`` has no plan, such as for lack of memory."""
         try:
             bounds.check_states(candidate)
             bounds.refine(candidate)

@@ -63,7 +63,8 @@ class Bounds(Protocol):
         if the candidate has no plan."""
 
     def again_s(self, candidate: MeshCandidate) -> float:
-        """Return the approximate seconds of recomputation in a step. This is not a bound."""
+        """Return the approximate seconds in a step of ``candidate`` that recomputation of activations takes. This is
+        not a bound."""
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
         """Return the exact memory shortage of a candidate for which only a lower bound on the missing bytes is known;
@@ -91,7 +92,8 @@ class SearchProgress:
         return f"SearchProgress({', '.join(f'{name}={value}' for name, value in self._list_figures())})"
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook displays."""
+        """Return the HTML by which a notebook displays this progress report of a search: its numbers with their
+        names."""
         return format_html_figures("Search in progress", self._list_figures())
 
     def _list_figures(self) -> list[tuple[str, str]]:

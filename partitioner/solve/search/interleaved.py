@@ -117,9 +117,8 @@ def contexts_of_best(
 
 
 def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
-    """Return ``candidate`` without schedule, virtual stages and ZeRO, as a key of candidates with equal mesh and
-    microbatch size.
-    """
+    """Return a copy of ``candidate`` without schedule, virtual stages and ZeRO. The copies of two candidates are equal
+    if their mesh sizes and microbatch sizes are, so a copy serves as key of such candidates."""
     return replace(candidate, schedule="", virtual_stages=1, zero=0, dp_shard=0)
 
 
@@ -196,9 +195,8 @@ def _interleave_candidate(space: SearchSpace, candidate: MeshCandidate) -> MeshC
 
 
 def _bound_interleaved_ratio(space: SearchSpace, candidate: MeshCandidate) -> float:
-    """Return the least ratio of an interleaved step time to the 1F1B step time, with the most virtual stages that are
-    tried.
-    """
+    """Return a lower bound on (step time under the interleaved schedule) / (step time under 1F1B) for ``candidate``,
+    with the most virtual stages per rank that the search ``space`` contains."""
     idle = (candidate.pp - 1) / candidate.num_microbatches(space.global_batch)
     return (1 + idle / _count_most_virtual_stages(space, candidate)) / (1 + idle)
 
@@ -296,7 +294,8 @@ def without_limit(
 
 
 def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
-    """Convert a solved candidate to the record of step time, memory and lower bound that the search uses."""
+    """Return the record that the search keeps of a solved candidate: step time, memory, lower bound and parts of the
+    step. ``solved``: the plan of the candidate."""
     estimate = solved.estimate
     return EvaluatedCandidate(
         estimate.step_time, max(estimate.memory), solved, solved.lower_bound_s, estimate.breakdown
@@ -335,7 +334,7 @@ def _at_least(row: Candidate, seconds: float) -> Candidate:
 
 
 def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
-    """Return whether two rows of a report are about the same candidate."""
+    """Return whether ``row`` and ``other``, rows of a report, are about the same mesh candidate."""
     names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
     return all(getattr(row, name) == getattr(other, name) for name in names)
 

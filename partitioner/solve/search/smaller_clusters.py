@@ -127,8 +127,8 @@ def _list_smaller_clusters(topology: Topology, best_s: float, lower_bound_s: Cal
 
 
 def _bound_job_seconds(job: Job, space_of: SpaceOf) -> float:
-    """Return a lower bound in seconds on the step of every plan of ``job``. Raises a :class:`PartitionError` if it has
-    no candidates."""
+    """Return a lower bound in seconds on the step of every plan of ``job``. ``space_of``: returns the search space of a
+    job, given its bounds. Raises a :class:`PartitionError` if it has no candidates."""
     bounds = ModelBounds(job)
     return float(bounds.times(list_candidates(space_of(job, bounds))).min())
 

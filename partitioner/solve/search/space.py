@@ -62,7 +62,8 @@ def why_none(space: SearchSpace) -> PlanError | ConstraintError:
 
 
 def _describe_batch_limit(space: SearchSpace) -> str:
-    """Return the part of an error message that says what the batch requires of ``dp``."""
+    """Return the part of an error message that says which sizes of ``dp`` the global batch allows. ``space``: the
+    search space."""
     return "divide" if space.even or space.experts else "be at most"
 
 
@@ -492,8 +493,8 @@ def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:
 
 def widest_searched(topology: Topology, pinned: Constraints) -> int:
     """Return the greatest size of the axis ``tp`` that is searched if the user does not fix it: 8 or the number of
-    devices of the largest node, whichever is more (devices of two nodes if the constraint ``ahead`` is set).
-    """
+    devices of the largest node of ``topology``, whichever is more. If the constraint ``ahead`` is set in ``pinned``,
+    the devices of two nodes count."""
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 

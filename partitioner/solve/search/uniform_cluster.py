@@ -168,9 +168,8 @@ class UniformClusterBound:
 
     @cached_property
     def _are_near(self) -> bool:
-        """Return whether the mean peak FLOP/s of the devices is near that of the best device, so that the bound is not
-        loose.
-        """
+        """Return whether the mean peak FLOP/s of the cluster's devices is near that of the best device. Otherwise a
+        bound from a cluster of equal devices would be loose."""
         job = self._evaluator.job
         paces, of_device = job.topology.paces
         rates = np.array([job.topology.types[kind].peak_of(job.precision) * speed for kind, speed in paces])
@@ -227,7 +226,8 @@ class UniformClusterBound:
 
 
 def _evaluate_for_bound(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
-    """Evaluate the placement ``machine``, and return a lower bound in seconds on its plans; 0 if no plan was found."""
+    """Find the best plan on the placement ``machine``, and return a lower bound in seconds on all plans there; 0 if no
+    plan was found. ``placement_evaluator``: finds the best plan on single placements."""
     try:
         placement_evaluator(machine)
     except PartitionError:  # under a simulated schedule some cut may fit although none was found

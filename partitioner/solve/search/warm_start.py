@@ -48,7 +48,8 @@ class WarmStart:
     _found: dict[MeshCandidate, float | PartitionError] = field(default_factory=dict)
 
     def tell(self, candidate: MeshCandidate, found: float | PartitionError) -> None:
-        """Record the outcome of a candidate: seconds of a step, or the reason why it has no plan."""
+        """Record the outcome of ``candidate``. ``found``: the seconds of a step of its best plan, or the error that
+        says why it has no plan."""
         self._found[candidate] = found
 
     def list_first_candidates(self) -> Iterator[MeshCandidate]:
@@ -69,8 +70,8 @@ class WarmStart:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.cutoff_s)
 
     def _first_that_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
-        """Yield candidates of a standard layout until one fits. The first is always yielded, because the report shows
-        it; the others only if they may be better than the best plan so far."""
+        """Yield candidates of the layout ``standard`` until the plan of one is found to fit. The first is always
+        yielded, because the report shows it; the others only if they may be better than the best plan so far."""
         tried = 0
         for candidate in standard.candidates[: 1 if standard.excluded else None]:
             if tried and not self._is_worth(candidate):
@@ -81,7 +82,8 @@ class WarmStart:
                 return
 
     def _is_worth(self, candidate: MeshCandidate) -> bool:
-        """Return whether a candidate is allowed, was not tried, and may be a better plan by its quick bounds."""
+        """Return whether ``candidate`` is allowed, was not tried yet, and may be better than the best plan so far by
+        its quick lower bounds."""
         if candidate in self._found or candidate not in self.candidates:
             return False
         try:

@@ -237,9 +237,11 @@ class _ContextRules:
         return any(to.is_shard for to, state in zip(strategy.operands, self.states[node], strict=True) if state)
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Whether this attention strategy must use zigzag positions. Causal attention must if twice the number of ranks
-        divides the sequence, since this balances the work; other attention may use the layout that ``strategy`` has.
-        So may attention within documents of known lengths, whose work on each rank decides its price.
+        """Return whether the attention ``node`` under ``strategy`` must have zigzag positions, of which each rank has
+        one piece from the start and one from the end.
+
+        Causal attention must if twice the number of ranks divides the sequence, since this balances the work. Other
+        attention, and attention within documents of known lengths, may use the positions that ``strategy`` has.
         """
         seen = find_attention_band(node)
         if seen is None or not seen.is_causal or find_document_lengths(node):

@@ -101,9 +101,9 @@ class TensorCosts:
         return self._nodes[key]
 
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
-        """Return the seconds of an operator if each rank computes only its own rows but reads the sharded operands in
-        whole. ``seconds``: those of the undivided work. ``num_ranks``: size of the mesh axis over which the model is
-        sharded."""
+        """Return the seconds of the operator ``node`` on one rank if each rank computes only its own rows but reads the
+        operands that ``strategy`` shards in whole. ``seconds``: those of the undivided work. ``num_ranks``: size of the
+        mesh axis over which the model is sharded."""
         read = sum(
             o.meta["val"].nbytes / num_ranks
             for o, layout in zip(operands_of(node), strategy.operands, strict=True)
@@ -115,8 +115,8 @@ class TensorCosts:
 
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
         """Return the seconds that the communication of an attention over a sharded sequence adds to its computation.
-        ``seconds``: those of the computation. ``num_ranks``: size of the mesh axis over which the model is sharded.
-        """
+        ``operator``: the attention. ``strategy``: the way to run it, whose form is the algorithm, such as a ring.
+        ``seconds``: those of the computation. ``num_ranks``: size of the mesh axis over which the model is sharded."""
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_attention_band(operator.node) or Band()
         sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
@@ -195,9 +195,8 @@ class _Operator:
         self._seconds: dict[tuple[tuple[tuple[Shape, float], ...], tuple[Shape, ...]], float] = {}
 
     def lowering(self, strategy: Strategy) -> Lowering | None:
-        """Return the special operators by which one rank runs the operator under ``strategy``; ``None`` if each rank
-        runs the operator itself on its shards.
-        """
+        """Return the special operators that one rank runs in place of this operator under ``strategy`` (layouts of
+        operands and results); ``None`` if each rank runs the operator itself on its shards."""
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
@@ -223,13 +222,15 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Return the factor by which the number of key heads shrinks if repeated heads are not materialised."""
+        """Return the factor by which the number of key heads of this attention shrinks if heads that the model repeats
+        are read without copies; 1 if none are repeated."""
         times = count_head_repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
     def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
-        """Return the compute seconds of the operator on one rank, forward and, if it has a gradient, backward.
-        ``num_ranks``: size of the mesh axis over which the model is sharded."""
+        """Return the compute seconds of this operator on one rank of ``device``, forward and, if it has a gradient,
+        backward. ``strategy``: the layouts of its operands and results. ``num_ranks``: size of the mesh axis over which
+        the model is sharded."""
         operands = self.operands(strategy, num_ranks)
         results = [
             Operand(local_shape(layout, shape, num_ranks), dtype)

@@ -61,9 +61,8 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
     products = {node for regions in regions_of(model).values() for region in regions for node in region.products}
 
     def within(node: fx.Node, strategy: Strategy) -> bool:
-        """Return whether ``strategy`` of the operator ``node`` shards each expert instead of distributing experts or
-        rows.
-        """
+        """Return whether ``strategy`` shards each expert, rather than distributing experts or rows (tokens) over the
+        ranks, when the operator ``node`` is run by it."""
         if node in tables:
             return strategy.results[0] != make_shard_layout(tables[node])
         if node not in rows:

@@ -64,10 +64,9 @@ class LeastTime:
     def _pipeline_s(
         self, schedule: str | ScheduleTable, p: int, m: int, fill: tuple[float, float], slowest: float, total: float
     ) -> float:
-        """Return a lower bound on the seconds of ``m`` microbatches on ``p`` ranks, if the slowest stage takes at least
-        ``slowest`` and all stages together at least ``total`` seconds. ``fill``: the fill and drain time, as fractions
-        of a microbatch's forward and backward seconds.
-        """
+        """Return a lower bound on the seconds of ``m`` microbatches under ``schedule`` on ``p`` ranks, if the slowest
+        stage takes at least ``slowest`` and all stages together at least ``total`` seconds per microbatch. ``fill``:
+        the fill and drain time, as fractions of a microbatch's forward and backward seconds."""
         if total == np.inf:
             return total
         if is_formula(schedule):
@@ -119,10 +118,9 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
-    """Return bounds in seconds over the cuts into stages whose work alone takes at most ``limit`` seconds: the least
-    slowest stage, the least sum of stages and the least step. Return ``None`` if there is no such cut, or if longer
-    stages might be better.
-    """
+    """Return three lower bounds in seconds over the cuts into stages whose work alone takes at most ``limit`` seconds
+    per microbatch: on the slowest stage, on the sum of all stages, and on the step. Return ``None`` if there is no such
+    cut, or if longer stages might be better. ``tables``: seconds and bytes of all possible stages."""
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
         return None
@@ -186,8 +184,8 @@ def _after_others(
 
 
 def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
-    """Return the cumulative least seconds of a microbatch up to each call. ``pace``: the costs on the devices of one
-    stage, from which its backwards for weights are taken."""
+    """Return lower bounds on the seconds that a microbatch has spent up to each call of ``problem``. ``pace``: the
+    costs on the devices of one stage, from which its backwards for weights are taken."""
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
     train = problem.train

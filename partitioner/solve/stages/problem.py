@@ -128,15 +128,18 @@ class StageProblem:
         return self.flying[stage] if self.flying else self._count_formula_in_flight(stage)
 
     def in_flight(self, stage: int) -> int:
-        """Return an upper bound on the number of microbatches that ``stage`` holds at a time."""
+        """Return an upper bound on the number of microbatches whose activations the stage with index ``stage`` holds at
+        a time."""
         return max(map(sum, self.held(stage)))
 
     def not_begun(self, stage: int) -> int:
-        """Return the largest number of microbatches that ``stage`` holds at a time before their backward."""
+        """Return the largest number of microbatches, whose backward has not begun, that the stage with index ``stage``
+        holds at a time."""
         return max(whole for whole, _ in self.held(stage))
 
     def half_done(self, stage: int) -> int:
-        """Return the largest number of microbatches that ``stage`` holds at a time between the two backward halves."""
+        """Return the largest number of microbatches, between the two halves of a split backward, that the stage with
+        index ``stage`` holds at a time."""
         return max(half for _, half in self.held(stage))
 
     def _count_formula_in_flight(self, stage: int) -> tuple[Counts, ...]:
@@ -144,8 +147,8 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """Return this problem with the costs of selective recomputation, or ``None`` if that is not allowed or if no
-        call has cheap parts to recompute."""
+        """Return a copy of this problem with the costs of calls under selective recomputation; ``None`` if that is not
+        allowed, or if no call has cheap parts to recompute."""
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None

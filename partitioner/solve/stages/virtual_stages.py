@@ -201,7 +201,8 @@ class _VirtualStageRanks:
 
     @cached_property
     def flying(self) -> InFlightMicrobatches:
-        """Return the numbers of microbatches that each virtual stage holds at a time under the schedule."""
+        """Return, for each virtual stage, the numbers of microbatches that it holds at a time under the schedule, one
+        entry for each moment at which memory may peak."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
     @cached_property
@@ -421,7 +422,8 @@ def _join_stages_by_rank(
     split: StageSplit, ranks: _VirtualStageRanks, memory: Sequence[float], bound: float
 ) -> StageSplit:
     """Return ``split`` with the virtual stages of each rank merged into one, and with the simulated seconds of the
-    schedule. ``memory``: peak bytes of each rank. ``bound``: lower bound in seconds over all cuts."""
+    schedule. ``ranks``: the virtual stages of each rank. ``memory``: peak bytes of each rank. ``bound``: lower bound in
+    seconds over all cuts."""
     seconds = ranks.seconds(split)
     stages = tuple(
         _merge_virtual_stages([split.stages[k] for k in virtual], round(taken))

@@ -132,9 +132,8 @@ def assemble_program_graph(
 
 
 def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
-    """Return ``"int"`` or ``"float"``, the type of an input that is a Python number; ``None`` if ``value`` is
-    ``None``.
-    """
+    """Return ``"int"`` or ``"float"``, the type of the input ``value`` that is a Python number; ``None`` if ``value``
+    is ``None``, which stands for an input that is a tensor."""
     if value is None:
         return None
     return "float" if isinstance(value, float) else "int"
@@ -291,9 +290,8 @@ def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[st
 
 
 def _input_paths(program: ExportedProgram) -> Iterator[str]:
-    """Yield the path of each leaf of the arguments of forward, in order: ``0`` for the first positional argument,
-    ``input_ids`` for a keyword.
-    """
+    """Yield the path of each leaf of the arguments with which ``program`` is called, in order: ``0`` for the first
+    positional argument, ``input_ids`` for a keyword argument, ``past.0.key`` for a nested one."""
     spec = program.call_spec.in_spec
     assert spec is not None
     args, kwargs = pytree.tree_unflatten([0] * spec.num_leaves, spec)

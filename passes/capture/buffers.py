@@ -201,7 +201,8 @@ class StateAlias:
     name: str
 
     def follow(self) -> None:
-        """Replace the tensor in ``holder`` by the parameter or buffer that the module's own table has now."""
+        """Make the place that this alias describes, such as an entry of a list, hold the parameter or buffer that the
+        module's own table has now."""
         self.holder[self.key] = self.states[self.name]
 
 
@@ -294,11 +295,10 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield a write of
-        the new value.
-
-        The caller does the writes at the end of forward. Raises :class:`UnsupportedError` for assignments that a plan
-        cannot keep, such as another shape or a parameter that is trained.
+        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield a
+        description of the assignment: the tensor and its new value. The caller copies these values at the end of
+        forward. Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a
+        parameter that is trained.
 
         Args:
             data: the record of forward's accesses to ``.data``.
@@ -407,9 +407,8 @@ class _DataAccess(TorchFunctionMode):
         return self.values[id(value)][1]
 
     def output(self, output: Any) -> Any:
-        """Return forward's output with each tensor to whose ``.data`` forward assigned replaced by the assigned
-        tensor.
-        """
+        """Return ``output``, the value that forward returns, with each tensor to whose ``.data`` forward assigned
+        replaced by the assigned tensor."""
         return pytree.tree_map(functools.partial(self.now, alone=False), output) if self.values else output
 
     def writes(self) -> Iterator[_Write]:
@@ -478,9 +477,8 @@ def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
 
 
 def _can_share_elements(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors in the same memory may have elements in common, because their address ranges
-    overlap.
-    """
+    """Return whether ``one`` and ``other``, two tensors in the same memory, may have elements in common, because their
+    address ranges overlap."""
     (start, end), (first, last) = (
         (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
         for t in (one, other)
@@ -541,10 +539,9 @@ def _has_cumulative_average(module: _BatchNorm) -> bool:
 
 
 def _averaging_forward(self: _BatchNorm, input: Tensor) -> Tensor:
-    """Compute a batch norm with a cumulative average, and update its running statistics and its batch counter.
-
-    Torch's own forward reads the counter as a Python number, which cannot be traced; this one reads it as a tensor.
-    """
+    """Return the batch norm of ``input`` with a cumulative average, and update the module's running statistics and its
+    batch counter. This replaces ``forward`` of the batch norm: torch's own reads the counter as a Python number, which
+    cannot be traced; this one reads it as a tensor."""
     self._check_input_dim(input)
     assert self.running_mean is not None
     assert self.running_var is not None

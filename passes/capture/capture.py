@@ -219,7 +219,8 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return a map from every name of a tensor to the first name of the same tensor (for tied weights)."""
+    """Return a dict from every name of a tensor to the first name of the same tensor, since tied weights have several.
+    ``named``: pairs of name and tensor."""
     first: dict[Any, str] = {}
     return {name: first.setdefault(_build_tensor_key(tensor), name) for name, tensor in named}
 
@@ -286,7 +287,7 @@ def _fit_program(
 
 
 def _is_static(program: ExportedProgram) -> bool:
-    """Return whether the shapes of all inputs, parameters and buffers of an exported program are fixed."""
+    """Return whether the shapes of all inputs, parameters and buffers of the exported program ``program`` are fixed."""
     values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
     return all(isinstance(s, int) for v in values if isinstance(v, Tensor) for s in v.shape)
 

@@ -109,13 +109,12 @@ class StorageTracker:
         return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
 
     def marks(self, node: fx.Node) -> None:
-        """Record that ``node`` and its views require a gradient from now on."""
+        """Record that the node ``node`` and all nodes that are views of it require a gradient from now on."""
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
     def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
-        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in regions where gradients are
-        off.
-        """
+        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand of operators in regions where
+        gradients are off, so that both share memory and writes."""
         self._without[detached] = node
         self.follows(detached)
 
@@ -376,7 +375,7 @@ def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
 
 
 def _find_trainable_placeholders(program: ExportedProgram) -> set[str]:
-    """Return the names of the placeholders of parameters that require a gradient."""
+    """Return the names of the placeholders, in the graph of ``program``, of parameters that require a gradient."""
     return {
         spec.arg.name
         for spec in program.graph_signature.input_specs

@@ -200,7 +200,8 @@ def python_number(value: Any) -> Any:
 
 
 def sample_batch(leaves: list[Any]) -> int | None:
-    """Return the size of the first dim of the first tensor that has a dim; ``None`` if there is no such tensor."""
+    """Return the number of samples in a batch: the size of the first dim of the first tensor among ``leaves`` that has
+    a dim; ``None`` if there is no such tensor. ``leaves``: the values in the arguments of forward, in order."""
     return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 

@@ -85,7 +85,8 @@ def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _own_rows(addend: fx.Node) -> RoutingChoice | None:
-    """Return which expert's rows ``addend`` is computed for, if it is zero in all other rows; ``None`` if it is not."""
+    """Return a description of the mask of one expert's rows (the tensor of chosen experts and the expert's number)
+    outside of which the term ``addend`` of a sum is zero; ``None`` if there is no such mask."""
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
         node = node.args[0]
@@ -146,14 +147,14 @@ def _group_into_loops(
     *,
     adds: bool,
 ) -> Iterator[Loop]:
-    """Group the outputs of experts into loops, and yield the loops.
-
-    The masks of a loop's experts test the same tensor of chosen expert numbers, and the numbers are consecutive.
+    """Group the outputs of experts into loops, and yield the loops. The masks of a loop's experts test the same tensor
+    of chosen expert numbers, and the numbers are consecutive.
 
     Args:
         found: the output of each expert, with the mask of the expert's rows.
         others: returns the chain's remaining operands for the outputs of a loop.
         chain: the nodes that combine the outputs.
+        numbers: assigns equal integers to nodes that compute the same value.
         adds: whether the chain is a sum.
     """
     by_source: dict[Any, dict[int, list[fx.Node]]] = {}
@@ -278,12 +279,11 @@ class ExpertColumns:
         return ExpertColumn(self.build(node.target, *operands, **kwargs))
 
     def at(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
-        """Return, for each row, the row's own expert's entry of ``column``, a value with the experts as last dim.
-
-        Raises :class:`Different` if a dim other than ``dim`` and the last does not have size 1.
+        """Return the node that has, for each row, the entry of the row's own expert in ``column``, a value with the
+        experts as last dim. Raises :class:`Different` if a dim other than ``dim`` and the last does not have size 1.
 
         Args:
-            keys: the expert of each row.
+            keys: the node with the expert of each row.
             dim: the index of the dim of the rows.
         """
         sizes = list_node_sizes(column.node)
@@ -294,7 +294,8 @@ class ExpertColumns:
         return self.build(aten.reshape.default, own, list(sizes[:-1]))
 
     def _append_expert_dim(self, argument: Any) -> Any:
-        """Return an argument of an operator in a form that broadcasts with values that have the experts as last dim."""
+        """Return ``argument``, an argument of an operator, in a form that broadcasts with values that have the experts
+        as last dim: a node gets a last dim of size 1, anything else stays."""
         if isinstance(argument, ExpertColumn):
             return argument.node
         if isinstance(argument, fx.Node) and get_node_tensor(argument).dim():

@@ -130,9 +130,8 @@ class _Unsorter:
                 self._record_unsorted_value(node, twin)
 
     def _record_unsorted_value(self, node: fx.Node, twin: _UnsortedValue) -> None:
-        """Record ``twin``, the value of ``node`` on unsorted rows. If it does not depend on the order, it replaces
-        ``node``.
-        """
+        """Record that ``node``, which depends on a sort of rows, would have the value ``twin`` if the rows were not
+        sorted. If that value does not depend on the order of the rows, it replaces ``node`` in the graph."""
         if any(dim is not None for dim in twin.dims):
             self.twins[node] = twin
         elif twin.node.op == "call_function":  # in its place, so that an output keeps its name
@@ -233,14 +232,14 @@ class _Unsorter:
         return _UnsortedValue(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
-        """Return whether ``node`` has the position where the rows of each expert end: the cumulative sum of the
-        experts' row counts.
-        """
+        """Return whether ``node`` has, for each of ``num_experts`` experts, the position where its rows end in the
+        sorted order: the cumulative sum of the experts' row counts."""
         total = _skip_casts(node)
         return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
 
     def _are_sizes(self, node: Any, num_experts: int) -> bool:
-        """Return whether ``node`` has the number of rows of each expert, in the order in which the rows are sorted."""
+        """Return whether ``node`` has the number of rows of each of ``num_experts`` experts, in the order in which the
+        rows are sorted."""
         counts = _skip_casts(node)
         if not self.ascending:
             return False

@@ -214,10 +214,8 @@ class _Stacking:
         return None
 
     def _is_chosen(self, addends: Sequence[fx.Node]) -> bool:
-        """Return whether the addends depend on a ``topk`` or similar over as many scores as there are addends.
-
-        This shows that a router chooses among the experts whose outputs are added.
-        """
+        """Return whether ``addends``, the outputs of experts that are added, depend on a ``topk`` or similar over as
+        many scores as there are addends. This shows that a router chooses among the experts."""
         seen: set[fx.Node] = set()
         stack = list(addends)
         while stack:
@@ -270,9 +268,8 @@ class _Stacking:
         return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
 
     def _build_gated_sum(self, outputs: list[fx.Node], gates: list[fx.Node]) -> fx.Node:
-        """Append the sum of the experts' ``outputs``, each multiplied by its gate ``[rows, 1]``, with stacked
-        parameters, and return it.
-        """
+        """Append the sum of the experts' ``outputs``, each multiplied by its gate (shape ``[rows, 1]``) at the same
+        position of ``gates``, computed with stacked parameters, and return its node."""
         made, _ = self._stack_nodes(tuple(outputs))
         columns = self.build(aten.cat.default, gates, 1)
         weights = self.build(aten.unsqueeze.default, self.build(aten.transpose.int, columns, 0, 1), -1)

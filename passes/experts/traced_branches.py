@@ -113,11 +113,8 @@ class TracedBranches:
         return True
 
     def look_back(self) -> None:
-        """Set ``changed`` if a mask that decided a branch was written in place afterwards; called at the end of a
-        trace.
-
-        The record of these masks is cleared.
-        """
+        """Set ``changed`` of this record if a mask that decided a branch was written in place afterwards, and forget
+        these masks; called at the end of a trace."""
         self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
         self.marked = []
 
@@ -237,11 +234,8 @@ def node_of(value: Any) -> Any:
 
 
 def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-    """Return the number of occurrences of each of the numbers 0, 1, .., like ``bincount``, with the fixed shape
-    ``[minlength]``.
-
-    Return ``None`` if larger numbers may occur, or weights are given.
-    """
+    """Return how often each of the numbers 0, 1, .., ``minlength`` - 1 occurs in ``numbers``, like ``bincount`` but
+    with the fixed shape ``[minlength]``. Return ``None`` if larger numbers may occur, or if ``weights`` are given."""
     node = node_of(numbers)
     places = None if node is None else num_choices(numbers_of(node))
     if weights is not None or places is None or places > minlength:

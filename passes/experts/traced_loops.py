@@ -87,7 +87,8 @@ class TracedLoops:
         return made
 
     def check(self) -> None:
-        """Raise :class:`UnsupportedError` if a loop was left early, or its masks were changed in place afterwards."""
+        """Raise :class:`UnsupportedError` if forward left a traced loop over experts early, or changed the masks that
+        decide about its iterations in place afterwards."""
         if self.changed or (self.guards is not None and self.guards.changed):
             raise UnsupportedError(
                 "which experts some row has chosen was asked before the masks were changed in place: change a copy of "
@@ -327,6 +328,7 @@ def _is_in(value: Any, nodes: set[fx.Node]) -> bool:
 
 
 def _stand_in(node: fx.Node, other: Any) -> None:
-    """Replace ``node`` by ``other`` in all its readers, if both have the same shape and dtype."""
+    """Make all readers of ``node`` read ``other`` instead, if ``other`` is a node with the same shape and dtype;
+    otherwise do nothing."""
     if list_node_sizes(other) == list_node_sizes(node) and other.meta["val"].dtype == node.meta["val"].dtype:
         node.replace_all_uses_with(other)

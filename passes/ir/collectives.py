@@ -102,8 +102,8 @@ def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[T
 
 
 def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's
-    backward.
+    """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's backward.
+    ``grad``: the gradient of the result, which is not read. ``q``, ``k``, ``v``: queries, keys and values of one rank.
     """
     return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
 
@@ -297,9 +297,8 @@ COMMUNICATING = (
 
 
 def collective_name(target: Any) -> str | None:
-    """Return the name of a collective operator of this project, such as ``all_gather``; ``None`` for any other node
-    target.
-    """
+    """Return the name, such as ``all_gather``, of ``target`` if this node target is a collective operator of this
+    project; ``None`` for any other one."""
     if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
         name = target._schema.name.split("::")[1]
         return name if name in _SCHEMAS else None

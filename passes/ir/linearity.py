@@ -150,11 +150,8 @@ def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: M
 
 
 def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether an operand (a node, a number, ``None``, or a list of them) is known to be zero if the inputs are
-    zero.
-
-    ``found``: how each node depends on the inputs.
-    """
+    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if the inputs of
+    the graph are zero. ``found``: how each node depends on the inputs."""
     if isinstance(operand, fx.Node):
         return found[operand].zero
     if isinstance(operand, tuple | list):
@@ -171,12 +168,9 @@ def _is_zero_by_itself(node: fx.Node) -> bool:
 
 
 def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
-    """Return sets of operand positions. The operator is linear in the operands of each set together, while all others
-    are fixed.
-
-    For example, a product of two operands is linear in ``{0}`` and in ``{1}``; a sum is linear in ``{0, 1}``. Positions
-    count from 0.
-    """
+    """Return sets of operand positions (from 0) of the operator ``node``. It is linear in the operands of each set
+    together, while all others are fixed. For example, a product of two operands is linear in ``{0}`` and in ``{1}``; a
+    sum is linear in ``{0, 1}``."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ()

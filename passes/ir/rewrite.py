@@ -102,13 +102,15 @@ def list_node_sizes(node: fx.Node) -> list[int]:
 
 
 def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
-    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators.
+    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators. Return the new graph, a map from old to
+    new node names, and the values of added constants by name.
 
-    Return the new graph, a map from old to new node names, and the values of added constants by name. Every operator
-    needs a meta tensor in ``node.meta["val"]`` and has one afterwards. Unused operators are removed; placeholders stay.
+    Every operator needs a meta tensor in ``node.meta["val"]`` and has one afterwards. Unused operators are removed;
+    placeholders stay.
 
     Args:
-        rules: maps an operator to the function that replaces it.
+        rules: for each operator to replace, a function ``rule(build, *args, **kwargs)``. It appends operators by
+            ``build`` and returns the node that replaces the operator, or ``KEEP`` to leave it.
     """
     build = Builder()
     env: dict[fx.Node, Any] = {}

@@ -82,9 +82,8 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
     inputs: dict[fx.Node, int] = {}
 
     def encode(argument: Any) -> Any:
-        """Return an argument in a hashable form without node names: a node is its kind and number in order of first
-        use.
-        """
+        """Return ``argument``, an argument of an operator, in a hashable form without node names: a node is represented
+        by its kind and its number in order of first use."""
         if isinstance(argument, fx.Node):
             if argument in index:
                 return "n", index[argument]

@@ -295,7 +295,8 @@ class ExpertColumns:
 
     def _append_expert_dim(self, argument: Any) -> Any:
         """Return ``argument``, an argument of an operator, in a form that broadcasts with values that have the experts
-        as last dim: a node gets a last dim of size 1, anything else stays."""
+        as last dim. For a value that has this dim, it is the value's node; another node gets a last dim of size 1;
+        anything else stays."""
         if isinstance(argument, ExpertColumn):
             return argument.node
         if isinstance(argument, fx.Node) and get_node_tensor(argument).dim():

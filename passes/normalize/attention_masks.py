@@ -252,11 +252,11 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
 
 
 def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
-    """Write a comparison as "number of the key < (or <=) number of the query".
+    """Write the comparison ``term``, a condition of an attention mask, as "number of the key < (or <=) number of the
+    query". Return (whether it is strict, the numbers by key ``[keys]``, the numbers by query ``[queries]``).
 
-    Return (whether it is strict, the numbers by key ``[keys]``, the numbers by query ``[queries]``). Return ``None`` if
-    a side of the comparison changes along both dims or along another dim. ``queries``, ``keys``: the numbers of queries
-    and keys.
+    Return ``None`` if a side of the comparison changes along both dims or along another dim. ``queries``, ``keys``: the
+    numbers of queries and keys.
     """
     a, b = term.a, term.b
     if term.compare in ("gt", "ge"):

@@ -235,8 +235,8 @@ def _cross_entropy_of_probabilities(
     """Append the cross entropy of ``logits`` with targets that are probabilities of the classes along ``dim``; return
     its node.
 
-    ``weight``: one weight per class; ``None`` means 1. ``reduction``: 0 none, 1 mean, 2 sum. ``smoothing``: the
-    probability that is divided evenly among all classes.
+    ``target``: the probabilities, of the sizes of ``logits``. ``weight``: one weight per class; ``None`` means 1.
+    ``reduction``: 0 none, 1 mean, 2 sum. ``smoothing``: the probability that is divided evenly among all classes.
     """
     size = list_node_sizes(logits)[dim]
     if smoothing:

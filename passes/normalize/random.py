@@ -86,11 +86,9 @@ def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> S
 
 
 def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Rewrite ``_standard_gamma`` as a sample that depends on each element's index; return ``KEEP`` (it stays) if a
-    generator is given.
-
-    The gradient with respect to the concentration is torch's, by implicit differentiation.
-    """
+    """Rewrite ``_standard_gamma`` as an operator that draws each sample from the element's index, and return its node;
+    return ``KEEP`` (the operator stays) if a ``generator`` is given. ``concentration``: the parameter of each element's
+    distribution. The gradient with respect to it is torch's, by implicit differentiation."""
     if generator is not None:
         return KEEP
     sample = sample_gamma(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
@@ -101,11 +99,9 @@ def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None)
 
 
 def rewrite_dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Rewrite ``_sample_dirichlet`` as a sample that depends on each element's index; return ``KEEP`` (it stays) if a
-    generator is given.
-
-    The gradient with respect to the concentration is torch's, by implicit differentiation.
-    """
+    """Rewrite ``_sample_dirichlet`` as operators that draw each sample from the element's index, and return the node;
+    return ``KEEP`` (the operator stays) if a ``generator`` is given. ``concentration``: the parameters of each
+    distribution along the last dim. The gradient with respect to them is torch's, by implicit differentiation."""
     if generator is not None:
         return KEEP
     sample = random.sample_dirichlet(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))

@@ -68,9 +68,9 @@ def rewrite_broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> tuple[f
 def rewrite_slice(
     build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
-    """Rewrite a slice with explicit, non-negative bounds, and return its node; ``x`` if the slice takes the
-    whole dim.
-    """
+    """Rewrite the slice of ``x`` along ``dim`` from ``start`` to ``end`` (either may be ``None`` or negative) with
+    bounds that are numbers from 0 on, and return its node; return ``x`` if the slice takes the whole dim. ``step``: the
+    distance of neighbouring indices."""
     dim %= len(list_node_sizes(x))
     size = list_node_sizes(x)[dim]
     start, end, step = slice(start, end, step).indices(size)

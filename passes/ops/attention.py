@@ -262,10 +262,8 @@ class Attention:
     _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def add(self, tile: Tile, k: Tensor, v: Tensor) -> None:
-        """Add the attention over one tile (a rectangle of queries and keys) to the result.
-
-        ``k`` ``[..., kv heads, keys, d]`` and ``v`` are all local keys and values, of which the tile is a part.
-        """
+        """Add the attention over the rectangle ``tile`` of queries and keys to the result so far. ``k`` ``[..., kv
+        heads, keys, d]`` and ``v`` are all local keys and values, of which the tile is a part."""
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         mask = _mask_of(tile, self.band, self.q, self._masks)
         scoring = TileScoring(tile.kind == "diagonal", mask, self.scale)
@@ -573,9 +571,8 @@ def empty_by_position(like: Tensor, width: int) -> Tensor:
 
 
 def band_of(before: int, after: int) -> Band:
-    """Return the :class:`Band` for two numbers of visible positions before and after a query's own; -1 means no
-    limit.
-    """
+    """Return the range of positions around its own that a query sees. ``before``, ``after``: how many positions it sees
+    before and after its own; -1 means no limit."""
     return Band(None if before < 0 else before, None if after < 0 else after)
 
 

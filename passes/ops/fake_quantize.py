@@ -28,12 +28,9 @@ Run = Callable[..., Any]  # (operator, *its arguments) -> its result
 
 
 def per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
-    """Return ``x`` fake-quantised with one scale and zero point for all elements; each of the two is a number or a
-    tensor.
-
-    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``,
-    ``quant_max``: the smallest and largest quantised level.
-    """
+    """Return ``x`` fake-quantised with one ``scale`` and one ``zero_point`` for all elements; each of the two is a
+    number or a tensor. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
+    ``quant_min``, ``quant_max``: the smallest and largest quantised level."""
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
@@ -109,11 +106,11 @@ def _straight_through(
     run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
 ) -> Any:
     """Return the dequantised values of ``places``, clamped to ``low`` to ``high``, with a gradient for the original
-    values ``x``.
+    values ``x``. The gradient is 1 where nothing is clamped and 0 elsewhere.
 
     ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``fixed``: the values of
     ``x`` without a gradient. ``places``: the quantised integer levels before clamping; ``low`` and ``high`` are the
-    smallest and largest level. The gradient of ``x`` is 1 where nothing is clamped and 0 elsewhere.
+    smallest and largest level. ``scale``, ``zero_point``: those of the quantisation, numbers or tensors.
     """
     clamped = run(aten.clamp.default, places, low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, clamped, zero_point), scale)

@@ -85,7 +85,7 @@ def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
 
 
 def _bits_to_open_interval(bits: Tensor, count: int = _BITS) -> Tensor:
-    """Return float64 numbers in the open interval (0, 1) for integers of ``count`` random bits."""
+    """Return float64 numbers in the open interval (0, 1) for ``bits``, integers of ``count`` random bits each."""
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-count)
 
 
@@ -274,18 +274,15 @@ def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
-    """Return the derivative of a gamma sample with respect to its concentration, by torch's implicit
-    differentiation.
-    """
+    """Return the derivative of the gamma distributed numbers ``sample`` with respect to ``concentration``, the
+    parameter of the distribution of each, by torch's implicit differentiation."""
     return torch._standard_gamma_grad(concentration, sample)
 
 
 def dirichlet_grad(sample: Tensor, concentration: Tensor, total: Tensor) -> Tensor:
-    """Return the derivative of a Dirichlet sample with respect to its concentration, by torch's implicit
-    differentiation.
-
-    ``total``: the sum of the concentrations of each distribution.
-    """
+    """Return the derivative of the Dirichlet distributed vectors ``sample`` with respect to ``concentration``, the
+    parameters of their distributions, by torch's implicit differentiation. ``total``: the sum of the concentrations of
+    each distribution."""
     return torch._dirichlet_grad(sample, concentration, total.expand_as(sample))
 
 
@@ -435,14 +432,16 @@ def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> F
 
 
 def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator call as a dict by name, including defaults."""
+    """Return the arguments of a call of the operator ``target``, including defaults, as a dict by name. ``args``,
+    ``kwargs``: the arguments that the call gives."""
     arguments = target._schema.arguments
     given = {a.name: a.default_value for a in arguments}
     return given | dict(zip([a.name for a in arguments], args, strict=False)) | dict(kwargs)
 
 
 def _operator_name(target: torch._ops.OpOverload) -> str:
-    """Return an operator's name without namespace, overload, a final ``_`` and ``_functional``, such as ``normal``."""
+    """Return the name of the operator ``target`` without namespace, overload, a final ``_`` and ``_functional``, such
+    as ``normal``."""
     return target._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
 
 
@@ -571,7 +570,9 @@ def _sample_permutation(s: Sampler) -> Any:
 
 
 def _sample_multinomial(s: Sampler) -> Any:
-    """Draw ``num_samples`` indices per row of weights, with probabilities that are proportional to the weights.
+    """Draw indices for each row of weights, with probabilities that are proportional to the weights, as torch's
+    ``multinomial`` does, and return the tensor or node. ``s``: has the arguments, such as the number of indices per
+    row, and draws.
 
     With replacement, the distribution function of each row is inverted. Without, each index gets an exponential random
     time whose rate is its weight, and the indices with the earliest times are taken.
@@ -700,9 +701,9 @@ class _Generators(TorchFunctionMode):
 
 
 def _gamma_rsample(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
-    """Draw from a gamma distribution during a trace, in place of ``Gamma.rsample``: its in-place clamp is written as a
-    sum.
-    """
+    """Draw from the gamma distribution ``distribution`` during a trace, in place of ``Gamma.rsample``, and return a
+    tensor of the shape ``sample_shape`` followed by the distribution's own. The in-place clamp of torch's method is
+    written as a sum."""
     shape = distribution._extended_shape(torch.Size(sample_shape))
     value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     clamped = value.detach().clamp(min=torch.finfo(value.dtype).tiny)

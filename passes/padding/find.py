@@ -146,10 +146,11 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> 
 
 
 def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
-    """Yield what is known of the values that padding must not change: the loss, new values of buffers, and outputs.
+    """Yield descriptions of the values of ``main`` that padding must not change: the loss, new values of buffers, and
+    outputs.
 
-    ``values``: what is known of each node's results. A loss that grows with the batch is yielded again, with a fault (a
-    reason why padding may change it).
+    ``values``: the description of each node's results under padding. A loss that grows with the batch is yielded again,
+    with a fault (a reason why padding may change it).
     """
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
@@ -160,11 +161,9 @@ def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[P
 
 
 def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[str, tuple[int, int]]:
-    """Return, by path of an output, (the dim that grows with the batch, by how much its size exceeds that of the
-    batch).
-
-    Outputs that do not grow are left out. ``values``: what is known of each node's results.
-    """
+    """Return a dict from the path of an output of ``main`` to (the dim that grows with the batch, by how much its size
+    exceeds that of the batch). Outputs that do not grow are left out. ``values``: the description of each node's
+    results under padding."""
     by_name = {node.name: found[0] for node, found in values.items()}
     found: dict[str, tuple[int, int]] = {}
     for output in main.outputs:
@@ -178,8 +177,8 @@ def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[
 
 
 def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
-    """Yield the choices of numbers in the new elements of the padded inputs, the safest first, each as path of an input
-    -> number.
+    """Yield the possible choices of numbers in the new elements of the padded inputs of ``main``, the safest first. A
+    choice is a dict from the path of an input to the number.
 
     Each input has a copy of its last element (``None``), a number that marks an ignored target, or zero. ``dims``: path
     of an input -> the dim that is padded.

@@ -283,10 +283,11 @@ def _find_fill(
 def _with_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """Return ``value``, the description of an operator's result, with what is known of its elements from their indices.
+    """Return ``value``, the description of the result of the operator ``node`` under padding, with what is known of its
+    elements from their indices. For example, ``arange`` makes indices, and a comparison of two index tensors makes a
+    causal mask.
 
-    For example, ``arange`` makes indices, and a comparison of two index tensors makes a causal mask. ``rule``: which
-    dims of operands and results are one loop.
+    ``rule``: which dims of operands and results are one loop. ``operands``: the descriptions of the operands.
     """
     name = operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
@@ -651,9 +652,8 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
-    """Return whether the mask of the attention ``node`` hides padded keys from every query of the batch.
-
-    ``ordered``: queries and keys grow alike, so that a causal mask also hides padded keys.
+    """Return whether the mask of the attention ``node`` hides padded keys from every query of the batch. ``mask``: its
+    description under padding. ``ordered``: queries and keys grow alike, so that a causal mask also hides padded keys.
     """
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)

@@ -189,10 +189,11 @@ def _context_forms(node: fx.Node) -> dict[str, Form]:
 
 
 def _over_ranks(algorithm: str, local: Local) -> fx.Node:
-    """Append an attention over a sequence that is sharded over the ranks to the graph, and return its node (its first
-    result if the replaced operator has only one).
+    """Append an attention over a sequence that is sharded over the ranks, and return its node (its first result if the
+    replaced operator has only one).
 
-    ``algorithm``: how keys and values are exchanged, ``all_gather`` or ``ring``.
+    ``algorithm``: how keys and values are exchanged, ``all_gather`` or ``ring``. ``local``: the attention to replace,
+    its layouts, and the graph of one rank to append to.
     """
     seen = find_attention_band(local.node)
     assert seen is not None, local.node
@@ -254,7 +255,8 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
 
 
 def _own_experts(local: Local) -> fx.Node:
-    """Append a grouped product over the experts whose matrices this rank holds to the graph, and return its node.
+    """Append a grouped product over the experts whose matrices this rank holds, and return its node. ``local``: the
+    product to replace, its layouts, and the graph of one rank to append to.
 
     The rows of these experts are consecutive. They are moved to the front before the product and back after it; all
     other rows of the result are zero.

@@ -334,8 +334,11 @@ def build_factor_rule(
 
     ``operands`` and ``results``: for each tensor, the name of each dim's factor; ``None`` for a dim that is never
     sharded. Factor sizes are taken from the tensors. Dims of size 1 have no factor. A name that has two different
-    sizes, as in a gather whose index is shorter than its source, is dropped. The other arguments are fields of
-    :class:`OpFactors`.
+    sizes, as in a gather whose index is shorter than its source, is dropped.
+
+    ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands
+    of one set are partial sums, so are the results. ``lower``: factor -> special operators that run if it is sharded.
+    ``local``: appends the operator for the shapes on one rank. ``spans``: a factor that some tensors have in part.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}

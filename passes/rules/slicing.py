@@ -72,7 +72,8 @@ def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]
 
 
 def _local_split(local: Local) -> fx.Node:
-    """Append the split of this rank's operand, each piece with its local size, and return its node."""
+    """Append the split of this rank's operand, each piece with its size on one rank, and return its node. ``local``:
+    the operator to replace, its layouts, and the graph of one rank to append to."""
     spans = local.factors.spans
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()
@@ -152,8 +153,7 @@ def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, 
 
 def _local_slice(local: Local) -> fx.Node:
     """Append the slice of this rank's operand, with local start and end if the sliced dim is sharded, and return its
-    node.
-    """
+    node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
     (x,) = local.operands
     dim = as_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
     if not local.strategy.operands[0].is_shard or local.strategy.operands[0].dim != dim:
@@ -191,8 +191,7 @@ def slice_scatter(node: fx.Node) -> OpFactors:
 
 def _local_slice_scatter(local: Local) -> fx.Node:
     """Append the write of a range into this rank's operand, with local start and end if the written dim is sharded, and
-    return its node.
-    """
+    return its node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
     x, part = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(x)))
     spans = local.factors.spans

@@ -45,13 +45,13 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 class SolvedCandidate:
     """The best plan of a mesh candidate before its program is emitted.
 
-    ``num_microbatches``: the number of each rank, if all have equally many. ``local``: the graphs of one rank.
-    ``stages``: the cut into stages. ``estimate``: time and memory of a step. ``context_model``: the model before its
-    sequence is sharded over ``cp``. ``stage_of_call``: the stage index of each call of ``local.model``. ``devices``:
-    the device index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``:
-    indices of those that recompute selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how
-    gradients are reduced. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have equally
-    many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the cutoff of the
+    ``num_microbatches``: the number of the rank of ``dp`` with the most. ``local``: the graphs of one rank. ``stages``:
+    the cut into stages. ``estimate``: time and memory of a step. ``context_model``: the model before its sequence is
+    sharded over ``cp``. ``stage_of_call``: the stage index of each call of ``local.model``. ``devices``: the device
+    index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``: indices of those
+    that recompute selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how gradients are
+    reduced. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have equally many.
+    ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the cutoff of the
     search if that is smaller.
     """
 

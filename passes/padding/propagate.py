@@ -209,11 +209,11 @@ def _build_result(
     other: Sequence[int],
     sizes: Sizes,
 ) -> PaddedValue:
-    """Describe the result ``index`` (from 0) of an operator by its factor rule (which dims of operands and results are
-    one loop).
+    """Return the description of the result with the index ``index`` (from 0) of the operator ``node`` under padding, by
+    the operator's factor rule ``rule``, which says which dims of operands and results are one loop.
 
-    ``held``: for each operand, the parts of its dims by factor (loop). ``operands``: the described operands. ``other``:
-    the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes.
+    ``held``: for each operand, the parts of its dims by factor (loop). ``operands``: the descriptions of the operands.
+    ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes.
     """
     known: dict[str, Parts] = {}
     for of in held:
@@ -397,11 +397,9 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``slice`` if the batch is padded; ``None`` if no part of its dim grows with the batch.
-
-    It has a fault (a reason why padding may change other elements) if it takes elements whose place depends on the
-    padding.
-    """
+    """Return the description of the result of the ``slice`` node ``node`` if the batch is padded; ``None`` if no part
+    of the sliced dim grows with the batch. ``operands``: the descriptions of the operands. The result has a fault (a
+    reason why padding may change other elements) if the slice takes elements whose place depends on the padding."""
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -419,10 +417,9 @@ def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
 
 
 def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``constant_pad_nd`` if the batch is padded.
-
-    It has a fault (a reason why padding may change other elements) if it writes other numbers behind padded elements.
-    """
+    """Return the description of the result of the ``constant_pad_nd`` node ``node`` if the batch is padded.
+    ``operands``: the descriptions of the operands. The result has a fault (a reason why padding may change other
+    elements) if other numbers are written behind padded elements."""
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
     number = get_node_argument(node, "value", 0)
@@ -450,10 +447,9 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``cat`` if the batch is padded; ``None`` if no operand is padded along its dim.
-
-    It has a fault (a reason why padding may change other elements) unless only the last operand is padded there.
-    """
+    """Return the description of the result of the ``cat`` node ``node`` if the batch is padded; ``None`` if no operand
+    is padded along its dim. ``operands``: the descriptions of the operands. The result has a fault (a reason why
+    padding may change other elements) unless only the last operand is padded there."""
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -467,10 +463,9 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``select`` if the batch is padded; ``None`` if its dim is not padded.
-
-    It has a fault (a reason why padding may change other elements) unless the first element is selected.
-    """
+    """Return the description of the result of the ``select`` node ``node`` if the batch is padded; ``None`` if its dim
+    is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding may
+    change other elements) unless the first element is selected."""
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -481,10 +476,9 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``slice_scatter`` if the batch is padded; ``None`` if its dim is not padded.
-
-    It has a fault (a reason why padding may change other elements) unless the written slice ends with the dim.
-    """
+    """Return the description of the result of the ``slice_scatter`` node ``node`` if the batch is padded; ``None`` if
+    its dim is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding
+    may change other elements) unless the written slice ends with the dim."""
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -500,10 +494,9 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``select_scatter`` if the batch is padded; ``None`` if its dim is not padded.
-
-    It has a fault (a reason why padding may change other elements) unless the first element is written.
-    """
+    """Return the description of the result of the ``select_scatter`` node ``node`` if the batch is padded; ``None`` if
+    its dim is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding
+    may change other elements) unless the first element is written."""
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -513,10 +506,9 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``cumsum`` or ``diff`` if the batch is padded; ``None`` if its dim is not padded.
-
-    Padded elements come last, so the results before them do not depend on them.
-    """
+    """Return the description of the result of the ``cumsum`` or ``diff`` node ``node`` if the batch is padded; ``None``
+    if its dim is not padded. ``operands``: the descriptions of the operands. Padded elements come last, so the results
+    before them do not depend on them."""
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -528,11 +520,9 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``gather`` if the batch is padded.
-
-    It has a fault (a reason why padding may change other elements) unless the source is not padded along its dim, or
-    each element reads itself.
-    """
+    """Return the description of the result of the ``gather`` node ``node`` if the batch is padded. ``operands``: the
+    descriptions of the source and the index. The result has a fault (a reason why padding may change other elements)
+    unless the source is not padded along its dim, or each element reads itself."""
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
     fault, itself = x.fault or index.fault, False
@@ -568,11 +558,9 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``softmax`` if the batch is padded; ``None`` if its dim is not padded.
-
-    It has a fault (a reason why padding may change other elements) unless padded elements have very low scores or are
-    hidden by a causal mask.
-    """
+    """Return the description of the result of the ``softmax`` node ``node`` if the batch is padded; ``None`` if its dim
+    is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding may
+    change other elements) unless padded elements have very low scores or are hidden by a causal mask."""
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -588,10 +576,9 @@ def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Describe the result of an attention if the batch is padded.
-
-    It has a fault (a reason why padding may change other elements) unless padded keys are masked: by their number in
-    the mask, or by a causal mask, because they are behind every query of the batch.
+    """Return the description of the result of the attention ``node`` if the batch is padded. ``operands``: the
+    descriptions of the operands. The result has a fault (a reason why padding may change other elements) unless padded
+    keys are masked: by their number in the mask, or by a causal mask, because they are behind every query of the batch.
     """
     query, key, value, *masks = operands
     rank = len(query.dims)
@@ -666,11 +653,9 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``any`` or ``all`` if the batch is padded; ``None`` if its dims are not padded.
-
-    It has a fault (a reason why padding may change other elements) unless padded elements are false (``any``) or true
-    (``all``).
-    """
+    """Return the description of the result of the ``any`` or ``all`` node ``node`` if the batch is padded; ``None`` if
+    its dims are not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why
+    padding may change other elements) unless padded elements are false (``any``) or true (``all``)."""
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0
     dims = as_dims(get_node_argument(node, "dim"), len(x.dims))

@@ -297,9 +297,8 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return ``traced`` as a graph without operators that write into their operands. ``arguments``: tensors like its
-    inputs.
-    """
+    """Return the graph ``traced`` rewritten so that no operator writes into its operands. ``arguments``: tensors like
+    its inputs."""
 
     def run(*flat: Tensor) -> list[Tensor | None]:
         interpreter = fx.Interpreter(traced)
@@ -347,9 +346,12 @@ def _select_fused_kernel(node: fx.Node) -> Any:
 
 
 def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return a result in the place of the fused RMS norm of accelerators, which cannot be traced without one.
+    """Return a tensor that stands for the result of the fused RMS norm of accelerators, which cannot be traced on
+    another device. It saves values of the same size for backward but computes other numbers, so it is for analysis
+    only.
 
-    It saves values of the same size but computes other numbers, so it is for analysis only.
+    ``shape``: the sizes of the last dims of ``x`` that are normalised. ``weight``: their factors, or ``None``. ``eps``:
+    the number that is added to the mean square.
     """
     alike: Sequence[Tensor] = aten.native_layer_norm(x, shape, weight, None, eps or 0.0)
     return alike[0]

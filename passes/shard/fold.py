@@ -133,7 +133,7 @@ def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
 
 
 def _freeze_argument(argument: Any) -> Any:
-    """Return a hashable key of an operator's argument that is equal for equal arguments."""
+    """Return a hashable key of ``argument``, an operator's argument, that is equal for equal arguments."""
     if isinstance(argument, tuple | list):
         return tuple([_freeze_argument(a) for a in argument])
     if isinstance(argument, slice):
@@ -256,9 +256,8 @@ class _Folder:
                 self.value_of[node] = captured.placeholders[node.name]
 
     def make_calls(self) -> None:
-        """Create the calls (runs of one graph with its own parameters and inputs) for all groups of operators, shared
-        ones first.
-        """
+        """Create the calls of the model, one for each group of operators, shared ones first. A call is a run of one
+        graph with its own parameters and inputs; equal groups share a graph."""
         for group in self.shared:
             self.make_call(Unit(_SHARED, group), shared=True)
         for unit in self.units:

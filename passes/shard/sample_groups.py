@@ -47,8 +47,8 @@ class Recurrences:
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite, in place, the buffer updates in the graph of one group of samples so that the values of all groups can
-    be summed in any order. Return the updates.
+    """Rewrite, in place, the buffer updates in the graph of ``group``, the model of one group of samples, so that the
+    values of all groups can be summed in any order. Return the updates.
 
     ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
     they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose update needs the result
@@ -208,8 +208,8 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape that an input of the model has for ``count`` groups of samples together. ``path``: its place
-        in forward's arguments.
+        """Return the shape of an input of the model for ``count`` groups of samples together; its dim of samples is
+        ``count`` times as large as in the graph of one group. ``path``: the place of the input in forward's arguments.
         """
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))

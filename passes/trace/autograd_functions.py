@@ -78,14 +78,14 @@ torch.library.register_fake("partition::own", lambda x, *_: torch.empty_like(x),
 
 
 def _keep_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
-    """Store in ``ctx`` the numbers of loss terms and of inputs of the operator ``partition::own``, for its backward."""
+    """Store in ``ctx``, for the backward of the operator ``partition::own``, how many loss terms and inputs it has.
+    ``inputs``: its arguments (tensor, loss terms, inputs). ``output``: its result, which is not read."""
     ctx.counts = len(inputs[1]), len(inputs[2])
 
 
 def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[None]]:
-    """Return the gradients of the operator ``partition::own``: ``grad`` for its result, none for its loss terms and
-    inputs.
-    """
+    """Return the gradients of the operator ``partition::own``: ``grad`` for the tensor that it returns, and ``None``
+    for each of its loss terms and inputs, whose numbers are stored in ``ctx``."""
     terms, inputs = ctx.counts
     return grad, [None] * terms, [None] * inputs
 
@@ -535,9 +535,8 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         """
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
-            """Note ``hook`` without registering it, and return a handle. Raise :class:`UnsupportedError` if it may do
-            more than observe.
-            """
+            """Note ``hook``, which forward wants to register on ``owner``, without registering it, and return a handle.
+            Raise :class:`UnsupportedError` if it may do more than observe."""
             reason = what_it_does(hook, given)
             if reason is not None:
                 raise UnsupportedError(
@@ -647,8 +646,7 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
 
     def entered(hooks: Any) -> Any:
         """Replace ``saved_tensors_hooks.__enter__``: note ``save_on_cpu`` without entering it, and raise
-        :class:`UnsupportedError` for hooks of the user.
-        """
+        :class:`UnsupportedError` for hooks of the user. ``hooks``: the context that is entered."""
         if isinstance(hooks, graph.save_on_cpu):
             left.offloaded.add(_format_user_line())
             return None

@@ -44,7 +44,7 @@ class HookValue:
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
     def joined(self, other: HookValue) -> HookValue:
-        """Return what an expression can be that has either this value or ``other``."""
+        """Return the kind of value that an expression has which is either this value or ``other``."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -88,9 +88,9 @@ def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
 
 
 def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
-    """Return the function behind a partial, a bound method or a callable object, and the positional and keyword
-    arguments that this object passes in addition, as kinds of values for the analysis of hooks.
-    """
+    """Return three values for ``called``, a partial, a bound method or a callable object: the function behind it, and
+    the positional and keyword arguments that the object passes in addition, as kinds of values for the analysis of
+    hooks."""
     first: list[HookValue] = []
     named: dict[str, HookValue] = {}
     for _ in range(_MOST_DEPTH):
@@ -340,7 +340,8 @@ class _HookReader:
     # statements
 
     def read_statements(self, body: Sequence[ast.stmt]) -> None:
-        """Analyse all statements of ``body``. Raise :class:`_SideEffect` if one may change something."""
+        """Analyse all statements of ``body`` without running them. Raise :class:`_SideEffect` if one may change
+        something."""
         for statement in body:
             self.read_statement(statement)
 

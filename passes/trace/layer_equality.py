@@ -45,7 +45,8 @@ class Unread:
         self.kept = kept  # the value
 
     def _refuse_attribute_use(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise :class:`Unlike`."""
+        """Raise :class:`Unlike`, in place of any use of an attribute's value that differs between modules which should
+        be equal."""
         raise Unlike("forward reads an attribute that each layer has for itself")
 
     __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = (
@@ -387,14 +388,15 @@ class ParkedParameters:
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def close(self) -> None:
-        """Remove the selected parameters from their modules, until :meth:`open` puts them back."""
+        """Remove the parameters that were selected for the time of a trace from their modules, until :meth:`open` puts
+        them back."""
         for held in self._held.values():
             for part, _, own in held:
                 names = [n for n, p in own.items() if p is not None]
                 part.__dict__["_parameters"] = _ParkedParameterDict(names, lambda: self._running)
 
     def open(self) -> None:
-        """Put all removed parameters back into their modules."""
+        """Put all parameters that :meth:`close` removed back into their modules."""
         for held in self._held.values():
             for part, _, own in held:
                 part.__dict__["_parameters"] = own

@@ -83,9 +83,8 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return (number of entries so far, number of known tensors); :meth:`sum_up` replaces the entries after
-        that.
-        """
+        """Return two counts that mark the present position of this journal: the number of entries so far, and the
+        number of known tensors. :meth:`sum_up` replaces the entries after the mark."""
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -314,10 +313,9 @@ class Repeats:
     def _run_or_reuse_call(
         self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``module``, a member of the group number ``index`` of equal modules, and return its output. It is run or
-        traced if this is one of the first calls or cannot stand for others; otherwise the operator ``partition::layer``
-        stands for it.
-        """
+        """Call ``module``, a member of the group number ``index`` of equal modules, with ``args`` and ``kwargs``, and
+        return its output. It is run or traced if this is one of the first calls or cannot stand for others; otherwise
+        the operator ``partition::layer`` stands for it. ``forward``: the module's own forward."""
         if self.away is not None and id(module) in self.away.names:
             return self._stand_in(self.away, index, module, args, kwargs)
         again = id(module) in self._called

@@ -354,8 +354,9 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
     """Decompose ``convolution_backward`` into a convolution that does not read the input if only the input's gradient
     is wanted: return (gradient, ``None``, ``None``). Return ``NotImplemented`` if other gradients are wanted too.
 
-    ``how``: stride, padding, dilation, whether the convolution is transposed, output padding, number of groups, and the
-    three wanted gradients as booleans.
+    ``grad``: the gradient of the convolution's result. ``x``, ``weight``: its operands. ``bias_sizes``: the shape of
+    its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
+    number of groups, and the three wanted gradients as booleans.
     """
     *geometry, output_mask = how
     if list(output_mask) != [True, False, False]:

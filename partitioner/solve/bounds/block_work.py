@@ -262,9 +262,9 @@ def _for_inputs(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _bound_kernel_seconds(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> BlockCallTime:
-    """Return the seconds of ``kernels`` on ``device``, in parts that depend differently on batch and sharding.
-    ``spared``: the kernels of copies and sums that a sharded graph may not need.
-    """
+    """Return lower bounds on the seconds of ``kernels`` on ``device``, divided into parts: kernel launches, work that
+    grows with the batch, and reading and writing of weights. ``spared``: the kernels of copies and sums that a sharded
+    graph may not need."""
     batch = weights = 0.0
     for kernel in kernels:
         rate = memory_rate(kernel.kind, device)

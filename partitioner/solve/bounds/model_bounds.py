@@ -89,9 +89,8 @@ Vector = NDArray[np.float64]
 
 
 class BoundOptions(TypedDict, total=False):
-    """Options of the computation of a lower bound on stage times. ``cutoff_s``: a bound of this many seconds is tight
-    enough. ``quick``: do not compute entries for long stages.
-    """
+    """Options of the computation of lower bounds on stage times. ``cutoff_s``: a bound of this many seconds is tight
+    enough. ``quick``: leave out stages that take much longer than an even share of the work."""
 
     cutoff_s: float
     quick: bool
@@ -148,7 +147,8 @@ class ModelBounds:
         self._capacities: dict[tuple[int, int], tuple[int, ...]] = {}  # by stages and number of communication groups
 
     def with_job(self, job: PlannedJob) -> ModelBounds:
-        """Return a copy of these bounds for another job with the same model, batch and topology."""
+        """Return a copy of these bounds for ``job``, another job with the same model, batch and topology but other
+        constraints."""
         other = copy(self)
         other.job = job
         return other
@@ -270,10 +270,9 @@ class ModelBounds:
         return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
 
     def _bound_fill_and_drain(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return lower bounds on the times in which the pipeline fills and drains: two fractions, of a microbatch's
-        forward seconds and of its backward seconds. Both are 0 if they depend on numbers of microbatches that differ
-        between ranks.
-        """
+        """Return lower bounds on the times in which the pipeline of ``candidate`` fills and drains, as two numbers:
+        fractions of a microbatch's forward seconds and of its backward seconds. Both are 0 if they depend on numbers of
+        microbatches that differ between ranks."""
         if self.may_differ(candidate) and not is_formula(candidate.schedule):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)
@@ -326,8 +325,8 @@ class ModelBounds:
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
     def _bound_reduction_seconds(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound in seconds on reducing the gradients of all stages one after the other. Gradients of
-        experts are left out if ``ep`` > 1."""
+        """Return a lower bound in seconds on reducing the gradients of all stages of ``candidate``, one stage after the
+        other. Gradients of experts are left out if ``ep`` > 1."""
         experts = self.job.experts if candidate.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
@@ -355,26 +354,26 @@ class ModelBounds:
         ]
 
     def state_bytes(self, candidate: MeshCandidate) -> float:
-        """Return the bytes of parameters, gradients and optimizer states on a rank if all stages have equally many."""
+        """Return the bytes of parameters, gradients and optimizer states on a rank of ``candidate`` if all stages have
+        equally many."""
         key = candidate.states_kind
         if key not in self._state_bytes:
             self._state_bytes[key] = sum(_shard_state_cost(*state, candidate).total for state in self._placed_states)
         return self._state_bytes[key] / candidate.pp
 
     def check_states(self, candidate: MeshCandidate) -> None:
-        """Raise :class:`CapacityError` if parameters, gradients and optimizer states alone exceed the memory of all
-        ranks together. The check is quick. A single stage may lack more bytes than the error says."""
+        """Raise :class:`CapacityError` if the parameters, gradients and optimizer states of ``candidate`` alone exceed
+        the memory of all ranks together. The check is quick. A single stage may lack more bytes than the error says."""
         needed, room = self.state_bytes(candidate), sum(self._find_capacity(candidate)) / candidate.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, candidate: MeshCandidate) -> int:
-        """Return the usable bytes of the largest device that a rank of any placement could have."""
+        """Return the usable bytes of the largest device that a rank of ``candidate`` has on any placement."""
         return max(self._find_capacity(candidate))
 
     def _find_capacity(self, candidate: MeshCandidate) -> tuple[int, ...]:
-        """Return for each pipeline stage the usable bytes of the largest device that a rank of any placement could
-        have. If all devices are equal, no placement is enumerated.
-        """
+        """Return, for each pipeline stage of ``candidate``, the usable bytes of the largest device that a rank of the
+        stage has on any placement. If all devices are equal, no placement is enumerated."""
         if not self._equal_rooms:
             return self._find_best_case_mesh(candidate).capacity
         grid = candidate.grid
@@ -441,8 +440,8 @@ class ModelBounds:
         return self.least(candidate, self.model, calls, self.share_of_states(candidate), **how)
 
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
-        """Return, for each block by name, a lower bound on the cost of one call with one microbatch on the best device
-        type."""
+        """Return a dict from block name to a lower bound on the cost of one call of the block with one microbatch of
+        ``candidate``, on the best device type. A block is a piece of the model, such as a decoder layer."""
         key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:
             share, several = candidate.microbatch_size / self.samples / candidate.cp, candidate.microbatch_size > 1
@@ -451,14 +450,14 @@ class ModelBounds:
         return self._calls[key]
 
     def check_microbatch(self, candidate: MeshCandidate) -> None:
-        """Raise :class:`CapacityError` if one call with one microbatch needs more memory than any device has. The check
-        is quick."""
+        """Raise :class:`CapacityError` if one block call with one microbatch of ``candidate`` needs more memory than
+        any device has. The check is quick."""
         needed = self.layer_bytes(candidate)
         check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(candidate))
 
     def layer_bytes(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound on the bytes that a rank needs while one microbatch runs through the call that needs
-        most."""
+        """Return a lower bound on the bytes that a rank of ``candidate`` needs while one microbatch runs through the
+        block call that needs most."""
         kept = "activations" not in (self.job.constraints.offload or ())
         key = (kept, candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._layer_bytes:
@@ -528,8 +527,8 @@ class ModelBounds:
         ) * _ROUNDING
 
     def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
-        """Return a lower bound in seconds on the forward of one microbatch through all stages, on the fastest devices.
-        ``floor``: known lower bounds on each block's seconds."""
+        """Return a lower bound in seconds on the forward of one microbatch of ``candidate`` through all stages, on the
+        fastest devices. ``floor``: known lower bounds on each block's seconds, or ``None``."""
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
             n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()

@@ -74,15 +74,14 @@ class BatchSharing:
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Return whether it is useful to give the ranks of ``dp`` unequal numbers of microbatches on this placement:
-        their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers.
-        """
+        """Return whether it is useful to give the ranks of ``dp`` unequal numbers of microbatches on the placement
+        ``machine``: their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers."""
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
         return free and len(machine.distinct_pipelines) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        """Return the divisions of the batch to try first, each as a tuple with the number of microbatches of every rank
-        of ``dp``.
+        """Return the divisions of the batch to try first on the placement ``machine``, each as a tuple with the number
+        of microbatches of every rank of ``dp``.
 
         If the numbers may differ, there are up to three: for pipelines whose stages are cut in proportion to their
         speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one, which a
@@ -94,9 +93,9 @@ class BatchSharing:
         return self._first[key]
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
-        """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines with a
-        given cut into stages. ``calls``: for each stage, the indices of its block calls in the model of one rank.
-        """
+        """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines on the
+        placement ``machine`` with a given cut into stages. ``calls``: for each stage, the indices of its block calls in
+        the model of one rank."""
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
         for seats in machine.distinct_pipelines:

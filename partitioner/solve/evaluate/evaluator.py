@@ -274,9 +274,11 @@ class CandidateEvaluator:
         return key, (candidate, size, whole)
 
     def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """Return three values: the graphs of one rank; block name -> lower bound on the cost of a call on any
-        placement; and name -> cost of a parameter or buffer of a rank. Raises :class:`PlanError` or
-        :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded in this way.
+        """Return three values for ``candidate``: the graphs of one rank; block name -> lower bound on the cost of a
+        call on any placement; and name -> cost of a parameter or buffer of a rank.
+
+        Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
+        in this way.
         """
         local, costs, states = self.own(candidate)
         return local.model, combine_fastest_costs(self._list_stage_costs(candidate, costs)), states
@@ -321,7 +323,7 @@ class CandidateEvaluator:
             check_disks(topology, devices, [stage.disk for stage in held])
 
     def _split_of(self, candidate: MeshCandidate) -> FoldedModel:
-        """Return the model of one microbatch before its sequence is sharded over ``cp``."""
+        """Return the model of one microbatch of ``candidate`` before its sequence is sharded over ``cp``."""
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
@@ -355,9 +357,8 @@ class CandidateEvaluator:
         return len(self.job.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
-        """Return whether lower bounds on calls assume the devices and groups that the shardings are optimized for. Only
-        then can bounds be scaled from one microbatch size to another.
-        """
+        """Return whether lower bounds on the block calls of ``candidate`` assume the devices and groups of ranks that
+        its sharding is optimized for. Only then can bounds be scaled from one microbatch size to another."""
         if self.placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
@@ -366,9 +367,9 @@ class CandidateEvaluator:
         )
 
     def _compute_block_bound(self, candidate: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
-        """Return lower bounds on the seconds of each block for microbatches of ``size`` samples; ``None`` if the model
-        cannot be sharded in this way. ``whole``: whether all samples of a rank are one microbatch.
-        """
+        """Return lower bounds on the seconds of each block of ``candidate`` for microbatches of ``size`` samples;
+        ``None`` if the model cannot be sharded in this way. ``whole``: whether all samples of a rank are one
+        microbatch."""
         wanted = self._wanted(candidate, size, whole)
         try:
             local = self.locals.at(*wanted)
@@ -397,10 +398,9 @@ class CandidateEvaluator:
         return whole and self.locals.coupled
 
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
-        """Return the cache key of the sharded graphs of one rank from which lower bounds on blocks are computed for
-        microbatches of ``size`` samples, and the number of microbatches of a rank. ``whole``: whether all samples of a
-        rank are one microbatch.
-        """
+        """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` from which lower bounds
+        on blocks are computed for microbatches of ``size`` samples, and the number of microbatches of a rank.
+        ``whole``: whether all samples of a rank are one microbatch."""
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
         return self.locals.key(candidate, parts, whole or parts == 1), parts // dp
@@ -432,9 +432,8 @@ class CandidateEvaluator:
         self._spread.add((candidate.ep, key))
 
     def _compute_state_costs(self, candidate: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
-        """Return the cost of each parameter and buffer on one rank, by name. It does not depend on the placement.
-        ``key``: the cache key of ``local``, the graphs of one rank.
-        """
+        """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, which does
+        not depend on the placement. ``key``: the cache key of ``local``, the graphs of one rank."""
         held = (
             candidate.dp > 1,
             candidate.kind,

@@ -91,9 +91,9 @@ class Job:
         return self.constraints.group_size or self.global_batch
 
     def goes_apart(self, candidate: MeshCandidate) -> bool:
-        """Return whether the ranks of ``dp`` wait for each other only at the end of a step, so that faster ranks may
-        compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in each microbatch.
-        """
+        """Return whether the ranks of ``dp`` of ``candidate`` wait for each other only at the end of a step, so that
+        faster ranks may compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in
+        each microbatch."""
         return not self.model.updates and candidate.dp > 1 and candidate.zero < 2 and candidate.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:

@@ -224,7 +224,8 @@ def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
 
 
 def _acts_by_mode(module: nn.Module) -> bool:
-    """Return whether the forward of a module reads ``self.training``. Dropout with probability 0 does not count."""
+    """Return whether the forward of ``module`` reads ``self.training``, so that it acts differently in evaluation.
+    Dropout with probability 0 does not count."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "training" in code.co_names and getattr(module, "p", None) != 0
 

@@ -135,6 +135,7 @@ def build_memory_stretches(
 
     A root is a node whose choice decides the choices of others. ``roots[i]``: the root of node i. ``maps[i]``: the
     choice of node i for each choice of ``roots[i]``. The memory of a root includes that of all nodes it decides.
+    ``memory``: the limit and the memory of each choice.
     """
     live = [i for i, (start, end) in enumerate(memory.intervals) if start < end and np.any(memory.usages[i])]
     events = sorted(e for i in live for e in ((memory.intervals[i][0], 1), (memory.intervals[i][1], 0)))

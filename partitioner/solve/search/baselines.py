@@ -189,8 +189,7 @@ def _find_textbook_layouts(
     """Return the layouts that every report compares with: ``"data parallel"`` (plain data parallelism, without expert
     parallelism) and ``"megatron"`` (the layout that Megatron-LM's authors recommend). The value is that one of
     ``candidates`` of this kind which fits in memory and has the least lower bound on its step time; ``None`` if there
-    is none.
-    """
+    is none. ``space``: the search space. ``bounds``: computes lower bounds on candidates."""
     found = find_baseline_candidates(space, candidates, bounds.times, _build_fit_check(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
     return {**found, "data parallel": find_least_bound_candidate(plain, bounds.times, _build_fit_check(bounds))}
@@ -200,8 +199,8 @@ def _list_leaner_candidates(
     space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
     """Yield variants of ``candidate`` that need less memory: smaller microbatches, then (with ``tp``) also more
-    pipeline stages. ``known``: the candidates of the search, to which variants without ZeRO must belong.
-    """
+    pipeline stages. ``known``: the candidates of the search, to which variants without ZeRO must belong. ``space``: the
+    search space."""
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
         if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
@@ -456,8 +455,9 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
 
 def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
-    """Return the best candidate in which all ranks are data-parallel and share parameters, gradients and optimizer
-    states (ZeRO-3); ``None`` if the batch does not divide over the ranks."""
+    """Return the best candidate of ``space`` in which all ranks are data-parallel and share parameters, gradients and
+    optimizer states (ZeRO-3), by its lower bound in ``bounds``; ``None`` if the batch does not divide over the ranks.
+    """
     world = space.world_size
     if space.units % world:
         return None

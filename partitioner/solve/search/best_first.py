@@ -441,7 +441,8 @@ class BestFirstSearch:
 
 
 def _has_virtual_stages(candidate: MeshCandidate) -> bool:
-    """Return whether a rank has several stages, or the number of microbatches that it holds has no closed formula."""
+    """Return whether a rank of ``candidate`` has several stages, or the number of microbatches that it holds has no
+    closed formula."""
     return not is_plain(candidate.schedule, candidate.virtual_stages)
 
 

@@ -228,8 +228,8 @@ class BoundCascade:
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _bound_zero2_scatters(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound in seconds on a step under ZeRO-2, where gradients are scattered after every backward; 0
-        if that cannot be bounded."""
+        """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where gradients are scattered after
+        every backward; 0 if that cannot be bounded."""
         job, m = self.evaluator.job, int(self.bounds.rounds(candidate))
         if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(candidate):
             return 0.0

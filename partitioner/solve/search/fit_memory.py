@@ -222,8 +222,8 @@ def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, trie
 
 
 def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
-    """Return the plan of ``explored``, with its program unless ``estimate_only`` is set or this version cannot execute
-    the plan. ``explored``: the result of the search."""
+    """Return the plan in ``explored``, the result of the search for ``job``, as a planned program. The program itself
+    is left out if ``estimate_only`` is set or this version cannot execute the plan."""
     chosen = explored.chosen
     beyond = planned_only(job, chosen.candidate, job.constraints)
     beyond += ("estimate_only=True",) if estimate_only else ()
@@ -263,9 +263,8 @@ class _MemoryShortfall:
 
 
 def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
-    """Return whether the program of ``chosen`` fits in device memory, or exceeds it by no more than a small tolerance.
-    Returns ``True`` for plans that are only estimated, because they have no program.
-    """
+    """Return whether the program of ``chosen``, a plan of ``job``, fits in device memory, or exceeds it by no more than
+    a small tolerance. Returns ``True`` for plans that are only estimated, because they have no program."""
     if planned_only(job, chosen.candidate, job.constraints):
         return True
     lacks = _find_memory_shortfall(job, chosen, emit_program(job, chosen)[1])

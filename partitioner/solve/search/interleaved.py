@@ -48,8 +48,7 @@ _RELAXED = 4  # number of a candidate's bounds that use the sharding of the larg
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
     """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
-    the search may spend without finding a better plan.
-    """
+    the search may spend without finding a better plan. ``space``: the search space."""
     return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
@@ -66,6 +65,7 @@ def schedules_of_several(
     The groups are variants of the best candidates in ``solved`` (candidate -> plan), of solved pipelines that lose much
     time to bubbles and recomputation, and of candidates whose bounds suggest a faster plan. ``found``: the best
     candidate so far. ``rows``: the outcomes of all candidates. ``bounds``: computes lower bounds on candidates.
+    ``space``: the search space.
     """
     enough = solved[found].step_time
     best: dict[MeshCandidate, MeshCandidate] = {}
@@ -105,7 +105,7 @@ def contexts_of_best(
 ) -> list[Sequence[MeshCandidate]]:
     """Return groups of one candidate each, in the order in which they should be tried: variants of the best candidates
     in which more ranks share each sequence. ``tried``: candidate -> seconds of its step, for the candidates that were
-    solved. Candidates in ``known`` are left out."""
+    solved. Candidates in ``known`` are left out. ``space``: the search space."""
     enough = min(tried.values()) * _NEAR_CONTEXT
     near: dict[MeshCandidate, MeshCandidate] = {}
     for candidate in sorted(tried, key=tried.__getitem__):
@@ -142,7 +142,7 @@ def _list_promising_candidates(
     fastest first. ``rows``: the outcomes of the search. ``bounds``: computes lower bounds on candidates.
 
     The estimate scales the bounds of a candidate by the smaller pipeline bubble and adds the recomputation that memory
-    requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped.
+    requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped. ``space``: the search space.
     """
     heap: list[tuple[float, int, int]] = []  # seconds, the index in `nodes`, the number of bounds computed
     nodes: list[Sequence[MeshCandidate]] = []

@@ -99,7 +99,8 @@ class PlanSearchResult:
 
 
 def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
-    """Return the search space of ``job``, from which its candidates are listed."""
+    """Return the search space of ``job``, from which its candidates are listed. ``bounds``: has sizes of the job's
+    model."""
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
     often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
@@ -272,8 +273,8 @@ def _search_candidates(
 ) -> PlanSearchResult:
     """Search the candidates of one variant of the job with fixed kinds of offloaded data, and return the best plan.
     ``evaluator``, ``bounds``: plan and bound its candidates. ``before``: candidate -> its outcome in an earlier search.
-    ``hosts``: whether offload was added because nothing fitted without it.
-    """
+    ``hosts``: whether offload was added because nothing fitted without it. ``request``: time limit, cutoff and
+    callbacks of the search."""
     start, compare, deadline, emit = time.monotonic(), request.compare, request.deadline, request.emit
     space = space_of(job, bounds)
     candidates = list_candidates(space)

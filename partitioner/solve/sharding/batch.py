@@ -106,9 +106,9 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
-    """Return the operators that depend on no input with a batch dim, in any call of their block. They depend on
-    weights, constants and random indices alone. ``batch``: the number of samples, by which a batch dim is recognized.
-    """
+    """Return the operators of ``model`` that depend on no input with a batch dim, in any call of their block. They
+    depend on weights, constants and random indices alone. ``batch``: the number of samples, by which a batch dim is
+    recognized."""
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()
     for run in model.calls:

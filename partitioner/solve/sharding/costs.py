@@ -282,9 +282,12 @@ _UNDIVIDED_RESULTS = 4.0
 
 
 def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Group, precision: str) -> TensorCosts:
-    """Return costs on ``axis`` over ``group`` with a large penalty for matrix products and weights that are not divided
-    over the ranks. On ``cp`` the penalty also applies to all other results, because that axis exists to divide their
-    memory. ``precision``: number format of most products, such as ``"bf16"``."""
+    """Return prices of shardings of ``model`` on ``axis`` over ``group``, with a large penalty for matrix products and
+    weights that are not divided over the ranks. On ``cp`` the penalty also applies to all other results, because that
+    axis exists to divide their memory.
+
+    ``device``: the device type. ``precision``: number format of most products, such as ``"bf16"``.
+    """
     products = [(often, node) for often, node in _list_weighted_operators(model) if matmul_flops(node)]
     flops = sum(often * matmul_flops(node) for often, node in products)
     results = sum(often * made_bytes(node) for often, node in products)

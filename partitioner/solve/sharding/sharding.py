@@ -355,8 +355,7 @@ def _measure_sharded_work(
 ) -> tuple[float, dict[str, float]]:
     """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
     operator name -> fraction of compute time. ``chosen``: block name -> strategy of each operator. ``costs``: prices of
-    the strategies.
-    """
+    the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks."""
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}
     for name, strategies in chosen.items():

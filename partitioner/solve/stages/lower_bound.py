@@ -172,6 +172,7 @@ def _after_others(
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
     has postponed. If steps overlap, only the part of the earlier calls that exceeds these postponed backwards counts.
+    ``problem``: the calls and the schedule.
     """
     ahead, back, weights = others
     late = problem.half_done(stage) * (weights[stop] - weights[start])
@@ -222,8 +223,7 @@ def _check_memory(tables: StageTables) -> None:
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
     """Return the possible stages whose work takes at most ``limit`` seconds, sorted by their ends, as three arrays: the
     index of the first call, the index after the last call, and, for each distinct end, the position of its first entry
-    in the other two.
-    """
+    in the other two. ``tables``: seconds and bytes of all possible stages."""
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run
     done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)

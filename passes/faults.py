@@ -200,7 +200,8 @@ def format_versions() -> str:
 
 
 def _find_package_version(name: str) -> str:
-    """Return the version of an installed package, or ``from source`` if it is not installed as a package."""
+    """Return the version of the installed package ``name`` as text, or ``from source`` if it is not installed as a
+    package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -248,10 +248,9 @@ def _meta_value(node: fx.Node, value: Any) -> Any:
 
 
 def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, ModelState]:
-    """Return the parameters, buffers and constant tensors of an exported program, by canonical name.
-
-    ``canonical``: maps every name of a state to the name that is used for it; tied weights have several names.
-    """
+    """Return a dict from canonical name to each parameter, buffer and constant tensor of the exported program
+    ``program``. ``canonical``: maps every name of a state to the name that is used for it; tied weights have several
+    names."""
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)

@@ -73,11 +73,9 @@ def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace an instance norm by a batch norm with one channel for each channel of each sample, as torch defines it.
-
-    The graph is changed in place. Each sample updates its own copy of the running statistics; the mean over the samples
-    is written back to them.
-    """
+    """Replace ``node``, an instance norm that updates running statistics, by a batch norm with one channel for each
+    channel of each sample, as torch defines it. The graph is changed in place. Each sample updates its own copy of the
+    running statistics; the mean over the samples is written back to them."""
     x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node), node
     samples, channels, *rest = x.meta["val"].shape
@@ -522,18 +520,16 @@ def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
 
 
 def _format_tensor_spec(value: Tensor | None) -> str:
-    """Return dtype and shape of a tensor as text, such as ``float32 of shape (4, 8)``; the text ``None`` for no
-    tensor.
-    """
+    """Return dtype and shape of the tensor ``value`` as text, such as ``float32 of shape (4, 8)``; the text ``None`` if
+    it is ``None``."""
     if value is None:
         return "None"
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 def _has_cumulative_average(module: _BatchNorm) -> bool:
-    """Return whether a batch norm averages over all batches so far (``momentum=None``), so that its result depends on
-    its batch counter.
-    """
+    """Return whether ``module`` is a batch norm that averages over all batches so far (``momentum=None``), so that its
+    result depends on its batch counter."""
     plain = type(module).forward is _BatchNorm.forward
     return plain and module.momentum is None and module.training and module.num_batches_tracked is not None
 
@@ -591,7 +587,8 @@ def with_frozen_as_buffers(states: Mapping[str, ModelState], changed: Collection
 
 
 def _check_frozen(captured: Captured) -> None:
-    """Raise :class:`UnsupportedError` if forward changes a parameter that requires a gradient."""
+    """Raise :class:`UnsupportedError` if the forward of the model ``captured`` changes a parameter that requires a
+    gradient."""
     for name in captured.updates:
         state = captured.states[name]
         if state.kind == "parameter" and state.requires_grad:
@@ -603,11 +600,8 @@ def _check_frozen(captured: Captured) -> None:
 
 
 def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) -> fx.Node:
-    """Append operators that make ``value`` the new value of the parameter or buffer ``state``, and return the last of
-    them.
-
-    Its result has the dtype of the state, no gradient, and memory of its own.
-    """
+    """Append to ``graph`` operators that make ``value`` the new value of the parameter or buffer ``state``, and return
+    the last of them. Its result has the dtype of the state, no gradient, and memory of its own."""
     place = {k: value.meta[k] for k in _PLACE if k in value.meta}
     place = place or {"path": state.name.rpartition(".")[0], "source": "", "stack": ()}
 
@@ -650,7 +644,7 @@ def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> d
     """Return the values of the buffers of ``folded`` (except constants) before the first step, by name.
 
     A value is one number if all elements are equal, otherwise nested lists. Large buffers with different elements, and
-    buffers without values (on ``meta``), are left out.
+    buffers without values (on ``meta``), are left out. ``model``: the original model, which has the values.
     """
     every: dict[str, Any] = (
         {} if isinstance(model, ExportedProgram) else {"remove_duplicate": False}

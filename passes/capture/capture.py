@@ -153,7 +153,8 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
     """Return the number of samples in ``inputs``, and for each input tensor, by path, the index of its batch dim
     (``None`` if it has none).
 
-    Raises :class:`InputsError` if no input has a batch dim.
+    Raises :class:`InputsError` if no input has a batch dim. ``model``: gives the sample inputs if ``inputs`` is
+    ``None``.
     """
     count, dims = sample_dims_of(split_inputs(model, inputs))
     if count is None:
@@ -204,9 +205,8 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
 
 
 def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
-    """Return a note if the model returns a loss of its own that the argument ``loss`` replaces; otherwise an empty
-    tuple.
-    """
+    """Return a note, in a tuple, if the model ``captured`` returns a loss of its own that the function ``loss``
+    replaces; otherwise an empty tuple."""
     returned = [output.value for output in captured.outputs if output.path == "loss"]
     if loss is None or not set(returned) - {None, captured.loss}:
         return ()
@@ -242,9 +242,8 @@ def _without_numbers(tensor: Tensor) -> bool:
 
 
 def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the values of small non-persistent buffers by name, on the CPU; no checkpoint contains these buffers.
-
-    ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
+    """Return a dict from name to value of the small non-persistent buffers of ``model``, on the CPU; no checkpoint
+    contains these buffers. ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
     """
     saved = set(model.state_dict(keep_vars=True))
     return {

@@ -127,9 +127,8 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
 
 
 def _read_example_inputs(program: ExportedProgram) -> Bound:
-    """Return the (positional, keyword) arguments that a program was exported with. Raise :class:`InputsError` if it has
-    none.
-    """
+    """Return the (positional, keyword) arguments with which ``program`` was exported. Raise :class:`InputsError` if it
+    has none."""
     if program.example_inputs is None:
         raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
     args, kwargs = program.example_inputs

@@ -181,11 +181,9 @@ class PythonState:
 
 # --- what can be changed ----------------------------------------------------------------------------------------------
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return the attributes of a module and its submodules, by (module path, attribute name), each as (comparison key,
-    value).
-
-    Attributes that every module has are left out, except ``training``. Equal keys mean that a value has not changed.
-    """
+    """Return a dict of the attributes of ``module`` and its submodules: (module path, attribute name) -> (comparison
+    key, value). Equal keys mean that a value has not changed. Attributes that every module has are left out, except
+    ``training``."""
     known: dict[int, Any] = {}
     return {
         (path, name): (_build_value_key(value, known), value)
@@ -559,7 +557,8 @@ def _build_capture_key(captured: Captured) -> Any:
 
 
 def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
-    """Return the values of graph nodes that depend on constants alone, by node. Very large ones are left out."""
+    """Return a dict from each node of the graph of ``captured`` whose value depends on constants alone to this value.
+    Very large ones are left out."""
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":

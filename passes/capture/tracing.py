@@ -603,7 +603,8 @@ def _format_changed_names(changes: Sequence[StateChange]) -> str:
 
 
 def _is_used(captured: Captured, name: str) -> bool:
-    """Return whether an output, the loss or another parameter or buffer is computed from the state ``name``."""
+    """Return whether an output, the loss or another parameter or buffer of the model ``captured`` is computed from the
+    parameter or buffer ``name``."""
     nodes = {n.name: n for n in captured.graph.nodes}
     placeholder = next((nodes[p] for p, state in captured.placeholders.items() if state == name and p in nodes), None)
     if placeholder is None:

@@ -274,9 +274,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _holds_compiled(module: nn.Module) -> bool:
-    """Return whether an attribute of the module, such as a ``forward`` set on the instance, was made by
-    ``torch.compile``.
-    """
+    """Return whether an attribute of ``module``, such as a ``forward`` set on the instance, was made by
+    ``torch.compile``."""
     return any(_find_uncompiled_function(value) is not None for value in vars(module).values())
 
 

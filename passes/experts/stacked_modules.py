@@ -98,7 +98,7 @@ class Packing:
 
 
 def _merge_state_names(names: Sequence[str]) -> str:
-    """Return one name for several parameters, with ``*`` where they differ, such as ``experts.*.up.weight``."""
+    """Return one name for the parameters ``names``, with ``*`` where they differ, such as ``experts.*.up.weight``."""
     parts = [name.split(".") for name in names]
     return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=False))
 

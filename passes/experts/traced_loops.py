@@ -243,11 +243,8 @@ def is_turn(node: fx.Node, parity: int) -> bool:
 
 
 def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
-    """Append a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert, and return the new
-    node.
-
-    ``where``: metadata of the new node, such as its module path and source line.
-    """
+    """Append to ``graph`` a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert, and
+    return the new node. ``where``: metadata of the new node, such as its module path and source line."""
     value: Tensor = node.meta["val"]
     made = insert_operator_node(
         graph, aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": META}

@@ -123,6 +123,7 @@ def _make_route_results(experts: Tensor, num_experts: int, axis: str, size: int)
 
     ``experts`` ``[t]``: the expert number of each row. The counts are ``[2, size]``: rows sent to, and received from,
     each of the ``size`` ranks. The number of received rows is symbolic if the trace has symbolic shapes, else ``t``.
+    ``num_experts`` and ``axis``, the other arguments of the operator, are not read.
     """
     rows: Any = experts.shape[0]
     device: Any = experts.device

@@ -411,9 +411,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _value_of(value: Any) -> Number:
-    """Return the planned Python number that a lifted number (one that is traced as a tensor) stands for; any other
-    number unchanged.
-    """
+    """Return the planned Python number that ``value`` stands for if it is a lifted number (one that is traced as a
+    tensor); otherwise ``value`` itself."""
     return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
 
 
@@ -447,9 +446,8 @@ def apply_number_operator(name: str, *operands: Any) -> Any:
 
 
 def _tensor_of(value: Any, real: bool) -> Tensor:
-    """Return a Python number, lifted (traced as a tensor) or not, as a 0-dimensional tensor: float64 if ``real``, else
-    int64.
-    """
+    """Return the Python number ``value``, lifted (traced as a tensor) or not, as a 0-dimensional tensor: float64 if
+    ``real``, else int64."""
     dtype = torch.float64 if real else torch.int64
     if is_lifted(value):
         tensor: Tensor = value.tensor

@@ -106,9 +106,8 @@ def _rebuild_filled_tensor(
 
 
 def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
-    """Append operators that cast ``source`` to the dtype of ``node`` and expand it to its shape; return the last of
-    them.
-    """
+    """Append to ``graph`` operators that cast ``source`` to the dtype of ``node`` and expand it to its shape; return
+    the last of them."""
     value, given = node.meta["val"], source.meta["val"]
     if given.dtype != value.dtype:
         source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
@@ -186,7 +185,8 @@ def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
 
 
 def _read_operator_name(target: Any) -> str:
-    """Return an operator's name without namespace and overload, such as ``add`` for ``aten.add.Tensor``."""
+    """Return the name of the operator ``target`` without namespace and overload, such as ``add`` for
+    ``aten.add.Tensor``."""
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
     name = target._schema.name

@@ -219,7 +219,7 @@ _OF_GIVEN_TYPE = ("aten::where", "aten::to", "aten::_to_copy", "aten::type_as")
 
 
 def _cast_node_operands(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
-    """Insert a cast to ``dtype`` before each operand of ``node``, in place."""
+    """Insert a cast to ``dtype`` before each operand of ``node`` into ``graph``, in place."""
     for operand in node.all_input_nodes:
         with graph.inserting_before(node):
             wide = graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": dtype})

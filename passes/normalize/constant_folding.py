@@ -411,9 +411,8 @@ def _require_terms(value: Any) -> tuple[Condition, ...]:
 
 
 def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
-    """Return the value of a logical ``and``: a tensor, or the comparisons of both operands together. ``a``, ``b``: the
-    values of the operands.
-    """
+    """Return the value of the logical ``and`` that ``node`` computes: a tensor, or a tuple of the comparisons of both
+    operands. ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` if one of them has no such form."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
@@ -424,8 +423,8 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
-    """Return the value of ``where``: a tensor, or a choice between two numbers if the condition is known as
-    comparisons.
+    """Return the value of the node ``node``, a ``where``: a tensor, or a choice between two numbers if the condition is
+    known as comparisons.
 
     ``condition``, ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` in any other case.
     """
@@ -578,9 +577,8 @@ def _evaluate_cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
 
 
 def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
-    """Return the ``n``-th difference of neighbours along ``dim``, with ``prepend`` and ``append`` joined to the operand
-    ``x`` first.
-    """
+    """Return the value of the node ``node``: the ``n``-th difference of neighbours along ``dim``, with ``prepend`` and
+    ``append`` joined to the operand ``x`` first. The arguments are the values of the operands."""
 
     def whole(position: int, value: Any) -> Tensor | None:
         given = node.args[position] if len(node.args) > position else None

@@ -168,7 +168,7 @@ def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node
 
     Return the result and the final states of all layers. ``state``: the initial state of all layers; a list of two for
     an LSTM. ``weights``: those of all layers, in order. ``layers``: the fields of :class:`RecurrentLayers`. For a
-    network without dropout, return ``KEEP`` (the operator stays).
+    network without dropout, return ``KEEP`` (the operator stays). ``x``: the input.
     """
     stack = RecurrentLayers(*layers)
     if not stack.drops:

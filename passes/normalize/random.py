@@ -121,12 +121,9 @@ def rewrite_rrelu(
     training: bool = False,
     generator: Any = None,
 ) -> Any:
-    """Rewrite the randomized leaky ReLU as a product with drawn slopes; return ``KEEP`` (it stays) if a generator is
-    given.
-
-    ``lower``, ``upper``: the bounds of the slope. ``training``: whether slopes are drawn; otherwise the mean of the
-    bounds is used.
-    """
+    """Rewrite the randomized leaky ReLU of ``x`` as a product with drawn slopes, and return its node; return ``KEEP``
+    (the operator stays) if a ``generator`` is given. ``lower``, ``upper``: the bounds of the slope. ``training``:
+    whether slopes are drawn; otherwise the mean of the bounds is used."""
     if generator is not None:
         return KEEP
     given = {"self": x, "lower": lower, "upper": upper, "training": training}
@@ -281,9 +278,8 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
     """
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-        """Append alpha dropout of ``x`` with probability ``p`` and return its node; ``x`` itself without training or
-        with ``p`` of 0.
-        """
+        """Append alpha dropout of ``x`` with probability ``p`` and return its node; return ``x`` itself if ``train`` is
+        false or ``p`` is 0."""
         if not train or p == 0:
             return x
         if p == 1:

@@ -87,10 +87,9 @@ def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int
 
 
 def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Rewrite ``split`` and ``chunk`` as ``split_with_sizes`` with explicit sizes, and return its node.
-
-    ``sizes``: the size or sizes of the pieces, or their number; not read, because the node's results have the sizes.
-    """
+    """Rewrite ``split`` or ``chunk`` of ``x`` along ``dim`` as ``split_with_sizes`` with explicit sizes, and return its
+    node. ``sizes``: the size or sizes of the pieces, or their number; not read, because the node's results have the
+    sizes."""
     assert build.node is not None
     dim %= len(list_node_sizes(x))
     return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)

@@ -38,11 +38,8 @@ def unflatten_dims(graph: fx.Graph) -> None:
 
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a matrix product of flattened rows, a bias and the reshape ``node`` that splits the rows again by a
-    product of unflattened rows.
-
-    Any other reshape is left unchanged.
-    """
+    """Replace, in ``graph``, a matrix product of flattened rows, a bias and the reshape ``node`` that splits the rows
+    again by a product of unflattened rows. Any other reshape is left unchanged."""
     sizes = list_node_sizes(node)
     value: Any = node.args[0]
     bias: Any = None
@@ -80,11 +77,8 @@ def _is_bias(bias: Any, size: int) -> bool:
 
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a transpose of flattened dims and the reshape ``node`` that splits them again by a permutation of the
-    separate dims.
-
-    Any other reshape is left unchanged.
-    """
+    """Replace, in ``graph``, a transpose of flattened dims and the reshape ``node`` that splits them again by a
+    permutation of the separate dims. Any other reshape is left unchanged."""
     moved: Any = node.args[0]
     order = _find_transpose_order(moved)
     flat = moved.args[0] if order is not None else None

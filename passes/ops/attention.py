@@ -541,8 +541,8 @@ def band_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, before: int, after: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values of an attention in which a query sees a limited range of
-    positions.
+    """Return the gradients of queries ``q``, keys ``k`` and values ``v`` of an attention in which a query sees a
+    limited range of positions.
 
     ``grad``: the gradient of its result. ``out``, ``lse``: its result and the logsumexp of its scores. ``before``,
     ``after``: how many positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the
@@ -582,14 +582,16 @@ def limits_of(band: Band) -> tuple[int, int]:
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return empty tensors of the shapes and types of an attention's result and logsumexp. The arguments are those of
-    the attention."""
+    """Return two empty tensors of the shapes and types of an attention's result and of the logsumexp of its scores, for
+    shape inference. ``q``, ``k``, ``v``: queries, keys and values ``[b, heads, positions, d]``; further arguments are
+    ignored."""
     return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=find_accumulation_dtype(q))
 
 
 def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors of the shapes and types of the gradients of queries, keys and values. The arguments are
-    those of the attention's backward."""
+    """Return three empty tensors of the shapes and types of the gradients of ``q``, ``k`` and ``v``, the queries, keys
+    and values of an attention, for shape inference. ``grad``: the gradient of the result; it and further arguments are
+    not read."""
     return tuple(empty_by_position(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
 
 

@@ -41,7 +41,8 @@ def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the logit of each row's target and the logsumexp of each row along ``dim``, both with size 1 there.
+    """Return two tensors for the rows of ``logits`` along ``dim``: the logit of each row's target and the logsumexp of
+    each row, both with size 1 along ``dim``.
 
     ``index``: the target class of each row, with size 1 along ``dim``. The results have the accumulation type, float32
     for 16-bit logits.

@@ -47,24 +47,19 @@ def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_
 def learnable_per_tensor(
     run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
-    """Return ``x`` fake-quantised with one scale and one zero point that are trained.
-
-    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``,
-    ``quant_max``: the smallest and largest quantised level. ``grad_factor``: the factor of the gradients of scale and
-    zero point.
-    """
+    """Return ``x`` fake-quantised with one ``scale`` and one ``zero_point`` that are trained. ``run(operator,
+    *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``, ``quant_max``: the smallest
+    and largest quantised level. ``grad_factor``: the factor of the gradients of scale and zero point."""
     return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
 
 def learnable_per_channel(
     run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
-    """Return ``x`` fake-quantised with trained scales and zero points, one of each for each index of its dim ``axis``.
-
-    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``,
-    ``quant_max``: the smallest and largest quantised level. ``grad_factor``: the factor of the gradients of scales and
-    zero points.
-    """
+    """Return ``x`` fake-quantised with trained vectors ``scale`` and ``zero_point``, which have one entry for each
+    index of its dim ``axis``. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
+    ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``grad_factor``: the factor of the gradients
+    of scales and zero points."""
     scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
     return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 

@@ -72,7 +72,7 @@ def _is_random(name: str) -> bool:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Return whether two arguments of an operator differ; nodes, also in lists, never differ."""
+    """Return whether ``a`` and ``b``, arguments of an operator, differ; nodes, also in lists, never differ."""
     if isinstance(a, fx.Node) or isinstance(b, fx.Node):
         return False  # operands are compared as nodes
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

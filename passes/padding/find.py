@@ -118,9 +118,8 @@ def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Value
 
 
 def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
-    """Return what is known of the elements of the input with the path ``path``, if the inputs are padded as ``axis``
-    says.
-    """
+    """Return a description of the input with the placeholder ``node`` and the path ``path`` if the inputs are padded as
+    ``axis`` says: which dims grow with the batch, and which number the new elements have."""
     value = plain_value(shapes_of(node)[0])
     if path not in axis.dims:
         return value
@@ -128,7 +127,7 @@ def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
 
 
 def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> PaddedValue:
-    """Return what is known of the parameter, buffer or constant ``name`` if the inputs are padded as ``axis`` says.
+    """Return a description of the parameter, buffer or constant ``name`` if the inputs are padded as ``axis`` says.
 
     It gets a fault (a reason why padding may change results) if its value depends on the batch size. A constant that is
     the first part of a larger one, such as a table by position, has no fault. ``main``, ``other``: the model's graphs

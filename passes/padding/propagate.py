@@ -62,9 +62,8 @@ def propagate_padding(
 
 
 def _explain(node: fx.Node, what: str) -> str:
-    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: operator, location and
-    ``what``.
-    """
+    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: the operator of ``node``, its
+    location, and ``what`` it does."""
     return f"{operator_name(node)} at {format_node_location(node)} {what}"
 
 
@@ -164,11 +163,10 @@ def _map_factors(
 
 
 def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
-    """Return whether an operand is zero wherever its key index, along ``factor``, exceeds its query index, which the
-    result has.
+    """Return whether an operand, described by ``value``, is zero wherever its key index, along ``factor``, exceeds its
+    query index, which the result has. Padded keys then add nothing for a query of the batch.
 
-    Padded keys then add nothing for a query of the batch. ``operand``: the operand's index, from 0. ``rule``: which
-    dims of operands and results are one loop (a factor).
+    ``operand``: the operand's index, from 0. ``rule``: which dims of operands and results are one loop (a factor).
     """
     if value.causal is None or value.causal[2] != 0:
         return False
@@ -362,7 +360,7 @@ def _combine_causal(
 
 
 def _is_short(node: fx.Node) -> bool:
-    """Return whether a cast gives a dtype that cannot represent every index exactly."""
+    """Return whether the cast ``node`` gives a dtype that cannot represent every index of a sequence exactly."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
 

@@ -86,10 +86,8 @@ class PaddedValue:
 
 
 def plain_value(shape: Sequence[int], fault: str = "") -> PaddedValue:
-    """Return the description of a tensor of this shape that does not grow with the batch.
-
-    ``fault``: why its elements may differ from those without padding; empty if they do not.
-    """
+    """Return the description of a tensor of the shape ``shape`` that does not grow with the batch. ``fault``: why its
+    elements may differ from those without padding; empty if they do not."""
     return PaddedValue(tuple((Part(size),) for size in shape), fault)
 
 

@@ -181,9 +181,9 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def _context_forms(node: fx.Node) -> dict[str, Form]:
-    """Return the forms of an attention in which queries, keys and values are sharded along the sequence (dim 2), and
-    document ids, if it has them (dim 1), by name.
-    """
+    """Return a dict from the name of an algorithm to the way in which it runs the attention ``node`` over the ranks. In
+    each, queries, keys and values are sharded along the sequence (dim 2), and document ids, if the attention has them,
+    along dim 1."""
     ids = (1,) * (node.target is document_ops.document_attention.default)
     return {name: Form("q", (2, 2, 2, *ids), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 

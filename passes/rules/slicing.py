@@ -126,7 +126,8 @@ def shard_slice_operator(node: fx.Node) -> OpFactors | None:
 
 
 def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
-    """Return the start of a slice, as an index from 0 to ``size`` (the size of the sliced dim), and its step."""
+    """Return (start, step) of the slice ``node``. The start is an index from 0 to ``size``, the size of the sliced
+    dim."""
     start = get_node_argument(node, "start") or 0
     start = max(start + size, 0) if start < 0 else min(start, size)
     return start, get_node_argument(node, "step", 1)
@@ -285,9 +286,8 @@ def pad_by_copies(node: fx.Node) -> OpFactors:
 
 
 def _find_padded_dims(node: fx.Node, amounts: Sequence[int]) -> list[int]:
-    """Return the indices of the dims that are padded, last dim first. ``amounts``: the padding before and after each
-    dim, from the last dim on.
-    """
+    """Return the list of indices of the dims of the operand of ``node`` that are padded, last dim first. ``amounts``:
+    the padding before and after each dim, from the last dim on."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     return [rank - 1 - i for i in range(len(amounts) // 2) if amounts[2 * i] or amounts[2 * i + 1]]
 

@@ -188,7 +188,7 @@ def _in_forms(
     divisible.
 
     ``factors``: the operator's sharding rule. ``nodes``, ``results``: its operands and result tensors. ``reads``: the
-    layout of each operand that is not sharded.
+    layout of each operand that is not sharded. ``num_ranks``: the number of ranks that share them.
     """
     found = []
     for name, form in factors.forms.items():

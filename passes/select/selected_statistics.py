@@ -35,7 +35,8 @@ def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) ->
     """Rewrite the mean over all dims of ``x``, rows that a mask selects, so that it leaves out other rows. Return the
     new node.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``build``: the rewriter, to whose graph operators are appended. ``dtype``: the dtype to which ``x`` is cast first;
+    ``None`` for none.
     """
     return _mean_over(build, x, None, dtype=dtype)
 
@@ -252,8 +253,8 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
         """Append the softmax of ``x`` along ``dim`` and return its node, with zeros in rows that the mask does not
-        select; ``None`` if ``dim`` is not that of the selected rows.
-        """
+        select; ``None`` if ``dim`` is not that of the selected rows. ``dtype``: the dtype to which ``x`` is cast first;
+        ``None`` for none."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, -math.inf), dim, dtype)
@@ -264,8 +265,9 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
 
 
 def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
-    """Append the running sum along rows that a mask selects, where other rows count as zero, and return its node;
-    ``None`` if ``dim`` is another dim. Raise :class:`Unselectable` if the rows are in another order than in the model.
+    """Append the running sum of ``x`` along ``dim``, where rows that its mask does not select count as zero, and return
+    its node; ``None`` if ``dim`` is not that of the rows. Raise :class:`Unselectable` if the rows are in another order
+    than in the model.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """

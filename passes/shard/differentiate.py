@@ -385,9 +385,8 @@ def _fused_attention(
 
 
 def _settle_sizes(graph: fx.Graph) -> None:
-    """Replace sizes in ``node.meta["val"]`` that depend on the routing of rows to experts by the sizes under even
-    routing, in place. ``node.meta["open"]`` is set to whether a node had such a size.
-    """
+    """Replace, in ``node.meta["val"]`` of the nodes of ``graph``, sizes that depend on the routing of rows to experts
+    by the sizes under even routing, in place. ``node.meta["open"]`` is set to whether a node had such a size."""
     even: dict[Any, int] = {}
     for node in graph.nodes:
         if collective_name(node.target) == "route":
@@ -415,9 +414,8 @@ def _settle_sizes(graph: fx.Graph) -> None:
 
 
 def _simplify_views(graph: fx.Graph) -> None:
-    """Remove aliases, pairs of transposes that cancel, and views of views, in place, because each costs time in
-    every run.
-    """
+    """Remove aliases, pairs of transposes that cancel, and views of views from ``graph``, in place, because each costs
+    time in every run."""
     for node in graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None:
@@ -451,7 +449,8 @@ def _list_user_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def _assign_source_locations(graph: fx.Graph) -> None:
-    """Give backward nodes the module path and source line of the forward operators that they belong to, in place."""
+    """Give each backward node of ``graph`` the module path and source line of the forward operator that it belongs to,
+    in place."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
         node.meta.update(node.meta.pop("custom", {}))

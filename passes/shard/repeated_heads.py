@@ -259,9 +259,8 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
 
 
 def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
-    """Append operators that compute the keys or values ``value`` with each head repeated ``times`` times, instead of as
-    often as the model repeats it; return the node.
-    """
+    """Append to ``graph`` operators that compute the keys or values ``value`` with each head repeated ``times`` times,
+    instead of as often as the model repeats it; return the last node."""
     found = repeated_heads(value)
     assert found is not None, value
     made = found.build(graph)

@@ -262,9 +262,8 @@ def _result_shapes(captured: Captured) -> dict[str, list[int]]:
 
 
 def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
-    """Return the nodes that depend on samples or on random numbers. ``paths``: the inputs that have a dim of samples,
-    by their path in forward's arguments.
-    """
+    """Return the nodes of the model ``captured`` that depend on samples or on random numbers. ``paths``: the inputs
+    that have a dim of samples, by their path in forward's arguments."""
     values = {i.value for i in captured.inputs if i.path in paths}
     found: set[fx.Node] = set()
     for node in captured.graph.nodes:
@@ -324,9 +323,8 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Offset the element indices that random operators read by the index of the group of samples, in place, so that
-    every group draws other numbers. ``num_groups``: the number of groups in a step.
-    """
+    """Offset the element indices that random operators of ``graph`` read by the index of the group of samples, in
+    place, so that every group draws other numbers. ``num_groups``: the number of groups in a step."""
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:
             continue

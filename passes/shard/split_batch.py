@@ -241,8 +241,8 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 
 
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
-    """Move collectives from the axis ``data`` (all parts of the global batch) to ``dp`` (the data-parallel ranks) if
-    each rank runs one microbatch, in place.
+    """Move collectives in the graphs of ``model`` from the axis ``data`` (all parts of the global batch) to ``dp`` (the
+    data-parallel ranks) if each rank runs one microbatch, in place.
 
     ``num_microbatches``: the number of microbatches of each rank. With several, replace slices by an index of the
     microbatch, and raise :class:`UnsupportedError` for a collective that communicates.
@@ -318,9 +318,8 @@ def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace the shard slice ``node`` by an index look-up, in place, because its start depends on which microbatch
-    runs.
-    """
+    """Replace, in ``graph``, the node ``node`` that takes a rank's shard of the batch by an index look-up, in place,
+    because its start depends on which microbatch runs."""
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):

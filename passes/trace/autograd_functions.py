@@ -834,7 +834,7 @@ def with_terms_added(captured: Captured) -> Captured:
 
 
 def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node]) -> fx.Node:
-    """Append the sum of ``loss`` and all ``terms``, cast to its dtype, and return the node."""
+    """Append to ``graph`` the sum of ``loss`` and all ``terms``, cast to its dtype, and return the node."""
     with graph.inserting_before(graph.output_node()):
         for term in terms:
             added = _insert_call_like(graph, aten._to_copy.default, (term,), {"dtype": loss.meta["val"].dtype}, loss)
@@ -845,18 +845,16 @@ def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node])
 def _insert_call_like(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
 ) -> fx.Node:
-    """Append the operator ``target`` with its meta value, and the module path, source line and module stack of
-    ``like``; return its node.
-    """
+    """Append to ``graph`` the operator ``target`` with its meta value, and the module path, source line and module
+    stack of ``like``; return its node."""
     node = insert_operator_node(graph, target, args, kwargs, like=like)
     node.meta["stack"] = like.meta.get("stack", ())
     return node
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes, among ``marks`` and those that depend on them, that autograd reaches from ``loss``, even by a
-    zero gradient.
-    """
+    """Return the nodes of ``graph``, among ``marks`` and those that depend on them, that autograd reaches from
+    ``loss``, even by a zero gradient."""
     behind = set(marks)
     for node in graph.nodes:
         if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

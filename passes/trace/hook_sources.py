@@ -346,9 +346,9 @@ class _HookReader:
             self.read_statement(statement)
 
     def read_statement(self, node: ast.stmt) -> None:
-        """Analyse one statement: set the kinds of values of the names that it assigns, and of what it returns. Raise
-        :class:`_SideEffect` if it may change something, raise an error, or cannot be analysed.
-        """
+        """Analyse the statement ``node`` of a hook's source: set the kinds of values of the names that it assigns, and
+        of what it returns. Raise :class:`_SideEffect` if it may change something, raise an error, or cannot be
+        analysed."""
         match node:
             case ast.Return():
                 found = NONE if node.value is None else self.evaluate_node(node.value)
@@ -397,7 +397,8 @@ class _HookReader:
                 raise self.create_side_effect(f"has a statement that is not read ({type(node).__name__.lower()})", node)
 
     def _bind_imported_names(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Set the value of each name that an import statement binds; unknown if its module is not loaded."""
+        """Set the value of each name that the import statement ``node`` of a hook's source binds; unknown if its module
+        is not loaded."""
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             if isinstance(node, ast.Import):
@@ -647,7 +648,7 @@ def _iterate_function_nodes(tree: ast.Module) -> Iterator[Definition]:
 
 
 def _first_line(node: Definition) -> int:
-    """Return the first line (from 1) of a function definition, with its decorators."""
+    """Return the first line (from 1) of the function definition ``node``, with its decorators."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
     return min([node.lineno, *(d.lineno for d in decorators)])
 

@@ -318,9 +318,8 @@ def _make_empty_like(value: Tensor) -> Tensor:
 
 
 def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
-    """Return a new tensor that stands for the result of ``node`` in the trace. ``value``: a tensor of the same shape,
-    strides and type.
-    """
+    """Return a new tensor that stands for the result of ``node`` in the trace of ``tracer``. ``value``: a tensor of the
+    same shape, strides and type."""
     made = _make_empty_like(value)
     if made.is_floating_point() or made.is_complex():
         _plain_requires_grad_(made)

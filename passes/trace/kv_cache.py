@@ -270,14 +270,14 @@ class _TensorNamingMode(TorchFunctionMode):
             self._by_id[id(made)] = self.of(source)
 
     def _build_argument_key(self, value: Any) -> Any:
-        """Return a hashable key of an argument that is equal for equal arguments in two runs of forward."""
+        """Return a hashable key of ``value``, an argument of a torch function, that is equal for equal arguments in two
+        runs of forward."""
         return build_value_key(value, lambda tensor: ("tensor", self.of(tensor)))
 
 
 def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
-    """Return the operand whose values ``result`` has, as for a clone, or a concatenation of one tensor with empty ones;
-    ``None`` if there is none.
-    """
+    """Return the operand of a call of the torch function ``func`` whose values its ``result`` has, as for a clone, or a
+    concatenation of one tensor with empty ones; ``None`` if there is none. ``args``: the arguments of the call."""
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):
         return first

@@ -279,14 +279,14 @@ class _Frozen:
         return kind, id(value)
 
     def _build_dict_key(self, value: dict[Any, Any]) -> Any:
-        """Return a hashable key of a dict: its type, and the keys of its items in order."""
+        """Return a hashable key of the dict ``value``: its type, and the keys of its items in order."""
         columns = tuple(value), tuple(value.values())
         if all(_EXACT.issuperset(map(type, column)) for column in columns):  # labels may be tens of thousands
             return type(value), columns, tuple([tuple(map(type, column)) for column in columns])
         return type(value), tuple([(self.of(k), self.of(v)) for k, v in value.items()])
 
     def _fields(self, value: Any) -> Any:
-        """Return a hashable key of a dataclass instance: its type, and the keys of its fields in order."""
+        """Return a hashable key of the dataclass instance ``value``: its type, and the keys of its fields in order."""
         return type(value), self.of(tuple([_read_stored_field(value, f.name) for f in dataclasses.fields(value)]))
 
 

@@ -128,9 +128,8 @@ class Journal(TorchFunctionMode):
         return None
 
     def _build_argument_key(self, value: Any) -> Any:
-        """Return a hashable key of an argument that is equal for corresponding arguments of two calls. Unknown objects
-        are keyed by their ``id``.
-        """
+        """Return a hashable key of ``value``, an argument of a torch function, that is equal for corresponding
+        arguments of two calls of equal modules. Unknown objects are keyed by their ``id``."""
         return build_value_key(value, self._build_tensor_key)
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
@@ -552,9 +551,11 @@ def _identify_storage(tensor: Tensor) -> int:
 
 
 def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
-    """Store in ``memo`` the structure of a call's output, and return the list of tensors that the call made. Raise
-    :class:`Unlike` if the output contains a view of an operand or an object that is no plain value, or differs from
-    that of the first equal call.
+    """Store the structure of ``output``, what the module call ``call`` returned, in ``memo``, and return the list of
+    tensors that the call made.
+
+    Raise :class:`Unlike` if the output contains a view of an operand or an object that is no plain value, or differs
+    from that of the first equal call.
     """
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []

@@ -148,8 +148,8 @@ def _restrict_layouts(
     options: list[Layout], limits: list[tuple[str, str, Collection[Layout]]], tie: LayoutTie, num_ranks: int
 ) -> list[Layout]:
     """Return those ``options`` that all ``limits`` allow. ``limits``: triples of a tensor's name, the reason of the
-    limit in words, and the allowed layouts. Raise :class:`ShardingError` if none is left. ``tie``: the tensors, for the
-    message. ``num_ranks``: size of the mesh axis, also for the message."""
+    limit in words, and the allowed layouts. Raise :class:`ShardingError` if none is left. ``tie``: the tensors, and
+    ``num_ranks``: size of the mesh axis, both for the message."""
     left = [o for o in options if all(o in allowed for _, _, allowed in limits)]
     if not left:
         said = "; ".join(f"{name!r} is {why} {' or '.join(map(str, allowed))}" for name, why, allowed in limits)

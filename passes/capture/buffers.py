@@ -355,7 +355,8 @@ class _DataAccess(TorchFunctionMode):
 
     ``values``: for each tensor to whose ``.data`` forward assigned, by its ``id``: (that tensor, the tensor that
     replaces it). ``read``: the ids of plain tensor attributes of modules (neither parameters nor buffers) that forward
-    read.
+    read. ``held``: the model's tensors at the start of forward. ``inputs``: tensors among forward's arguments.
+    ``double``: all floating-point tensors are float64, so dtypes need not match.
     """
 
     def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:

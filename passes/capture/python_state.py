@@ -65,9 +65,8 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Return whether the change is that of a module's attribute that is a Python number before and after
-        forward.
-        """
+        """Return whether this change is one of a module's attribute that is a Python number before and after
+        forward."""
         return self.module is not None and self.before is not None and self.after is not None
 
 

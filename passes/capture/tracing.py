@@ -305,9 +305,8 @@ class Tracer:
 
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
-            """Call forward, and return its output, or (output, loss) if there is a loss; record the attributes of all
-            modules.
-            """
+            """Call the model's forward, and return its output, or (output, loss) if there is a loss function. At the
+            end, store the attributes of all modules."""
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
             left.clear()

@@ -212,7 +212,9 @@ class ExpertColumn:
 
 
 class ExpertColumns:
-    """Appends operators on :class:`ExpertColumn` values, which hold a value of each expert in a loop, to a graph."""
+    """Appends operators on :class:`ExpertColumn` values, which hold a value of each expert in a loop, to a graph.
+    ``build``: appends operators to the graph. ``loop``: the loop over experts. ``numbers``: assigns equal integers to
+    nodes that compute the same value."""
 
     def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
@@ -238,9 +240,8 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Return a boolean value with the experts of the loop as last dim, which is true for the expert that a row
-        chose.
-        """
+        """Return a boolean value with the experts of the loop as last dim, which is true at the expert that a row
+        chose."""
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
         if self.loop.first:
@@ -319,10 +320,8 @@ class ExpertMask:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """One value that replaces a value of each expert in a loop: each row, along ``dim``, is computed by its own expert.
-
-    ``zeroed``: whether each expert's separate value was zero in the rows of other experts.
-    """
+    """One value, ``node``, that replaces a value of each expert in a loop: each row, along ``dim``, is computed by its
+    own expert. ``zeroed``: whether each expert's separate value was zero in the rows of other experts."""
 
     node: fx.Node
     dim: int
@@ -331,9 +330,8 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class MultiResultRows:
-    """The results of an operator in which each row is computed by its own expert. ``dims[k]``: the index of the row dim
-    of result ``k``.
-    """
+    """The results of the operator ``node``, in which each row is computed by its own expert. ``dims[k]``: the index of
+    the row dim of result ``k``."""
 
     node: fx.Node
     dims: tuple[int, ...]
@@ -348,11 +346,8 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """A value in which each row is computed by its own expert, after a reshape that split the row dim into several
-    dims.
-
-    ``where``: the shape of the value, with the size 1 in every dim except those of the rows.
-    """
+    """A value, ``node``, in which each row is computed by its own expert, after a reshape that split the row dim into
+    several dims. ``where``: the shape of the value, with the size 1 in every dim except those of the rows."""
 
     node: fx.Node
     where: tuple[int, ...]
@@ -360,7 +355,8 @@ class PlacedRows:
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """The corresponding parameters of all experts in a loop, as one node for each expert."""
+    """The corresponding parameters of all experts in a loop: ``nodes`` has one placeholder for each expert, in
+    order."""
 
     nodes: tuple[fx.Node, ...]
 
@@ -387,7 +383,8 @@ Merged = (
 class LoopWeights:
     """Reads the parameters of all experts in a loop, and appends the operators that this needs to the graph.
 
-    ``read``: whether any parameter was read.
+    ``read``: whether any parameter was read. ``packing``: stacks parameters of several experts. ``build``: appends
+    operators. ``loop``: the loop over experts.
     """
 
     def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:
@@ -410,7 +407,7 @@ class LoopWeights:
         return PackedParameter(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
 
     def of_all(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
-        """Return one node with the parameters ``stack`` of all experts, with the experts as dim 0."""
+        """Return one node that has the parameters ``stack`` of all experts in a loop, with the experts as dim 0."""
         self.read = True
         return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 

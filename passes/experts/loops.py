@@ -88,7 +88,8 @@ class _Merging:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
     ``head``: the last operator of the loop. ``known``: the merged value for each tuple of corresponding nodes, one of
-    each expert. A value that all experts share stays a plain node.
+    each expert. A value that all experts share stays a plain node. ``captured``: the model. ``numbers``: assigns equal
+    integers to nodes that compute the same value.
     """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
@@ -300,7 +301,8 @@ class _Merging:
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
     def _mask_expert_rows(self) -> fx.Node:
-        """Return a node with a boolean mask of the rows whose chosen number is that of any expert of the loop."""
+        """Return a node with a boolean mask over rows, which is true for the rows whose chosen number is that of any
+        expert of the loop."""
         keys = self._chosen_numbers()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
         return self.build(aten.logical_and.default, above, below)

@@ -84,7 +84,8 @@ class _Unsorter:
         self.inverse: set[fx.Node] = set()
 
     def unsort_rows(self) -> None:
-        """Rewrite all operators that depend on the sort, in order, as far as they can work on unsorted rows."""
+        """Rewrite all operators that depend on a sort of rows, in graph order, to unsorted rows, as far as they can
+        work on these."""
         nodes = list(self.graph.nodes)
         with self.graph.inserting_before(self.sort):
             build = Builder(self.graph, self.sort)
@@ -140,9 +141,8 @@ class _Unsorter:
             node.replace_all_uses_with(twin.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
-        """Record the value on unsorted rows for one result of an operator with several results. ``build`` appends
-        operators.
-        """
+        """Record the value that ``node``, one result of an operator with several results, would have if rows were not
+        sorted. ``build`` appends operators to the graph."""
         source, index = node.args
         if source in self.twins:
             twin = self.twins[source]  # type: ignore[index]
@@ -171,9 +171,8 @@ class _Unsorter:
         return False
 
     def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the rows without the sort, if ``node`` brings sorted rows back into the original order by an index
-        operator; else ``None``.
-        """
+        """Return the value of ``node`` without the sort of rows, if it brings sorted rows back into the original order
+        by an index operator; else ``None``."""
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.twins:
             return None
@@ -181,9 +180,8 @@ class _Unsorter:
         return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the rows without the sort, if ``node`` writes sorted rows to their original positions; else
-        ``None``.
-        """
+        """Return the value of ``node`` without the sort of rows, if it writes sorted rows to their original positions;
+        else ``None``."""
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
             base, places, rows = args[0], args[2], args[3]
@@ -453,9 +451,8 @@ class _Sorter:
         self.moved: dict[fx.Node, fx.Node] = {}
 
     def sort_rows(self) -> None:
-        """Insert the sort, rewrite all operators of the part to sorted rows, and unsort the rows that are read
-        outside.
-        """
+        """Rewrite the part of the graph that computes by expert so that its rows are sorted by expert: insert the sort
+        before it, change its operators, and restore the order of the rows that are read outside."""
         nodes = [n for n in self.graph.nodes if n in self.region.nodes]
         with self.graph.inserting_after(self.keys):
             found = self._append_call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)

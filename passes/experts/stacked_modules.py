@@ -81,7 +81,7 @@ class Packing:
         return made
 
     def remove_placeholders(self) -> None:
-        """Remove the placeholders of the stacks from the graph, after a rewrite that was given up."""
+        """Remove the placeholders of stacked parameters from the graph, after a rewrite that was given up."""
         for made in self.packed.values():
             self.captured.graph.erase_node(made)
 
@@ -172,7 +172,8 @@ class _Stacking:
         self.num = 0
 
     def stack_experts(self) -> bool:
-        """Stack the experts of the sum. Return ``False``, with an unchanged graph, if it is no sum over experts."""
+        """Rewrite a sum over experts, which are separate modules, to operators that compute all experts at once, and
+        return ``True``. Return ``False``, with an unchanged graph, if it is no such sum."""
         if not is_sum(self.head) or len(list_node_sizes(self.head)) != 2:
             return False
         addends, self.sums = addends_of(self.head)
@@ -263,7 +264,8 @@ class _Stacking:
         return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
     def _is_apart(self) -> bool:
-        """Return whether nothing outside of the sum reads the experts' parameters or intermediate values."""
+        """Return whether nothing outside of the sum over experts reads the experts' parameters or intermediate values,
+        so that they can be replaced."""
         inner = self.visited | {n for nodes in self.packed for n in nodes}
         return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
 

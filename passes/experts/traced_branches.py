@@ -60,7 +60,7 @@ class TracedBranches:
     ``seen`` counts the branches. ``changed``: a mask that decided a branch was written in place afterwards. ``marked``:
     pairs of a node and its marker node. ``counted``: for each symbol that stands for a number of rows, (the number, its
     listing, its expert). ``decided``: the listings that decided a branch. ``leaves_out``: the trace answers as if
-    experts with even (0) or odd (1) numbers had no rows; ``None``: all have rows.
+    experts with even (0) or odd (1) numbers had no rows; ``None``: all have rows. ``num_listings``: how many there are.
     """
 
     leaves_out: int | None = None
@@ -144,8 +144,7 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
 
 class _BranchMode(TorchFunctionMode):
     """A function mode that intercepts functions that list the rows of a mask, count them, or test whether there are
-    any.
-    """
+    any. ``guards``: records them."""
 
     def __init__(self, guards: TracedBranches) -> None:
         super().__init__()

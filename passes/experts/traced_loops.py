@@ -151,7 +151,8 @@ def _iterate_marked_experts(
 
 
 class _LoopIndexMode(TorchFunctionMode):
-    """A function mode that indexes by an expert's number where forward indexes by the loop's index tensor."""
+    """A function mode that indexes by an expert's number where forward indexes by the loop's index tensor. ``hits``:
+    the record of loops, which has these tensors."""
 
     def __init__(self, hits: TracedLoops) -> None:
         super().__init__()
@@ -160,7 +161,8 @@ class _LoopIndexMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function. An index by a loop's index tensor becomes one by the number of its expert."""
+        """Call the torch function ``func`` and return its result. An index by a tensor that forward got as loop index
+        becomes an index by the number of its expert."""
         if func is Tensor.__getitem__ and self.hits.turns:
             of, index = args
             turn, number = self._find_expert_number(of), self._find_expert_number(index)

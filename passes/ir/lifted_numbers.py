@@ -61,7 +61,8 @@ class Guard:
 
     @property
     def reads_state(self) -> bool:
-        """Return whether the condition reads a number that forward itself changes."""
+        """Return whether this condition, on which a traced forward branched, reads a number that forward itself
+        changes."""
         return _reads_state(self.expression)
 
     def __str__(self) -> str:
@@ -289,9 +290,8 @@ class LiftedNumber:
         return bool(self._decide_comparison("ne", 0))
 
     def is_integer(self) -> bool:
-        """Return whether the number is whole, like :meth:`float.is_integer`. The answer becomes a condition of the
-        plan.
-        """
+        """Return whether this number is whole, like :meth:`float.is_integer`. The answer becomes a condition of the
+        plan."""
         return bool(apply_number_operator("mod", self, 1) == 0)
 
     def _refuse_number_use(self, use: str) -> Any:
@@ -350,7 +350,8 @@ class LiftedNumber:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a torch operator with the number's tensor in place of the number."""
+        """Call the torch function ``func`` with 0-dimensional tensors in place of lifted numbers (Python numbers that
+        are traced as tensors), and return its result."""
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -515,7 +516,8 @@ class _Constructors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, in a form that accepts lifted numbers if one is among its arguments."""
+        """Call the torch function ``func`` and return its result. If a lifted number (a Python number that is traced as
+        a tensor) is among the arguments, a form that accepts it is used."""
         kwargs = dict(kwargs or {})
         if func in _MAKERS and any(map(is_lifted, (*args, *kwargs.values()))):
             return _MAKERS[func](*args, **kwargs)

@@ -63,7 +63,8 @@ class Builder:
         return self._placeholders[name]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append the operator ``target`` with these arguments and return its node, with its meta tensor."""
+        """Append the operator ``target`` with the arguments ``args`` and ``kwargs`` to the graph and return its node,
+        with its meta tensor."""
         made = self.graph.call_function(target, args, kwargs)
         if self.node is not None:
             made.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}

@@ -30,7 +30,8 @@ class Numbers:
         self._draws = 0
 
     def __call__(self, node: fx.Node) -> int:
-        """Return the integer of ``node``."""
+        """Return an integer that is equal for nodes that compute the same value as ``node``: by the same operators,
+        from the same inputs."""
         waiting = [node]
         while waiting:  # not by recursion: there may be hundreds of layers before
             last = waiting[-1]

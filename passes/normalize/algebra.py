@@ -194,7 +194,8 @@ class BatchNorm(NamedTuple):
     """The arguments of torch's batch-norm operators after the input, in the order of ``aten.batch_norm``.
 
     ``training``: whether the statistics are those of the batch. ``momentum``: the weight of the batch in the new
-    running statistics. ``eps``: the number that is added to the variance.
+    running statistics. ``eps``: the number that is added to the variance. ``weight``, ``bias``: factor and addend of
+    each channel. ``running_mean``, ``running_var``: running statistics.
     """
 
     weight: fx.Node | None

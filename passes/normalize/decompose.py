@@ -149,17 +149,17 @@ class RecurrentLayers(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """Return whether dropout is applied between layers."""
+        """Return whether the recurrent network applies dropout between its layers."""
         return bool(self.p) and self.train and self.layers > 1
 
     @property
     def ways(self) -> int:
-        """Return the number of directions in which a layer reads its input: 1 or 2."""
+        """Return the number of directions in which a layer of the recurrent network reads its input: 1 or 2."""
         return 2 if self.both_ways else 1
 
     @property
     def of_one(self) -> RecurrentLayers:
-        """Return the arguments for a single layer, without dropout."""
+        """Return a copy of these arguments of a recurrent network for a single layer, without dropout."""
         return self._replace(layers=1, p=0.0)
 
 

@@ -115,7 +115,7 @@ def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | Non
 
 
 def _counts_along(side: Tensor, dim: int, size: int) -> bool:
-    """Return whether the indices ``side`` are 0, 1, ... up to ``size`` along ``dim``, and constant along all other
+    """Return whether the indices ``side`` are 0, 1, ..., ``size`` - 1 along ``dim``, and constant along all other
     dims."""
     if side.dim() < -dim or side.numel() != size or side.shape[dim] != size:
         return False

@@ -46,7 +46,7 @@ class Band(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Return whether a query sees all keys up to its own position and none after it."""
+        """Return whether a query sees, in this range, all keys up to its own position and none after it."""
         return self.before is None and self.after == 0
 
 
@@ -321,7 +321,7 @@ class AttentionGradients:
 
     ``grad``: the gradient of the result. ``out`` and ``lse``: result and logsumexp of the scores over all keys.
     ``of_q``: the gradient of the queries so far. ``band``: the positions around its own that a query sees. ``scale``:
-    the factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``q``: the queries.
     """
 
     grad: Tensor

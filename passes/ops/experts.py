@@ -222,7 +222,8 @@ class _GroupedProductMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function; a grouped matrix product is replaced if it has a form that can be traced."""
+        """Call the torch function ``func`` and return its result. A grouped matrix product is replaced by
+        ``partition::expert_mm`` if it has a form that can be traced."""
         kwargs = kwargs or {}
         made = _of_rows(*args, **kwargs) if func in _PRODUCTS_BY_GROUP else None
         return func(*args, **kwargs) if made is None else made

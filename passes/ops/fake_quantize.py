@@ -177,7 +177,9 @@ class FusedQuantizer(NamedTuple):
 
     ``observer_on``, ``fake_quant_on``: 1 if the observer, or the quantisation, is on. ``running_min``, ``running_max``:
     the observed range. ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``ch_axis``: the dim
-    that has a scale for each index if ``per_row_fake_quant``.
+    that has a scale for each index if ``per_row_fake_quant``. ``scale``, ``zero_point``: those of the quantisation.
+    ``averaging_const``: the weight of new data in the observed range. ``symmetric_quant``: whether the range is
+    symmetric.
     """
 
     observer_on: Tensor

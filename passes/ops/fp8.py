@@ -159,7 +159,7 @@ class Product:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Return the number of rows of ``x``, the size of the summed dim, and the size of the output dim."""
+        """Return (number of rows of ``x``, size of the summed dim, size of the output dim) of this matrix product."""
         x, weight = self.x.meta["val"], self.weight.meta["val"]
         inner, out = weight.shape if self.transposed else reversed(weight.shape)
         return x.numel() // max(1, x.shape[-1]), inner, out

@@ -146,20 +146,21 @@ def _hash_to_fraction(hashed: Tensor) -> Tensor:
 
 class _Sequence:
     """Generates several random numbers for each element of a tensor, for samplers that need more than one. Each element
-    has a splitmix64 generator, which is seeded by a hash of the element's index."""
+    has a splitmix64 generator, which is seeded by a hash of the element's index. ``index``: the elements' indices in
+    the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
         self.state = _hash_element_index(index, seed, stream)
         self.step = 0
 
     def fraction(self) -> Tensor:
-        """Return the next uniform float64 number in the open interval (0, 1) for each element."""
+        """Return the next uniform float64 number in the open interval (0, 1) of each element's own generator."""
         self.step += 1
         step = self.step * _GOLDEN & ((1 << 64) - 1)
         return _hash_to_fraction(_finalize_hash_bits(self.state + (step - (1 << 64) if step >> 63 else step)))
 
     def normal(self) -> Tensor:
-        """Return the next float64 number of the standard normal distribution for each element."""
+        """Return the next float64 number of the standard normal distribution of each element's own generator."""
         return self.fraction().log_().mul_(-2.0).sqrt_().mul_(self.fraction().mul_(2 * math.pi).cos_())
 
 
@@ -685,7 +686,8 @@ class _Generators(TorchFunctionMode):
         self.line_now = line_now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function. Raise :class:`UnsupportedError` if one of its arguments is a random generator."""
+        """Call the torch function ``func`` and return its result. Raise :class:`UnsupportedError` if one of its
+        arguments is a random generator."""
         kwargs = kwargs or {}
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             name = getattr(func, "__name__", str(func))

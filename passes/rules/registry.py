@@ -41,7 +41,7 @@ class TextRule:
 
     ``name``: the operator's name, for messages. ``operands``, ``results``: the names in the dims of each tensor.
     ``whole``: the names marked ``!``, whose dims must not be sharded. ``linear``: sets of operand positions (from 0);
-    if exactly the operands of one set are partial sums, so are the results.
+    if exactly the operands of one set are partial sums, so are the results. ``text``: the text.
     """
 
     name: str
@@ -140,8 +140,7 @@ class TextRule:
 
 class _Parser:
     """Parses the text of a sharding rule, such as ``"b s (h d!), h d! -> b s h"``. ``name``: the operator's name, for
-    messages. ``whole``: the names marked ``!`` that were read so far.
-    """
+    messages. ``whole``: the names marked ``!`` that were read so far. ``text``: the text to parse."""
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name

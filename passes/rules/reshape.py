@@ -75,7 +75,7 @@ class _Side:
     """One of two shapes that are split into common factors from the outermost dim on, and how far it has been split.
 
     ``at``: the index of the current dim (-1 before the first). ``left``: the size of the current dim, divided by the
-    factors that were split off it. ``found``: the names of the factors of each dim so far.
+    factors that were split off it. ``found``: the names of the factors of each dim so far. ``sizes``: the shape.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:

@@ -255,9 +255,8 @@ class OperatorReference:
     """
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
-        """Run the operator once on ``tensors`` with random gradients of its results, and keep the results and
-        gradients.
-        """
+        """Run the operator ``node`` once on ``tensors``, its operands, with random gradients of its results, and keep
+        the results and gradients."""
         self.node = node
         self.operands = tensors
         self.needs = [bool(o.meta["grad"]) for o in operands_of(node)]

@@ -485,7 +485,7 @@ class SelectedRows:
         return made
 
     def _raise_unselectable(self) -> Any:
-        """Raise :class:`Unselectable`; a function, so that an expression can raise it."""
+        """Raise :class:`Unselectable`. It is a method so that an expression can raise the error."""
         raise Unselectable
 
     # -- helpers ----------------------------------------------------------------------------------------------------

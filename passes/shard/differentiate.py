@@ -175,7 +175,7 @@ class JointGraph:
 
     ``graph``: maps (states, inputs, gradients of outputs) to (outputs, gradients of states and inputs). States are
     parameters, buffers and constants. ``needs``: for each state, then each input, whether it gets a gradient.
-    ``with_grad``: the indices of the outputs that have a gradient.
+    ``with_grad``: the indices of the outputs that have a gradient. ``block``: the block.
     """
 
     graph: fx.Graph

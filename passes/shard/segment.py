@@ -144,7 +144,7 @@ class _ModuleCall:
     ``name``: the module's path, with a number behind ``@`` for a repeated call. ``parent``: the call around it.
     ``children``: the calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``parameters``:
     how often its operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: an integer
-    that is equal for calls of equal structure.
+    that is equal for calls of equal structure. ``class_name``: the name of the module's class.
     """
 
     name: str

@@ -221,16 +221,15 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
-    """Return a scalar that is zero if ``change`` is zero, and whose gradient with respect to ``change`` is
-    ``constant``.
-    """
+    """Return a 0-dimensional tensor that is zero if ``change`` is zero, and whose gradient with respect to ``change``
+    is ``constant``."""
     if change.is_complex():
         return (constant.conj() * change).real.sum()
     return (constant * change).sum()
 
 
 def _select_needing_gradient(args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
-    """Return those of ``args`` for which ``needs`` is true."""
+    """Return those of the arguments ``args`` for which the flag at the same position of ``needs`` is true."""
     return [a for a, need in zip(args, needs, strict=True) if need]
 
 
@@ -384,7 +383,8 @@ class _SettingGrad(TorchFunctionMode):
         self.cls = cls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and return its result, unless it assigns ``tensor.grad``."""
+        """Run the torch function ``func`` and return its result. Raise :class:`UnsupportedError` if it assigns
+        ``tensor.grad``."""
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.grad:
             raise UnsupportedError(
                 f"{_format_class_name(self.cls)}.backward sets the gradient of a tensor as a side effect, "
@@ -624,7 +624,8 @@ class LeftToPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return one text for the user on each kind of place that was found."""
+        """Return one text for the user on each kind of place in forward that controls memory by itself and that a plan
+        replaces, such as activation checkpointing."""
         told = (
             (CHECKPOINT_NOTE, self.checkpointed),
             (OFFLOAD_NOTE, self.offloaded),
@@ -768,7 +769,8 @@ class _HookState:
         return _HookState(cells, [*containers, *inner])
 
     def restore(self) -> bool:
-        """Restore the variables and containers of the snapshot. Return whether anything had changed."""
+        """Set the variables and containers that a hook can reach back to their state in this snapshot. Return whether
+        anything had changed."""
         changed = False
         for cell, held in self.cells:
             if cell.cell_contents is not held:

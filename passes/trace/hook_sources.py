@@ -319,7 +319,8 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
-        """Set the kind of value of each parameter's name from ``args``, ``named`` and the defaults."""
+        """Set the kind of value of each parameter of the analysed function. ``args``, ``named``: the kinds of the
+        positional and the keyword arguments; defaults count for the rest."""
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -332,9 +333,8 @@ class _HookReader:
                 self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
 
     def create_side_effect(self, what: str, node: ast.AST) -> _SideEffect:
-        """Return the exception that says ``what`` the function may do, with the line of the syntax tree node
-        ``node``.
-        """
+        """Return the exception that says ``what`` the analysed function may do. ``node``: the syntax tree node, for its
+        line."""
         return _SideEffect(f"{what} (line {getattr(node, 'lineno', '?')})")
 
     # statements
@@ -469,7 +469,8 @@ class _HookReader:
         return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _join_held_values(parts)
 
     def evaluate_either(self, *nodes: ast.expr) -> HookValue:
-        """Return what kind of value one of the expressions ``nodes`` has; ``NONE`` only if all of them are ``None``."""
+        """Return what kind of value an expression has that is one of the expressions ``nodes``, such as ``a if c else
+        b``; ``NONE`` only if all of them are ``None``."""
         found = [self.evaluate_node(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE

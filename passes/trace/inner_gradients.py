@@ -182,7 +182,8 @@ class _InnerGradients:
             )
 
     def create_error(self, does: str, why: str) -> UnsupportedError:
-        """Return the error that forward ``does`` something at its present line which ``why`` says cannot be traced."""
+        """Return the error that says that forward cannot be traced. ``does``: what it does at its present line.
+        ``why``: the reason."""
         return UnsupportedError(f"forward {does}{self.line()}, which {why}")
 
 

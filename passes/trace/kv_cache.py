@@ -201,7 +201,7 @@ class _TensorNamingMode(TorchFunctionMode):
         return name if written is None else self._assign_key_number((name, written))
 
     def _assign_key_number(self, key: Any) -> int:
-        """Return the integer of ``key``; equal keys have equal integers."""
+        """Return the integer that stands for ``key``, a key of a computation; equal keys have equal integers."""
         return self.names.setdefault(key, len(self.names))
 
     def __torch_function__(
@@ -264,7 +264,7 @@ class _TensorNamingMode(TorchFunctionMode):
         return fake
 
     def _record_same_numbers(self, made: Tensor, source: Tensor) -> None:
-        """Give ``made`` the identifier of ``source``, because it has equal values."""
+        """Give the tensor ``made`` the identifier of ``source``, because it has equal values."""
         if id(made) not in self._by_id:
             self._held.append(made)
             self._by_id[id(made)] = self.of(source)

@@ -319,7 +319,8 @@ class _ParkedParameterDict(dict[str, Any]):
         return False
 
     def _list_as_empty_dict(self) -> dict[str, Any]:
-        """Return an empty dict. Raise :class:`ParkedParameterError` while the model runs."""
+        """Return an empty dict in place of a module's removed parameters. Raise :class:`ParkedParameterError` while the
+        model runs."""
         if self._running():
             raise ParkedParameterError("a layer's weights are listed outside of its call")
         return {}
@@ -346,7 +347,7 @@ class ParkedParameters:
 
     ``names``: for the ``id`` of each such module, the names of its parameters in the order of its submodules, and
     ``None`` for each buffer. ``numbers``: a number (from 0) for each such module, by its ``id``. ``parameters``: the
-    removed parameters, by name.
+    removed parameters, by name. ``model``: the model.
     """
 
     model: nn.Module

@@ -74,7 +74,7 @@ class Journal(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, record the call, and return its result."""
+        """Run the torch function ``func``, record the call in this journal, and return its result."""
         kwargs = kwargs or {}
         asked = self._build_argument_key(args), self._build_argument_key(kwargs)
         self.needs_trace |= autocast_on() is not None
@@ -248,7 +248,8 @@ class Repeats:
 
     @classmethod
     def of(cls, model: nn.Module) -> Repeats:
-        """Return the groups of equal modules of ``model`` that are large enough to be traced once."""
+        """Return a record of the groups of equal modules of ``model`` that are large enough to be traced once, without
+        facts about calls."""
         return cls(find_equal_layers(model, _LEAST))
 
     def put_away(self, model: nn.Module) -> Repeats:
@@ -526,7 +527,7 @@ class _RepeatedCall:
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 
     def unchanged(self) -> bool:
-        """Return whether the call, which has been run, wrote to none of its tensors, lists and dictionaries."""
+        """Return whether this module call, which has been run, wrote to none of its tensors, lists and dictionaries."""
         leaves = pytree.tree_leaves(self.given)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]

@@ -112,8 +112,7 @@ def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -
 class ModelBounds:
     """Computes lower bounds on the time and memory of mesh candidates for one model on one topology. The bounds hold
     for every sharding, placement and cut into stages. ``samples``: the number of samples that the model's graphs are
-    for.
-    """
+    for. ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements of a mesh."""
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology

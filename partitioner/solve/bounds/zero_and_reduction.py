@@ -67,7 +67,7 @@ class _WeightReads:
 
 class Gathers:
     """Lower bounds on the time of gathering weights and scattering gradients under ZeRO, for each block of a job.
-    ``device``: the best device type of the topology."""
+    ``device``: the best device type of the topology. ``placements``: finds the placements of a mesh."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
@@ -238,8 +238,8 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 class LeastReduced:
     """Computes lower bounds in seconds on the gradient reduction of mesh candidates, and caches them. ``device``: the
-    best device type of the topology.
-    """
+    best device type of the topology. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
+    placements of a mesh."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device

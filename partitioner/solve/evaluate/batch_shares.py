@@ -63,7 +63,7 @@ class BatchSharing:
     graphs of one rank. ``costs``: the costs of their calls by device.
 
     Arguments ``machine`` of the methods are placements: topologies with the mesh laid over them and the settings of the
-    candidate. Results are cached by the identity of the machine.
+    candidate. Results are cached by the identity of the machine. ``job``: the model, batch, cluster and constraints.
     """
 
     job: Job

@@ -73,8 +73,9 @@ class SolvedCandidate:
 
 @dataclass
 class CandidateEvaluator:
-    """Finds the best plan of single candidates of a job, and computes lower bounds on them. Results that candidates
-    share, such as shardings, are computed once and cached."""
+    """Finds the best plan of single candidates of ``job``, and computes lower bounds on them. Results that candidates
+    share, such as shardings, are computed once and cached. ``host_lacks``: whether a host's memory was too small for
+    the data that some candidate offloads."""
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads

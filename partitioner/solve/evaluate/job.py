@@ -36,6 +36,8 @@ class Job:
       estimates.
     - ``layout``: if another program of the same plan exists already, the layout of its parameters and buffers, which
       has to be kept; else ``None``.
+
+    ``topology``: the cluster. ``constraints``: what the user fixed. ``optimizer``: its name, such as ``"adam"``.
     """
 
     model: FoldedModel
@@ -97,7 +99,8 @@ class Job:
         return not self.model.updates and candidate.dp > 1 and candidate.zero < 2 and candidate.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:
-        """Return the layouts that split the batch if the experts are distributed over ``ep`` ranks."""
+        """Return the layouts that split the batch into microbatches and data-parallel parts if the experts are
+        distributed over ``ep`` ranks."""
         return self.batch if ep == 1 else self.expert_batch
 
     @cached_property

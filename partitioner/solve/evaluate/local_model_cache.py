@@ -117,7 +117,8 @@ class LocalModels:
         return None if self._aside is None else self._aside.take(name)
 
     def end(self) -> None:
-        """Stop the second process, and forget which models and results were announced."""
+        """Stop the second process that computes sharded graphs ahead, and forget which graphs and results were
+        announced."""
         self._expected, self._readings = {}, []
         if self._aside is not None:
             self._aside.end()

@@ -58,7 +58,7 @@ class PreparedModel:
     samples, and device type. ``notes``: sentences about parts of the given module that are left out. ``given``: returns
     the normal graph of the inputs, if it follows from other graphs; ``None``: the model is captured. ``documents``: the
     typical lengths of packed documents in positions, which the cost model reads; empty: those in ``inputs``, if these
-    have values.
+    have values. ``loss``, ``objective``, ``precision``: as given to :func:`prepare`.
     """
 
     model: nn.Module | ExportedProgram

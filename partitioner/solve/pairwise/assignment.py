@@ -268,8 +268,7 @@ def _find_components(reduction: ReducedProblem) -> list[list[int]]:
 
 class _MixedIntegerProgram:
     """The mixed-integer program of one connected component, stored as arrays and converted to a MathOpt proto.
-    ``nodes``: indices of the nodes of the component.
-    """
+    ``nodes``: indices of the nodes of the component. ``reduction``: the reduced assignment problem."""
 
     def __init__(self, reduction: ReducedProblem, nodes: Sequence[int]) -> None:
         sizes = [len(reduction.costs[i]) for i in nodes]

@@ -37,7 +37,7 @@ class Bounds(Protocol):
     """Interface of the object that computes lower bounds, in seconds, on the step times of a candidate's plans."""
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Return a lower bound in seconds for each of ``candidates``, shape ``[candidates]``."""
+        """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``."""
 
     def family(self, candidate: MeshCandidate) -> Hashable:
         """Return a key that is equal for candidates that are bounded together, such as those that differ in ZeRO alone.
@@ -97,7 +97,7 @@ class SearchProgress:
         return format_html_figures("Search in progress", self._list_figures())
 
     def _list_figures(self) -> list[tuple[str, str]]:
-        """Return the numbers that a progress report shows, as pairs (name, number as text)."""
+        """Return the numbers that this progress report of a search shows, as pairs (name, number as text)."""
         return [
             ("solved", f"{self.num_evaluated:,}"),
             ("bounds", f"{self.num_bounded:,}"),
@@ -151,6 +151,8 @@ class BestFirstSearch:
     search skips such groups, and their bounds stay as they are. ``cutoff_s``: plans that take at least this many
     seconds are of no interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the best plan so far is
     returned with its gap. ``progress``: called before each evaluation, and from time to time between evaluations.
+    ``bounds``, ``planner``: compute lower bounds and plans of candidates. ``outcomes``: candidate -> what became of it.
+    ``incumbent``: the candidate with the best plan so far.
     """
 
     bounds: Bounds

@@ -286,7 +286,8 @@ class BoundCascade:
         known = float(np.min(shared(shared=True)))  # without the largest call, whose time cannot be added
 
         def of_steps(limit_s: float) -> float:
-            """Return a lower bound in seconds that holds for the steps that take at most ``limit_s`` seconds."""
+            """Return a lower bound in seconds that holds for those steps that take at most ``limit_s`` seconds: the
+            work, and the recomputation without which activations do not fit if no rank computes for longer."""
             again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 

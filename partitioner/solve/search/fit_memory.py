@@ -294,10 +294,13 @@ def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A solved candidate with its certificate, program and estimate. ``chosen``: the plan before its program was
-    written. ``beyond``: the features of the plan that this version cannot execute; ``program`` is ``None`` if there are
-    any. ``context``: step times with other algorithms of attention. ``lacking``: the memory shortage that made the
-    search choose offload; empty if there was none."""
+    """A solved candidate with its certificate, program and estimate.
+
+    ``chosen``: the plan before its program was written. ``certificate``: the bound and the outcomes of all candidates.
+    ``estimate``: time and memory of a step. ``beyond``: the features of the plan that this version cannot execute;
+    ``program`` is ``None`` if there are any. ``context``: step times with other algorithms of attention. ``lacking``:
+    the memory shortage that made the search choose offload; empty if there was none.
+    """
 
     chosen: SolvedCandidate
     certificate: Certificate

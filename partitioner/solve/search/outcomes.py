@@ -40,7 +40,7 @@ class EvaluatedCandidate:
 
     @property
     def lower_bound_s(self) -> float:
-        """Return the lower bound in seconds on the step time of the plans that were tried."""
+        """Return the lower bound in seconds on the step time of the candidate's plans that were tried."""
         return self.step_time if self.least is None else self.least
 
 
@@ -65,7 +65,7 @@ class CandidateOutcome:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the candidate was neither evaluated nor found infeasible."""
+        """Return whether this candidate was neither evaluated nor found infeasible."""
         return self.evaluated is None and self.error is None
 
     @property

@@ -224,7 +224,7 @@ class _CandidateAttempts:
 
     ``evaluator``: plans single candidates. ``bounds``: their lower bounds. ``early``: is told each outcome.
     ``siblings``: skips candidates that cannot fit because a similar one did not. ``best_s``: step time in seconds of
-    the best plan so far, or the cutoff; the evaluator drops candidates that take longer.
+    the best plan so far, or the cutoff; the evaluator drops candidates that take longer. ``space``: the search space.
     """
 
     evaluator: CandidateEvaluator

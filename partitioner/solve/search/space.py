@@ -128,6 +128,8 @@ class SearchSpace:
     - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether an expert may be
       sharded over other numbers of ranks than 1 and ``tp``.
     - ``even``: whether all ranks of ``dp`` must have equally many microbatches.
+
+    ``topology``: the cluster. ``constraints``: what the user fixed. ``train``: whether plans are for training.
     """
 
     topology: Topology
@@ -160,11 +162,12 @@ class SearchSpace:
 
     @property
     def widest(self) -> int:
-        """Return the greatest ``tp`` that is searched if the user does not fix it."""
+        """Return the greatest number of ranks along ``tp`` that is searched in this space if the user does not fix
+        it."""
         return widest_searched(self.topology, self.constraints)
 
     def sizes(self, dp: int) -> list[int]:
-        """Return the possible microbatch sizes in samples with ``dp`` data-parallel ranks."""
+        """Return the possible microbatch sizes, in samples, with ``dp`` data-parallel ranks."""
         pinned = self.constraints
         if self.units % dp and pinned.microbatch_size is None:
             return [size for size in list_divisors(self.global_batch) if self.global_batch // size >= dp]

@@ -94,7 +94,8 @@ class WarmStart:
         return bool(self.bounds.times([candidate])[0] < self._best_s)
 
     def _list_expert_layouts(self) -> Iterator[MeshCandidate]:
-        """Yield the textbook layouts of a mixture of experts, with as few stages and as large a microbatch as fit."""
+        """Yield candidates with textbook layouts of a mixture of experts, with as few pipeline stages and as large a
+        microbatch as fit in memory."""
         depths, pinned = 0, self.space.constraints
         for pp in list_divisors(self.space.world_size):
             room = self.space.world_size // pp
@@ -171,7 +172,8 @@ class WarmStart:
 
 
 def _find_adjacent_numbers(numbers: Sequence[int], number: int) -> list[int]:
-    """Return the greatest of the ascending ``numbers`` below ``number`` and the least above it, if they exist."""
+    """Return a list with those of the ascending ``numbers`` that are next to ``number``: the greatest below and the
+    least above it, if they exist."""
     below, above = [n for n in numbers if n < number], [n for n in numbers if n > number]
     return [*below[-1:], *above[:1]]
 

@@ -178,7 +178,7 @@ class _ContextRules:
 
     ``batch``: the layouts that split the batch; they show which dims have samples. ``num_ranks``: size of ``cp``.
     ``tp``: number of ranks that share the attention heads. ``algorithm``: the requested one; ``None`` allows all.
-    ``also``: a further function that must allow a strategy.
+    ``also``: a further function that must allow a strategy. ``model``: the model to shard.
     """
 
     def __init__(

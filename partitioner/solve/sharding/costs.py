@@ -61,6 +61,8 @@ class TensorCosts:
     - ``short_gradients``: gradients have the dtype of their parameter instead of float32. ``complete``: a gradient that
       every rank computes completely costs as much as one that must be reduced, because ZeRO shards only states of the
       second kind.
+
+    ``device``: the device type. ``train``: whether costs include the backward.
     """
 
     device: DeviceType
@@ -179,8 +181,7 @@ class TensorCosts:
 class _Operator:
     """The data of one operator that are equal for all strategies, and a cache of its compute seconds by the shapes on
     one rank. ``train``: the backward counts too. ``tp``: number of ranks that divide the attention heads left by the
-    mesh axis.
-    """
+    mesh axis. ``node``: the operator."""
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp

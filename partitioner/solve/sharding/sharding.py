@@ -162,7 +162,7 @@ class ShardingProblem:
 
     Most nodes are operators, whose choices are strategies, and tensors, whose choices are layouts. ``axis``,
     ``num_ranks``: name and size of the mesh axis. ``costs``: prices of strategies and layouts. ``rules``: layouts that
-    the caller fixed.
+    the caller fixed. ``model``: the model to shard.
     """
 
     def __init__(self, model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:

@@ -149,7 +149,8 @@ class _Costs:
 
     ``of_stage`` has one array for each stage, of shape ``[5, calls + 1, calls + 1]``. The first dim is forward,
     backward for inputs, backward for weights, wait for values and wait for gradients; the others are the first call and
-    the call after the last. The backward for inputs is infinite if the calls do not fit in memory.
+    the call after the last. The backward for inputs is infinite if the calls do not fit in memory. ``tables``: seconds
+    and bytes of all possible stages, from which these are taken.
     """
 
     def __init__(self, tables: StageTables) -> None:

@@ -50,7 +50,8 @@ class LeastTime:
 
     @property
     def is_seen(self) -> bool:
-        """Return whether cuts into stages were examined and at least one of them fits in memory."""
+        """Return whether these bounds come from cuts into stages that were examined and of which at least one fits in
+        memory."""
         return bool(np.isfinite(self.total_s))
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:

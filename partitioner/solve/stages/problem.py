@@ -42,7 +42,7 @@ class StageCall:
 
     @property
     def working_bytes(self) -> float:
-        """Return the temporary bytes while the call runs, without the bytes that are kept for backward."""
+        """Return the temporary bytes of this block call while it runs, without the bytes that are kept for backward."""
         return self.cost.working_bytes + self.gathered_bytes
 
 
@@ -78,6 +78,8 @@ class StageProblem:
       ``chunks``: number of virtual stages on a rank. ``flying``: for each stage, the numbers of microbatches that it
       holds at a time, if the schedule has no formula for them. ``overlap_steps``: a rank begins the next step when it
       has ended its own part of this one.
+
+    ``num_stages``, ``num_microbatches``: their numbers; ``schedule``: its name.
     """
 
     calls: tuple[StageCall, ...]

@@ -119,12 +119,13 @@ class StagePlan:
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
-        """Return the parts of this stage that consist of consecutive calls: its virtual stages, or the stage itself."""
+        """Return the parts of this pipeline stage that consist of consecutive block calls: its virtual stages, or the
+        stage itself if it has none."""
         return self.parts or (self,)
 
     @property
     def places(self) -> list[int]:
-        """Return the indices of the stage's calls in the problem, in order."""
+        """Return the indices of this stage's block calls among the calls of the problem, in order."""
         return [place for run in self.runs for place in range(run.start, run.stop)]
 
     @property
@@ -250,7 +251,8 @@ class _Splitter:
         return cuts[::-1]
 
     def lowest_limit(self) -> float:
-        """Return the seconds of the slowest stage, minimised over all cuts."""
+        """Return the least seconds per microbatch that the slowest stage can have, over all cuts of the block calls
+        into stages."""
         return float(min_max(self.tables.times)[0])
 
     def stage_times(self, cuts: list[int]) -> list[float]:

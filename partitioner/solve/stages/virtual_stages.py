@@ -208,12 +208,12 @@ class _VirtualStageRanks:
 
     @cached_property
     def capacity(self) -> list[float]:
-        """Return the usable memory of each rank in bytes."""
+        """Return, for each rank of the pipeline, its usable memory in bytes."""
         return [self.problem.capacity[stages[0]] for stages in self.own]
 
     def seconds(self, split: StageSplit) -> float:
-        """Return the seconds of the pipeline with the stages of ``split``, by simulating the actions of the
-        schedule."""
+        """Return the seconds that a step's pipeline takes with the stages of ``split``, by simulating the actions of
+        the schedule."""
         problem = self.problem
         phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
         m, overlap = problem.num_microbatches, problem.overlap_steps

@@ -68,7 +68,8 @@ def spell_out(graph: fx.Graph) -> bool:
 
 
 def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of the running mean and variance that a norm updates; those it does not have are left out."""
+    """Return the nodes of the running mean and variance that ``node``, a batch or instance norm, updates; those it does
+    not have are left out."""
     return [a for a in (node.args[place] for place in _STATISTICS) if isinstance(a, fx.Node)]
 
 
@@ -161,9 +162,8 @@ def aliases_traced(model: nn.Module) -> Iterator[None]:
 
     @functools.wraps(forward)
     def following(*args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward while all other places that hold a parameter or buffer hold the traced tensor;
-        return its output.
-        """
+        """Call the model's forward and return its output. Meanwhile all places outside of modules that hold a parameter
+        or buffer, such as a list, hold the traced tensor instead."""
         before = [alias.holder[alias.key] for alias in aliases]
         try:
             for alias in aliases:

@@ -465,10 +465,8 @@ class _Settling:
         return self.first, [_note_unused(changes)]
 
     def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
-        """Check and return the trace in which the Python numbers that forward changes are buffers, and notes for the
-        user.
-
-        If no result depends on these numbers, the first trace is returned instead.
+        """Check the trace in which the Python numbers that forward changes are buffers. Return (trace to use, list of
+        notes for the user): this trace, or the first one if no result depends on these numbers.
 
         Args:
             counted: the trace with buffers in place of the numbers.

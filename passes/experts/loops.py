@@ -245,9 +245,8 @@ class _Merging:
     # -- masks ------------------------------------------------------------------------------------------------------
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
-        """Return one object for the masks of all experts, if ``nodes`` are the masks of the loop's experts in order;
-        else ``None``.
-        """
+        """Return a description of the masks of all experts in a loop as one, if ``nodes`` are the masks of the loop's
+        experts in order; else ``None``."""
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
             choice = choice_of(node)

@@ -255,12 +255,9 @@ class _RegionFinder:
         return True
 
     def _find_row_factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
-        """Return the names of the loop dimensions that index rows and experts in an operator; ``None`` for a name that
-        does not exist.
-
-        ``rule`` names the loop dimensions of the operator, as in an einsum. Both are ``None`` if the operator does not
-        work on each row by itself.
-        """
+        """Return the names of the loop dimensions that index rows and experts in the operator ``node``; ``None`` for a
+        name that does not exist. Both are ``None`` if the operator does not work on each row by itself. ``rule`` names
+        the loop dimensions of the operator, as in an einsum."""
         rows: set[str] = set()
         experts: set[str] = set()
         for operand, dims in zip(operands_of(node), rule.operands, strict=True):

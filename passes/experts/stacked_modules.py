@@ -123,7 +123,7 @@ def stack_experts(captured: Captured) -> Captured:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Return whether ``node`` adds two nodes that have the shape of the result."""
+    """Return whether ``node`` adds two nodes, both of which have the shape of the result."""
     nodes = [a for a in node.args if isinstance(a, fx.Node)]
     return (
         node.target is aten.add.Tensor

@@ -317,7 +317,7 @@ def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
-    """Return whether ``node`` is the node ``of`` or a marker of it."""
+    """Return whether ``node`` is the node ``of`` or a marker operator of it, which has the same value."""
     return skip_operators(node, (HIT,)) is of
 
 

@@ -198,11 +198,9 @@ def _is_turns(mask: Any) -> bool:
 
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
-    """Return (masks that decide which experts ``value`` lists, their expert dim, first node that reduces them).
-
-    There is one mask tensor for each dtype that the mask has. Return ``None`` if ``value`` does not list experts with
-    rows.
-    """
+    """Return (list of mask tensors, their dim of experts, first node that reduces them) if ``value`` lists the experts
+    that some row chose, as ``nonzero`` of the masks' sum does; ``None`` otherwise. The list has one tensor for each
+    dtype to which the mask was cast."""
     mode, node = get_proxy_mode(), node_of(value)
     if mode is None or node is None:
         return None

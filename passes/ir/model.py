@@ -89,10 +89,8 @@ Plain = bool | int | float | str | None  # values of arguments that are no tenso
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of the model's ``forward``.
-
-    ``required``: whether the argument has no default. ``plain``: whether its default is a :data:`Plain` value, which is
-    then in ``default``.
+    """An argument of the model's ``forward`` with the name ``name``. ``required``: whether it has no default.
+    ``plain``: whether its default is a :data:`Plain` value (such as a number or a text), which is then in ``default``.
     """
 
     name: str

@@ -30,7 +30,8 @@ class BagReduction(NamedTuple):
 
     A bag is a group of rows that are reduced to one. ``mode``: 0 for the sum, 1 for the mean, 2 for the maximum.
     ``per_sample_weights``: a factor for each row. ``include_last_offset``: whether the last offset is the end of the
-    last bag. ``padding_idx``: the id of rows that do not count.
+    last bag. ``padding_idx``: the id of rows that do not count. ``scale_grad_by_freq``: whether a row's gradient is
+    divided by how often it occurs. ``sparse``: whether the gradient is sparse.
     """
 
     scale_grad_by_freq: bool = False

@@ -246,12 +246,9 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
-    """Return the part that makes up a dim of a result without growing parts. It grows if it has the first elements of a
-    longer dim.
-
-    ``size``, ``other``: the dim's sizes at the batch sizes ``sizes``, which a growing part follows. ``node``: a
-    ``slice``, if it grows.
-    """
+    """Return the description of a dim of the result of ``node`` that follows from no growing dim of an operand.
+    ``size``, ``other``: the dim's sizes in the graphs for the batch sizes ``sizes``. The dim grows with the batch only
+    if ``node`` is a ``slice`` from the start of a longer dim whose length follows the batch."""
     created = find_created_part(size, other, sizes)
     first = operator_name(node) == "slice" and not get_node_argument(node, "start")
     return created if first and created is not None else Part(size)
@@ -321,12 +318,9 @@ def _with_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return 1 or 0 if a comparison holds or fails for every distance of a key to a query before it; ``None`` if it
-    depends.
-
-    ``name``: the comparison, such as ``lt``. ``sign``: 1 for distances of at least 1 (key minus query), -1 for at most
-    -1. ``number``: the number with which distances are compared.
-    """
+    """Return 1 or 0 if a comparison of distances with ``number`` holds or fails for every key behind its query;
+    ``None`` if it depends on the distance. ``name``: the comparison, such as ``lt``. ``sign``: 1 if a distance is key
+    index minus query index (at least 1), -1 if it is the negative (at most -1)."""
     if not isinstance(number, int | float):
         return None
     if sign < 0:  # as of the distance with its sign turned

@@ -222,7 +222,7 @@ def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any
     rest = iter(operands)
 
     def replaced(argument: Any) -> Any:
-        """Return ``argument`` with each graph node in it, at any depth, replaced by the next new operand."""
+        """Return ``argument`` with each graph node in it, at any depth, replaced by the next of the new operands."""
         if isinstance(argument, fx.Node):
             return next(rest)
         if isinstance(argument, tuple):
@@ -266,9 +266,8 @@ def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
-    """Return, for each parameter name of the operator ``target``, its position (from 0; -1 if keyword-only) and its
-    default.
-    """
+    """Return a dict from the name of each parameter of the operator ``target`` to (its position from 0, or -1 if it is
+    keyword-only; its default)."""
     if target not in _parameters:
         schema = target._schema.arguments
         _parameters[target] = {a.name: (-1 if a.kwarg_only else i, a.default_value) for i, a in enumerate(schema)}

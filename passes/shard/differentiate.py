@@ -288,7 +288,8 @@ def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
 
 
 def _trace_function(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
-    """Return ``function``, called on ``arguments``, as a graph of plain operators."""
+    """Return the graph of plain operators that ``function`` runs when it is called with the tensors ``arguments``, as a
+    graph module with an input for each of them."""
     return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
 
 

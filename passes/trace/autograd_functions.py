@@ -751,9 +751,8 @@ class _HookState:
 
     @staticmethod
     def of(hook: Any) -> _HookState:
-        """Return the snapshot of what ``hook`` can reach: closure variables, default arguments, globals, attributes of
-        these objects, and containers one level deep in them.
-        """
+        """Return a snapshot of what ``hook`` can reach and change: closure variables, default arguments, globals,
+        attributes of these objects, and containers one level deep in them."""
         function = getattr(hook, "func", hook)
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)

@@ -554,8 +554,8 @@ def _compute_output_and_jvp(
 
 def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
     """Replace ``torch.vmap(func)`` by a loop over the rows of the arguments (dim 0); torch.func computes Jacobians with
-    it. Return the function; it stacks the results of the rows along ``out_dims``. ``in_dims`` is not read: it is 0 in
-    these uses."""
+    it. Return the function that runs the loop; it stacks the results of the rows along ``out_dims``. ``in_dims`` is not
+    read; torch.func passes 0."""
 
     def mapped(*args: Any) -> Any:
         """Call ``func`` for each row of ``args`` and return its results, stacked."""

@@ -38,8 +38,8 @@ class ActivationBytes:
         self._sizes, self._seconds = np.cumsum(pairs[:, order], axis=1)
 
     def within(self, seconds: float) -> float:
-        """Return the greatest number of activation bytes of any set of calls (or fractions of calls) that take at most
-        ``seconds`` together."""
+        """Return the greatest number of activation bytes of one microbatch that any set of block calls (or fractions of
+        calls) has if the calls take at most ``seconds`` together."""
         return float(np.interp(seconds, [0.0, *self._seconds], [0.0, *self._sizes]))
 
 

@@ -130,17 +130,16 @@ class BatchSharing:
         return [combine_longest_costs(of_stage) for of_stage in paced]
 
     def least(self, machine: PlacedMesh) -> float:
-        """Return a lower bound in seconds on the step of every plan on ``machine``, for any division of the batch among
-        pipelines and any cut into stages."""
+        """Return a lower bound in seconds on the step of every plan on the placement ``machine``, for any division of
+        the batch among pipelines and any cut into stages."""
         key = SameObject(machine)
         if key not in self._least:
             self._least[key] = self._found_least(machine)
         return self._least[key]
 
     def _found_first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        """Compute the divisions of the batch to try first on ``machine``, each as the number of microbatches of every
-        rank of ``dp``.
-        """
+        """Compute the divisions of the batch to try first on the placement ``machine``, and return each as a tuple with
+        the number of microbatches of every rank of ``dp``."""
         candidate = self.candidate
         even = candidate.data_shares(self.job.global_batch)
         if not self.is_free(machine):
@@ -153,14 +152,13 @@ class BatchSharing:
         return list(dict.fromkeys(shared if candidate.pp == 1 else [*shared, alike]))
 
     def _share_out_batch(self, seconds: Sequence[float]) -> Shares:
-        """Return the number of microbatches of each pipeline. ``seconds``: for each pipeline, the time of one
-        microbatch on its slowest stage."""
+        """Return the number of microbatches of each pipeline with which the last pipeline ends as early as possible.
+        ``seconds``: for each pipeline, the time of one microbatch on its slowest stage."""
         return share_out(self.candidate.parts(self.job.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _found_least(self, machine: PlacedMesh) -> float:
-        """Compute a lower bound in seconds on the step of every plan on ``machine``, for any division of the batch
-        among pipelines and any cut into stages.
-        """
+        """Compute, without the cache, a lower bound in seconds on the step of every plan on the placement ``machine``,
+        for any division of the batch among pipelines and any cut into stages; return it."""
         candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.job.global_batch)
         overlap = self.job.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
@@ -200,9 +198,8 @@ class BatchSharing:
         return [max(sum(self._sum_call_seconds(of)), _TINY_S) for of in costs]
 
     def _sum_call_seconds(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
-        """Return the forward and backward seconds of one microbatch through all calls. ``of``: block name -> cost of a
-        call.
-        """
+        """Return (forward seconds, backward seconds) of one microbatch through all block calls of the model. ``of``:
+        block name -> cost of a call."""
         ahead, back = (sum(n * getattr(of[b], name) for b, n in self._calls_by_block.items()) for name in _TOTALS)
         return ahead, back if self.job.train else 0.0
 

@@ -236,10 +236,10 @@ class PlacementEvaluator:
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """Return three values: the problem of cutting block calls into stages on ``machine``; the costs of the
-        parameters and buffers there, by name; and the number of microbatches of each rank of ``dp`` (empty if all have
-        equally many). ``shares``: the requested number of microbatches of each rank of ``dp``.
-        """
+        """Return three values for the placement ``machine``: the problem of cutting block calls into stages there; a
+        dict from the name of each parameter and buffer to its cost; and the number of microbatches of each rank of
+        ``dp`` (empty if all have equally many). ``shares``: the requested number of microbatches of each rank of
+        ``dp``."""
         job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
         costs_by_stage = self._batch_sharing.by_stage(machine, shares)

@@ -349,7 +349,7 @@ class _MixedIntegerProgram:
         return float(result.termination.objective_bounds.dual_bound) / self.scale
 
     def _build_model_proto(self) -> model_pb2.ModelProto:
-        """Return the program as a MathOpt proto. Costs are multiplied by ``self.scale``."""
+        """Return this mixed-integer program as a MathOpt proto. Costs are multiplied by ``self.scale``."""
         proto = model_pb2.ModelProto()
         ids = np.arange(self.num_variables)
         proto.variables.ids.extend(ids.tolist())

@@ -72,7 +72,8 @@ class Stretch:
 
 
 class Usage:
-    """The memory of many nodes over the rows (maximal sets of nodes that are in memory together), in flat arrays.
+    """The memory of many nodes of an assignment problem over the rows (a row is a maximal set of nodes that are in
+    memory together), in flat arrays.
 
     Choices of all nodes are numbered consecutively; ``starts[r]`` is the number of the first choice of node r.
     ``stretches``: the memory of each node, by node. ``num_choices``, ``num_rows``: the numbers of choices and of rows.

@@ -471,8 +471,8 @@ class ZeroInfeasibility:
     )
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
-        """Return ``solve(candidate)``. Raises :class:`CapacityError` if ``solve`` does, and also without calling it if
-        another candidate, which differs only in ZeRO and needs no more memory, did not fit.
+        """Return ``solve(candidate)``, the plan of ``candidate``. Raises :class:`CapacityError` if ``solve`` does, and
+        also without calling it if another candidate, which differs only in ZeRO and needs no more memory, did not fit.
         """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)

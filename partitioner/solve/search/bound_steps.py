@@ -88,9 +88,8 @@ class BoundCascade:
         self.evaluator.expect(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
-        """Yield pairs (candidate, microbatch size) that name the shardings from which ``candidates`` will be bounded,
-        one for each family (candidates that differ in ZeRO alone).
-        """
+        """Yield pairs (candidate, microbatch size in samples) that name the shardings from which ``candidates`` will be
+        bounded, one for each group of candidates that differ in ZeRO alone."""
         for family in dict.fromkeys(map(self.family, candidates)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
                 yield family, self._find_largest_microbatch(family)
@@ -350,10 +349,9 @@ class BoundCascade:
         return self._scales and candidate.microbatch_size == self._find_largest_microbatch(candidate)
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` by its own sharding, in the memory of that
-        candidate which needs least among those that differ in ZeRO alone; 0 if there is none. ``cutoff_s``: a bound of
-        this many seconds is tight enough.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages that fit in the memory
+        of that candidate which needs least, among those that differ in ZeRO alone; 0 if there is none. Costs are those
+        of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0

@@ -94,9 +94,8 @@ def schedules_of_several(
 
 
 def _far_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
-    """Return a sort key of ``candidate``: interleaved schedules come first, and among them numbers of virtual stages
-    near 8.
-    """
+    """Return a sort key of ``candidate``, the pair (whether its schedule is not interleaved, difference of its number
+    of virtual stages from 8), by which interleaved schedules with about 8 virtual stages come first."""
     return candidate.schedule != "interleaved", abs(candidate.virtual_stages - _FEW)
 
 

@@ -222,9 +222,10 @@ class _SearchRequest:
 class _CandidateAttempts:
     """Plans and bounds the candidates of one search.
 
-    ``evaluator``: plans single candidates. ``bounds``: their lower bounds. ``early``: is told each outcome.
-    ``siblings``: skips candidates that cannot fit because a similar one did not. ``best_s``: step time in seconds of
-    the best plan so far, or the cutoff; the evaluator drops candidates that take longer. ``space``: the search space.
+    ``evaluator``: plans single candidates. ``space``: the search space. ``bounds``: lower bounds on candidates.
+    ``early``: chooses the first candidates, and is told each outcome. ``siblings``: skips candidates that cannot fit
+    because a similar one did not. ``best_s``: step time in seconds of the best plan so far, or the cutoff; the
+    evaluator drops candidates that take longer.
     """
 
     evaluator: CandidateEvaluator
@@ -237,10 +238,9 @@ class _CandidateAttempts:
     def evaluate(
         self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
     ) -> EvaluatedCandidate:
-        """Return the best plan of a candidate. ``proven``: whether to compute a tight lower bound on its plans.
+        """Return the best plan of ``candidate``. ``proven``: whether to compute a tight lower bound on its plans.
         ``devices``: the device index of each rank; if ``None``, the placement is searched. Raises
-        :class:`PartitionError` if there is no plan.
-        """
+        :class:`PartitionError` if there is no plan."""
         is_complete = self.evaluator.placements.complete(candidate.grid)
         solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
         try:
@@ -393,9 +393,8 @@ def _space_to_limits(space: SearchSpace) -> Limits:
 
 
 def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Baseline]:
-    """Plan the standard layouts called ``names`` without offload. Returns them by name; empty if the job has no
-    candidates.
-    """
+    """Plan the standard layouts called ``names`` for ``job`` without offload to host memory. Return a dict from name to
+    the plan or the reason why there is none; empty if the job has no candidates."""
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = CandidateEvaluator(alone)
     bounds = ModelBounds(alone, evaluator.placements)

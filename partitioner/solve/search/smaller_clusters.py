@@ -76,9 +76,8 @@ def rounder_clusters(topology: Topology) -> Iterator[Topology]:
 
 
 def is_even(topology: Topology) -> bool:
-    """Return whether all devices have the same speed, memory and network bandwidth, and all nodes the same number of
-    devices.
-    """
+    """Return whether all devices of ``topology`` have the same speed, memory and network bandwidth, and all its nodes
+    the same number of devices."""
     own: tuple[NDArray[np.float64] | NDArray[np.int64], ...] = topology.usable, topology.network_share
     alike = all(len(np.unique(values)) == 1 for values in own)
     return alike and len(topology.paces[0]) == 1 and len({group.devices for group in topology.nodes}) == 1

@@ -97,9 +97,8 @@ def _num_orders(shares: Sequence[float]) -> int:
 
 
 def _list_share_orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
-    """Yield all distinct orders of ``shares`` (for each node, its fraction of the full network bandwidth), some of
-    which may be equal.
-    """
+    """Yield the numbers ``shares`` in every distinct order, each as a tuple. ``shares``: for each node, its fraction of
+    the full network bandwidth; several nodes may have equal fractions."""
     if not shares:
         yield ()
     for first in sorted(set(shares), reverse=True):
@@ -159,8 +158,8 @@ class UniformClusterBound:
 
     @cached_property
     def _uniform_topologies(self) -> list[Topology]:
-        """Return the clusters in which all devices are as good as the best real one, one for each order of the nodes'
-        network bandwidths. Return an empty list if the plan uses host memory, or if the placement is fixed."""
+        """Return the uniform clusters, in which all devices are as good as the best real one: one for each order of the
+        nodes' network bandwidths. Return an empty list if the plan uses host memory, or if the placement is fixed."""
         job = self._evaluator.job
         if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
             return []

@@ -163,6 +163,6 @@ class StageProblem:
     @property
     def last_repeated(self) -> int:
         """Return the index after the last call of a block that occurs several times, or the number of calls if there is
-        none. "full" recomputation applies only to calls before this index."""
+        none. Only calls before this index are recomputed if the constraint ``recompute`` is ``"full"``."""
         places = [k for k, repeats in enumerate(self.repeated) if repeats]
         return places[-1] + 1 if places else len(self.calls)

@@ -90,9 +90,9 @@ class StageTables:
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
-        """Return, for each pair of ``start`` and ``stop``, whether the block calls ``start:stop`` recompute selectively
-        on the stage with index ``stage``. :attr:`slim` then has their figures instead of these tables.
-        """
+        """Return, for each pair of ``start`` and ``stop``, whether a stage of the block calls ``start:stop`` with the
+        index ``stage`` recomputes selectively, because this is faster or required. Its seconds and bytes are then those
+        in the tables :attr:`slim`."""
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property

@@ -164,11 +164,13 @@ class RecurrentLayers(NamedTuple):
 
 
 def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
-    """Rewrite a recurrent network of several layers as one call per layer, with dropout between them.
+    """Rewrite a recurrent network of several layers as one call per layer, with dropout between them. Return a tuple of
+    the nodes of the result and of the final states of all layers.
 
-    Return the result and the final states of all layers. ``state``: the initial state of all layers; a list of two for
-    an LSTM. ``weights``: those of all layers, in order. ``layers``: the fields of :class:`RecurrentLayers`. For a
-    network without dropout, return ``KEEP`` (the operator stays). ``x``: the input.
+    ``x``: the input. ``state``: the initial state of all layers; a list of two for an LSTM. ``weights``: those of all
+    layers, in order. ``layers``: whether there are biases, number of layers, probability of dropout, whether it is on,
+    whether each layer also reads backward, and whether the batch is dim 0. For a network without dropout, return
+    ``KEEP`` (the operator stays).
     """
     stack = RecurrentLayers(*layers)
     if not stack.drops:

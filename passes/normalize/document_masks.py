@@ -258,7 +258,8 @@ _MOST_DOCUMENTS = 256  # whose lengths are kept; a plan stores them with each at
 
 
 def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of ``partition::document_attention`` in ``graph``."""
+    """Return a list of the ``partition::document_attention`` nodes (attention within packed documents) in ``graph``, in
+    order."""
     return [n for n in graph.nodes if n.target is document_ops.document_attention.default]
 
 

@@ -47,8 +47,8 @@ def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Nod
     result ``[bags, width]`` and three ``None`` for results that nothing reads.
 
     ``weight``: the table ``[rows, width]``. ``ids`` is a vector of row indices; bag ``i`` starts at ``offsets[i]``.
-    ``reduction``: the fields of :class:`BagReduction`. Raise :class:`UnsupportedError` if bags are not known to have
-    the same size, or if ``scale_grad_by_freq`` is set.
+    ``reduction``: the operator's further arguments, such as the mode (sum, mean or maximum) and a factor for each row.
+    Raise :class:`UnsupportedError` if bags are not known to have the same size, or if ``scale_grad_by_freq`` is set.
     """
     how = BagReduction(*reduction)
     bags, length = list_node_sizes(offsets)[0] - how.include_last_offset, list_node_sizes(ids)[0]

@@ -369,9 +369,9 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention computed with the fused kernels of accelerators, which can be traced without an accelerator. The
-    arguments are those of ``scaled_dot_product_attention``.
-    """
+    """Return attention of queries ``q``, keys ``k`` and values ``v``, computed with the fused kernels of accelerators,
+    which can be traced without an accelerator. The other arguments are those of torch's
+    ``scaled_dot_product_attention``, by its names."""
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
         return flash[0]

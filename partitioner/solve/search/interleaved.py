@@ -122,8 +122,9 @@ def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
 
 
 def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
-    """Yield the keys (see :func:`mesh_of`) of meshes on which rank ``i`` may have the same device as on the mesh of
-    ``candidate``: its own, and those from which :func:`contexts_of_best` makes it."""
+    """Yield meshes on which rank ``i`` may have the same device as on the mesh of ``candidate``: its own, and those
+    from which it is made by sharing each sequence among more ranks. Each is given as a candidate without schedule,
+    virtual stages and ZeRO."""
     yield mesh_of(candidate)
     if candidate.cp % 2 == 0:
         for axis in ("tp", "dp"):

@@ -145,9 +145,9 @@ def _hash_to_fraction(hashed: Tensor) -> Tensor:
 
 
 class _Sequence:
-    """Generates several random numbers for each element of a tensor, for samplers that need more than one. Each element
-    has a splitmix64 generator, which is seeded by a hash of the element's index. ``index``: the elements' indices in
-    the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors."""
+    """A splitmix64 generator for each element of a tensor, seeded by a hash of its index; for samplers that need
+    several numbers. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
+    tensors."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
         self.state = _hash_element_index(index, seed, stream)
@@ -275,8 +275,7 @@ def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
-    """Return the derivative of the gamma distributed numbers ``sample`` with respect to ``concentration``, the
-    parameter of the distribution of each, by torch's implicit differentiation."""
+    """Return the derivative of gamma samples with respect to ``concentration``, by torch's implicit differentiation."""
     return torch._standard_gamma_grad(concentration, sample)
 
 
@@ -395,8 +394,7 @@ class Sampler:
         return list(self.made.shape)
 
     def parameter(self, name: str, otherwise: Any = None) -> Any:
-        """Return the argument called ``name`` of the random operator for which numbers are drawn, detached if it is a
-        tensor; ``otherwise`` if the operator has no such argument."""
+        """Return the random operator's argument ``name``, detached if it is a tensor; ``otherwise`` if it has none."""
         value = self.given.get(name, otherwise)
         return self.run(aten.detach.default, value) if isinstance(value, Tensor | fx.Node) else value
 
@@ -433,16 +431,15 @@ def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> F
 
 
 def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of the operator ``target``, including defaults, as a dict by name. ``args``,
-    ``kwargs``: the arguments that the call gives."""
+    """Return the arguments ``args``, ``kwargs`` of a call of ``target``, including defaults, as a dict by name."""
     arguments = target._schema.arguments
     given = {a.name: a.default_value for a in arguments}
     return given | dict(zip([a.name for a in arguments], args, strict=False)) | dict(kwargs)
 
 
 def _operator_name(target: torch._ops.OpOverload) -> str:
-    """Return the name of the operator ``target`` without namespace, overload, a final ``_`` and ``_functional``, such
-    as ``normal``."""
+    """Return the name of ``target`` without namespace, overload, final ``_`` and ``_functional``, such as
+    ``normal``."""
     return target._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
 
 
@@ -456,15 +453,13 @@ def sizes_of(value: Tensor | fx.Node) -> list[int]:
 
 # --- numbers scaled, and compared -------------------------------------------------------------------------------------
 def _sample_uniform(s: Sampler) -> Any:
-    """Draw uniform numbers between the arguments ``from`` and ``to`` (default 0 and 1) of a random operator of torch,
-    and return the tensor or node. ``s``: has these arguments and draws."""
+    """Return uniform numbers between the operator's bounds ``from`` and ``to`` (default 0 and 1), drawn by ``s``."""
     low, high = s.given.get("from", 0.0), s.given.get("to", 1.0)
     return s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
 
 
 def _sample_normal(s: Sampler) -> Any:
-    """Draw normally distributed numbers with the arguments ``mean`` and ``std`` (default 0 and 1) of a random operator
-    of torch, and return the tensor or node. ``s``: has these arguments and draws."""
+    """Return normally distributed numbers of the operator's ``mean`` and ``std`` (default 0, 1), drawn by ``s``."""
     mean, std = s.parameter("mean", 0.0), s.parameter("std", 1.0)
     return s.placed(s.numbers(ops.normal.default, s.sizes), mean, std)
 
@@ -478,8 +473,7 @@ def _sample_exponential(s: Sampler) -> Any:
 
 
 def _sample_cauchy(s: Sampler) -> Any:
-    """Draw Cauchy distributed numbers with the arguments ``median`` and ``sigma`` (the scale) of a random operator of
-    torch, and return the tensor or node. ``s``: has these arguments and draws."""
+    """Return Cauchy distributed numbers with the operator's ``median`` and scale ``sigma``, drawn by ``s``."""
     angle = s.run(aten.sub.Tensor, s.numbers(ops.fraction.default, s.sizes), 0.5)
     return s.placed(
         s.run(aten.tan.default, s.run(aten.mul.Tensor, angle, math.pi)), s.given["median"], s.given["sigma"]
@@ -487,9 +481,7 @@ def _sample_cauchy(s: Sampler) -> Any:
 
 
 def _sample_geometric(s: Sampler) -> Any:
-    """Draw, for each element, the number of trials until the first success (geometric distribution), by inverting the
-    distribution function. Return the tensor or node. ``s``: has the argument ``p``, the probability of success, and
-    draws."""
+    """Return, for each element, the number of trials until the first success (probability ``p``), drawn by ``s``."""
     failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
     logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
     trials = s.run(aten.ceil.default, s.run(aten.div.Tensor, logs, failing))
@@ -497,8 +489,7 @@ def _sample_geometric(s: Sampler) -> Any:
 
 
 def sample_bernoulli(s: Sampler) -> Any:
-    """Draw, for each element, 1 with the probability that torch's random operator was given (a number or a tensor),
-    else 0, in the type of its result. Return the tensor or node. ``s``: has the operator's arguments and draws."""
+    """Return 1 with the random operator's probability (a number or a tensor), else 0, by element, drawn by ``s``."""
     likely = s.parameter("p") if "p" in s.given else s.parameter("self", s.given.get("input"))
     if isinstance(likely, fx.Node | Tensor):
         return s.typed(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
@@ -531,8 +522,7 @@ def _get_tensor_dtype(value: Tensor | fx.Node) -> torch.dtype:
 
 
 def _sample_integers(s: Sampler) -> Any:
-    """Draw uniform integers between the bounds that a random operator of torch was given, the lower one included, and
-    return the tensor or node. ``s``: has the operator's arguments and draws."""
+    """Return uniform integers from the random operator's lower bound to below its upper bound, drawn by ``s``."""
     found = _whole_range(s.given)
     assert found is not None
     low, count = found
@@ -556,24 +546,20 @@ def sample_gamma(s: Sampler) -> Any:
 
 
 def sample_dirichlet(s: Sampler) -> Any:
-    """Draw Dirichlet distributed vectors along the last dim: gamma distributed numbers divided by their sum. Return the
-    tensor or node. ``s``: has the arguments of torch's random operator and draws."""
+    """Return Dirichlet distributed vectors along the last dim: gamma numbers, drawn by ``s``, over their sum."""
     parts = sample_gamma(s)
     return s.run(aten.div.Tensor, parts, s.run(aten.sum.dim_IntList, parts, [-1], True))
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
 def _sample_permutation(s: Sampler) -> Any:
-    """Draw a random permutation of 0, 1, ...: the order that sorts random numbers. Return the tensor or node. ``s``:
-    has the arguments of torch's ``randperm`` and draws."""
+    """Return a random permutation of 0, 1, ...: the order that sorts random numbers, drawn by ``s``."""
     order = s.run(aten.sort.stable, s.numbers(ops.bits.default, s.sizes), stable=True, dim=0, descending=False)
     return s.typed(s.run(operator.getitem, order, 1))
 
 
 def _sample_multinomial(s: Sampler) -> Any:
-    """Draw indices for each row of weights, with probabilities that are proportional to the weights, as torch's
-    ``multinomial`` does, and return the tensor or node. ``s``: has the arguments, such as the number of indices per
-    row, and draws.
+    """Return indices for each row of weights, drawn by ``s`` with probabilities that are proportional to the weights.
 
     With replacement, the distribution function of each row is inverted. Without, each index gets an exponential random
     time whose rate is its weight, and the indices with the earliest times are taken.
@@ -655,8 +641,7 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
     """
 
     def refused(name: str) -> Callable[..., Any]:
-        """Return a function that raises :class:`UnsupportedError`, in place of the function ``name`` of ``torch``,
-        which sets the state of torch's random generator."""
+        """Return a replacement, which raises an error, of the function ``name`` of torch that sets its generator."""
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise UnsupportedError(
@@ -677,17 +662,19 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
 
 
 class _Generators(TorchFunctionMode):
-    """Torch function mode that raises :class:`UnsupportedError` if a traced forward draws from a random generator of
-    its own. It also writes ``random_`` with two bounds in a form that torch.export supports. ``line_now`` returns the
-    current source line of the model, for messages."""
+    """Torch function mode that raises :class:`UnsupportedError` if a traced forward draws from a generator of its own.
+
+    It also writes ``random_`` with two bounds in a form that torch.export supports. ``line_now`` returns the current
+    source line of the model, for messages.
+    """
 
     def __init__(self, line_now: Callable[[], str]) -> None:
         super().__init__()
         self.line_now = line_now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the torch function ``func`` and return its result. Raise :class:`UnsupportedError` if one of its
-        arguments is a random generator."""
+        """Return the result of ``func``; raise :class:`UnsupportedError` if one of its arguments is a random
+        generator."""
         kwargs = kwargs or {}
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             name = getattr(func, "__name__", str(func))
@@ -703,9 +690,8 @@ class _Generators(TorchFunctionMode):
 
 
 def _gamma_rsample(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
-    """Draw from the gamma distribution ``distribution`` during a trace, in place of ``Gamma.rsample``, and return a
-    tensor of the shape ``sample_shape`` followed by the distribution's own. The in-place clamp of torch's method is
-    written as a sum."""
+    """Return a draw of the shape ``sample_shape`` + the distribution's own, in place of ``Gamma.rsample`` during a
+    trace. The in-place clamp of torch's method is written as a sum."""
     shape = distribution._extended_shape(torch.Size(sample_shape))
     value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     clamped = value.detach().clamp(min=torch.finfo(value.dtype).tiny)

@@ -301,11 +301,10 @@ def _input_paths(program: ExportedProgram) -> Iterator[str]:
 def _collect_model_outputs(
     program: ExportedProgram, env: Mapping[fx.Node, fx.Node], with_loss: bool, canonical: Mapping[str, str]
 ) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
-    """Return the model's outputs, loss, output structure and state updates.
-
-    These are: the leaves of the result; the name of the loss node (``None`` if there is no loss); the result's pytree
-    as text (``None`` if it cannot be written as text); and for each buffer or parameter that forward changes, by name,
-    the name of the node with its new value.
+    """Return four values that describe what the exported program ``program`` returns and changes: the leaves of the
+    model's result; the name of the loss node (``None`` if there is no loss); the result's pytree as text (``None`` if
+    it cannot be written as text); and a dict from each buffer or parameter that forward changes to the name of the node
+    with its new value.
 
     Args:
         env: maps nodes of the program to nodes of the new graph.

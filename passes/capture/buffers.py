@@ -555,11 +555,12 @@ _PLACE = ("path", "source", "stack")
 
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
-    """Add an operator for each parameter or buffer that forward changes, and return the new nodes by the name of the
-    parameter or buffer.
+    """Add an operator to the graph of ``captured`` for each parameter or buffer that forward changes, in place. Return
+    a dict from the name of the parameter or buffer to the new node, whose result becomes the tensor's value at the end
+    of a step.
 
-    The node's result becomes the tensor's value at the end of a step. The graph is changed in place: it outputs these
-    nodes after its other results. Raises :class:`UnsupportedError` if forward changes a parameter that is trained.
+    The graph outputs these nodes after its other results. Raises :class:`UnsupportedError` if forward changes a
+    parameter that is trained.
     """
     if not captured.updates:
         return {}

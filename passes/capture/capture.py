@@ -169,6 +169,7 @@ def _with_caches_settled(
     the user.
 
     The twin is a copy of the model with fake parameters. It makes caches only if the result of forward depends on them.
+    ``twin``: the copy to begin with.
 
     Args:
         arguments: positional and keyword arguments of forward.
@@ -189,7 +190,7 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
     """Return a note that names the buffers whose values decided what forward computes; an empty tuple if there are
     none.
 
-    Raises :class:`UnsupportedError` if forward also changes such a buffer.
+    Raises :class:`UnsupportedError` if forward also changes such a buffer. ``captured``: the model's graph.
 
     Args:
         asked: names of these buffers.
@@ -257,11 +258,11 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
 def _fit_program(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Return an exported program with fixed shapes for these inputs, and an empty tuple of notes.
+    """Return an exported program with fixed shapes for ``inputs``, and an empty tuple of notes.
 
-    A program with fixed shapes is returned unchanged; one with dynamic shapes is exported again on the inputs, with a
-    batch dim of ``global_batch`` samples (``None``: of the size in ``inputs``). Raises :class:`InputsError` if the
-    inputs do not fit the program.
+    ``program`` is returned unchanged if it has fixed shapes; one with dynamic shapes is exported again on the inputs,
+    with a batch dim of ``global_batch`` samples (``None``: of the size in ``inputs``). Raises :class:`InputsError` if
+    the inputs do not fit the program.
     """
     if inputs is None and global_batch is None and _is_static(program):
         return program, ()

@@ -275,7 +275,7 @@ def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
-    """Return the derivative of gamma samples with respect to ``concentration``, by torch's implicit differentiation."""
+    """Return the derivative of ``sample`` with respect to ``concentration``, by torch's implicit differentiation."""
     return torch._standard_gamma_grad(concentration, sample)
 
 

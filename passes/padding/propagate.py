@@ -601,14 +601,15 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 def _fits_rows(ids: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
     """Return whether the dims of document ids ``[batch, positions]`` grow with the batch exactly where the rows of the
-    queries and the positions of the keys do. The arguments describe the three tensors under padding."""
+    queries and the positions of the keys do. ``ids``, ``query``, ``key``: descriptions of these tensors under padding.
+    """
     pairs = zip(ids.dims, (query.dims[0], key.dims[-2]), strict=True)
     return all([p.kind for p in own if p.grows] == [p.kind for p in of if p.grows] for own, of in pairs)
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do. The
-    arguments describe mask, queries and keys under padding."""
+    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do. ``mask``,
+    ``query``, ``key``: descriptions of these tensors under padding."""
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]

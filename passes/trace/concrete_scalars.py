@@ -109,9 +109,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _compute_tensor_numbers(self, tensors: list[Tensor], tracer: Any) -> list[Tensor] | None:
-        """Return the traced ``tensors`` with their real numbers; ``None`` if these depend on more than constants and
-        buffers.
-        """
+        """Return copies of the traced ``tensors`` with real numbers; ``None`` if these depend on more than constants
+        and buffers. ``tracer``: records the operators of the trace."""
         slots = [get_proxy_slot(t, tracer, None) for t in tensors]
         buffers, wanted = self.placeholders, [slot.proxy.node for slot in slots if slot is not None]
         if not wanted or len(wanted) < len(tensors):

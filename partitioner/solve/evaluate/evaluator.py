@@ -165,10 +165,13 @@ class CandidateEvaluator:
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
-        """Return a function that estimates a placement by the seconds of its step under the 1F1B schedule, which is
-        quick to compute; infinite if the candidate does not fit there. Placements differ in devices, links and
-        collectives. The end of the step is another one than under the candidate's own schedule, where reductions of
-        gradients start earlier."""
+        """Return a function ``seconds(machine)`` that estimates a placement (a topology with the mesh of ``candidate``
+        laid over it) by the seconds of its step under the 1F1B schedule, which is quick to compute; infinite if the
+        candidate does not fit there.
+
+        Placements differ in devices, links and collectives. The step ends in another way than under the candidate's own
+        schedule, where reductions of gradients start earlier, so the estimate serves to compare placements only.
+        """
         placement_evaluator = self._build_placement_evaluator(
             replace(candidate, schedule="1f1b", virtual_stages=1), proven=False
         )

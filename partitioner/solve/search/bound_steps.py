@@ -160,7 +160,7 @@ class BoundCascade:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, if the work is
         divided evenly into stages. The cost of the work is that of the sharding solved for the largest microbatch with
         these mesh sizes. The result is 0 if there is no bound. Raises :class:`CapacityError` if one microbatch does not
-        fit."""
+        fit. The second argument is not used."""
         self.bounds.check_microbatch(candidates[0])
         self._lean[self.family(candidates[0])] = min(candidates, key=self.bounds.state_bytes)
         floor = self._of_largest(self.family(candidates[0]))
@@ -199,7 +199,8 @@ class BoundCascade:
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, if the work is
         divided evenly into stages. Costs are those of the sharding solved for the candidate without ZeRO, which is
-        never slower than the others. The result is 0 if there is no bound, or an earlier bound is the same."""
+        never slower than the others. The result is 0 if there is no bound, or an earlier bound is the same. The second
+        argument is not used."""
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)

@@ -186,7 +186,7 @@ class _Costs:
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
         ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the
-        next step when it has ended its part of this one).
+        next step when it has ended its part of this one). ``timetable``: the order of actions of the schedule.
         """
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))

@@ -137,6 +137,7 @@ def search_for_plan(
 
     Args:
     - time_limit_s: time limit of the search in seconds.
+    - progress: called with the state of the search, or ``None``.
     - compare: whether to plan the standard layouts for comparison.
     - cutoff_s: plans with at least this step time in seconds are not of interest and may be missed.
     - before: result of an earlier search of the job, in which ranks had more free memory.

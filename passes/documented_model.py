@@ -47,7 +47,7 @@ class DocumentedModel(ModelMetaclass):
 
 
 def strip_fields(docstring: str) -> str:
-    """Return the docstring of a :class:`DocumentedModel` class without the list of fields at its end."""
+    """Return ``docstring``, that of a :class:`DocumentedModel` class, without the list of fields at its end."""
     return docstring.partition(f"\n\n{HEADING}\n")[0]
 
 

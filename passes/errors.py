@@ -14,7 +14,7 @@ class PartitionError(ValueError):
 
     @property
     def brief(self) -> str:
-        """Return the message without tracebacks, as the command line prints it."""
+        """Return the message of this error without tracebacks, as the command line prints it."""
         return str(self)
 
 

@@ -200,7 +200,8 @@ def format_versions() -> str:
 
 
 def _find_package_version(name: str) -> str:
-    """Return the version of an installed package, or ``from source`` if it is not installed as a package."""
+    """Return the version of the installed package ``name`` as text, or ``from source`` if it is not installed as a
+    package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -225,7 +226,8 @@ def _is_of_progress(error: Exception) -> bool:
 
 
 def _format_project_path(file: str) -> str:
-    """Return the path of a file of this project inside the repository, such as ``passes/shard/shard_block.py``."""
+    """Return the path of ``file``, a source file of this project, inside the repository, such as
+    ``passes/shard/shard_block.py``."""
     path = Path(file).relative_to(_ROOT)
     return path.as_posix() if path.parts[0] in ("passes", "runtime") else f"{_ROOT.name}/{path.as_posix()}"
 
@@ -269,8 +271,7 @@ def shorten_file_path(file: str) -> str:
 
 @lru_cache(maxsize=65536)
 def source_of(stack_trace: str | None) -> str:
-    """Return ``file:line`` of the innermost frame of a traceback's text that belongs to the user's code; ``""`` if none
-    does.
-    """
+    """Return ``file:line`` of the innermost frame in ``stack_trace``, the text of a traceback, that belongs to the
+    user's code; ``""`` if none does."""
     frames = [f for f in FRAME.findall(stack_trace or "") if is_users(f[0])]
     return f"{shorten_file_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""

@@ -132,9 +132,8 @@ def assemble_program_graph(
 
 
 def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
-    """Return ``"int"`` or ``"float"``, the type of an input that is a Python number; ``None`` if ``value`` is
-    ``None``.
-    """
+    """Return ``"int"`` or ``"float"``, the type of the input ``value`` that is a Python number; ``None`` if ``value``
+    is ``None``, which stands for an input that is a tensor."""
     if value is None:
         return None
     return "float" if isinstance(value, float) else "int"
@@ -249,10 +248,9 @@ def _meta_value(node: fx.Node, value: Any) -> Any:
 
 
 def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, ModelState]:
-    """Return the parameters, buffers and constant tensors of an exported program, by canonical name.
-
-    ``canonical``: maps every name of a state to the name that is used for it; tied weights have several names.
-    """
+    """Return a dict from canonical name to each parameter, buffer and constant tensor of the exported program
+    ``program``. ``canonical``: maps every name of a state to the name that is used for it; tied weights have several
+    names."""
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)
@@ -291,9 +289,8 @@ def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[st
 
 
 def _input_paths(program: ExportedProgram) -> Iterator[str]:
-    """Yield the path of each leaf of the arguments of forward, in order: ``0`` for the first positional argument,
-    ``input_ids`` for a keyword.
-    """
+    """Yield the path of each leaf of the arguments with which ``program`` is called, in order: ``0`` for the first
+    positional argument, ``input_ids`` for a keyword argument, ``past.0.key`` for a nested one."""
     spec = program.call_spec.in_spec
     assert spec is not None
     args, kwargs = pytree.tree_unflatten([0] * spec.num_leaves, spec)
@@ -304,11 +301,10 @@ def _input_paths(program: ExportedProgram) -> Iterator[str]:
 def _collect_model_outputs(
     program: ExportedProgram, env: Mapping[fx.Node, fx.Node], with_loss: bool, canonical: Mapping[str, str]
 ) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
-    """Return the model's outputs, loss, output structure and state updates.
-
-    These are: the leaves of the result; the name of the loss node (``None`` if there is no loss); the result's pytree
-    as text (``None`` if it cannot be written as text); and for each buffer or parameter that forward changes, by name,
-    the name of the node with its new value.
+    """Return four values that describe what the exported program ``program`` returns and changes: the leaves of the
+    model's result; the name of the loss node (``None`` if there is no loss); the result's pytree as text (``None`` if
+    it cannot be written as text); and a dict from each buffer or parameter that forward changes to the name of the node
+    with its new value.
 
     Args:
         env: maps nodes of the program to nodes of the new graph.

@@ -68,16 +68,15 @@ def spell_out(graph: fx.Graph) -> bool:
 
 
 def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of the running mean and variance that a norm updates; those it does not have are left out."""
+    """Return the nodes of the running mean and variance that ``node``, a batch or instance norm, updates; those it does
+    not have are left out."""
     return [a for a in (node.args[place] for place in _STATISTICS) if isinstance(a, fx.Node)]
 
 
 def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace an instance norm by a batch norm with one channel for each channel of each sample, as torch defines it.
-
-    The graph is changed in place. Each sample updates its own copy of the running statistics; the mean over the samples
-    is written back to them.
-    """
+    """Replace ``node``, an instance norm that updates running statistics, by a batch norm with one channel for each
+    channel of each sample, as torch defines it. The graph is changed in place. Each sample updates its own copy of the
+    running statistics; the mean over the samples is written back to them."""
     x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node), node
     samples, channels, *rest = x.meta["val"].shape
@@ -163,9 +162,8 @@ def aliases_traced(model: nn.Module) -> Iterator[None]:
 
     @functools.wraps(forward)
     def following(*args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward while all other places that hold a parameter or buffer hold the traced tensor;
-        return its output.
-        """
+        """Call the model's forward and return its output. Meanwhile all places outside of modules that hold a parameter
+        or buffer, such as a list, hold the traced tensor instead."""
         before = [alias.holder[alias.key] for alias in aliases]
         try:
             for alias in aliases:
@@ -201,7 +199,8 @@ class StateAlias:
     name: str
 
     def follow(self) -> None:
-        """Replace the tensor in ``holder`` by the parameter or buffer that the module's own table has now."""
+        """Make the place that this alias describes, such as an entry of a list, hold the parameter or buffer that the
+        module's own table has now."""
         self.holder[self.key] = self.states[self.name]
 
 
@@ -294,11 +293,10 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield a write of
-        the new value.
-
-        The caller does the writes at the end of forward. Raises :class:`UnsupportedError` for assignments that a plan
-        cannot keep, such as another shape or a parameter that is trained.
+        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield a
+        description of the assignment: the tensor and its new value. The caller copies these values at the end of
+        forward. Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a
+        parameter that is trained.
 
         Args:
             data: the record of forward's accesses to ``.data``.
@@ -357,7 +355,8 @@ class _DataAccess(TorchFunctionMode):
 
     ``values``: for each tensor to whose ``.data`` forward assigned, by its ``id``: (that tensor, the tensor that
     replaces it). ``read``: the ids of plain tensor attributes of modules (neither parameters nor buffers) that forward
-    read.
+    read. ``held``: the model's tensors at the start of forward. ``inputs``: tensors among forward's arguments.
+    ``double``: all floating-point tensors are float64, so dtypes need not match.
     """
 
     def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
@@ -407,9 +406,8 @@ class _DataAccess(TorchFunctionMode):
         return self.values[id(value)][1]
 
     def output(self, output: Any) -> Any:
-        """Return forward's output with each tensor to whose ``.data`` forward assigned replaced by the assigned
-        tensor.
-        """
+        """Return ``output``, the value that forward returns, with each tensor to whose ``.data`` forward assigned
+        replaced by the assigned tensor."""
         return pytree.tree_map(functools.partial(self.now, alone=False), output) if self.values else output
 
     def writes(self) -> Iterator[_Write]:
@@ -478,9 +476,8 @@ def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
 
 
 def _can_share_elements(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors in the same memory may have elements in common, because their address ranges
-    overlap.
-    """
+    """Return whether ``one`` and ``other``, two tensors in the same memory, may have elements in common, because their
+    address ranges overlap."""
     (start, end), (first, last) = (
         (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
         for t in (one, other)
@@ -524,27 +521,24 @@ def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
 
 
 def _format_tensor_spec(value: Tensor | None) -> str:
-    """Return dtype and shape of a tensor as text, such as ``float32 of shape (4, 8)``; the text ``None`` for no
-    tensor.
-    """
+    """Return dtype and shape of the tensor ``value`` as text, such as ``float32 of shape (4, 8)``; the text ``None`` if
+    it is ``None``."""
     if value is None:
         return "None"
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 def _has_cumulative_average(module: _BatchNorm) -> bool:
-    """Return whether a batch norm averages over all batches so far (``momentum=None``), so that its result depends on
-    its batch counter.
-    """
+    """Return whether ``module`` is a batch norm that averages over all batches so far (``momentum=None``), so that its
+    result depends on its batch counter."""
     plain = type(module).forward is _BatchNorm.forward
     return plain and module.momentum is None and module.training and module.num_batches_tracked is not None
 
 
 def _averaging_forward(self: _BatchNorm, input: Tensor) -> Tensor:
-    """Compute a batch norm with a cumulative average, and update its running statistics and its batch counter.
-
-    Torch's own forward reads the counter as a Python number, which cannot be traced; this one reads it as a tensor.
-    """
+    """Return the batch norm of ``input`` with a cumulative average, and update the module's running statistics and its
+    batch counter. This replaces ``forward`` of the batch norm: torch's own reads the counter as a Python number, which
+    cannot be traced; this one reads it as a tensor."""
     self._check_input_dim(input)
     assert self.running_mean is not None
     assert self.running_var is not None
@@ -561,11 +555,12 @@ _PLACE = ("path", "source", "stack")
 
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
-    """Add an operator for each parameter or buffer that forward changes, and return the new nodes by the name of the
-    parameter or buffer.
+    """Add an operator to the graph of ``captured`` for each parameter or buffer that forward changes, in place. Return
+    a dict from the name of the parameter or buffer to the new node, whose result becomes the tensor's value at the end
+    of a step.
 
-    The node's result becomes the tensor's value at the end of a step. The graph is changed in place: it outputs these
-    nodes after its other results. Raises :class:`UnsupportedError` if forward changes a parameter that is trained.
+    The graph outputs these nodes after its other results. Raises :class:`UnsupportedError` if forward changes a
+    parameter that is trained.
     """
     if not captured.updates:
         return {}
@@ -594,7 +589,8 @@ def with_frozen_as_buffers(states: Mapping[str, ModelState], changed: Collection
 
 
 def _check_frozen(captured: Captured) -> None:
-    """Raise :class:`UnsupportedError` if forward changes a parameter that requires a gradient."""
+    """Raise :class:`UnsupportedError` if the forward of the model ``captured`` changes a parameter that requires a
+    gradient."""
     for name in captured.updates:
         state = captured.states[name]
         if state.kind == "parameter" and state.requires_grad:
@@ -606,11 +602,8 @@ def _check_frozen(captured: Captured) -> None:
 
 
 def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) -> fx.Node:
-    """Append operators that make ``value`` the new value of the parameter or buffer ``state``, and return the last of
-    them.
-
-    Its result has the dtype of the state, no gradient, and memory of its own.
-    """
+    """Append to ``graph`` operators that make ``value`` the new value of the parameter or buffer ``state``, and return
+    the last of them. Its result has the dtype of the state, no gradient, and memory of its own."""
     place = {k: value.meta[k] for k in _PLACE if k in value.meta}
     place = place or {"path": state.name.rpartition(".")[0], "source": "", "stack": ()}
 
@@ -653,7 +646,7 @@ def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> d
     """Return the values of the buffers of ``folded`` (except constants) before the first step, by name.
 
     A value is one number if all elements are equal, otherwise nested lists. Large buffers with different elements, and
-    buffers without values (on ``meta``), are left out.
+    buffers without values (on ``meta``), are left out. ``model``: the original model, which has the values.
     """
     every: dict[str, Any] = (
         {} if isinstance(model, ExportedProgram) else {"remove_duplicate": False}

@@ -153,7 +153,8 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
     """Return the number of samples in ``inputs``, and for each input tensor, by path, the index of its batch dim
     (``None`` if it has none).
 
-    Raises :class:`InputsError` if no input has a batch dim.
+    Raises :class:`InputsError` if no input has a batch dim. ``model``: gives the sample inputs if ``inputs`` is
+    ``None``.
     """
     count, dims = sample_dims_of(split_inputs(model, inputs))
     if count is None:
@@ -168,6 +169,7 @@ def _with_caches_settled(
     the user.
 
     The twin is a copy of the model with fake parameters. It makes caches only if the result of forward depends on them.
+    ``twin``: the copy to begin with.
 
     Args:
         arguments: positional and keyword arguments of forward.
@@ -188,7 +190,7 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
     """Return a note that names the buffers whose values decided what forward computes; an empty tuple if there are
     none.
 
-    Raises :class:`UnsupportedError` if forward also changes such a buffer.
+    Raises :class:`UnsupportedError` if forward also changes such a buffer. ``captured``: the model's graph.
 
     Args:
         asked: names of these buffers.
@@ -204,9 +206,8 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
 
 
 def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
-    """Return a note if the model returns a loss of its own that the argument ``loss`` replaces; otherwise an empty
-    tuple.
-    """
+    """Return a note, in a tuple, if the model ``captured`` returns a loss of its own that the function ``loss``
+    replaces; otherwise an empty tuple."""
     returned = [output.value for output in captured.outputs if output.path == "loss"]
     if loss is None or not set(returned) - {None, captured.loss}:
         return ()
@@ -219,7 +220,8 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return a map from every name of a tensor to the first name of the same tensor (for tied weights)."""
+    """Return a dict from every name of a tensor to the first name of the same tensor, since tied weights have several.
+    ``named``: pairs of name and tensor."""
     first: dict[Any, str] = {}
     return {name: first.setdefault(_build_tensor_key(tensor), name) for name, tensor in named}
 
@@ -241,9 +243,8 @@ def _without_numbers(tensor: Tensor) -> bool:
 
 
 def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the values of small non-persistent buffers by name, on the CPU; no checkpoint contains these buffers.
-
-    ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
+    """Return a dict from name to value of the small non-persistent buffers of ``model``, on the CPU; no checkpoint
+    contains these buffers. ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
     """
     saved = set(model.state_dict(keep_vars=True))
     return {
@@ -257,11 +258,11 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
 def _fit_program(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Return an exported program with fixed shapes for these inputs, and an empty tuple of notes.
+    """Return an exported program with fixed shapes for ``inputs``, and an empty tuple of notes.
 
-    A program with fixed shapes is returned unchanged; one with dynamic shapes is exported again on the inputs, with a
-    batch dim of ``global_batch`` samples (``None``: of the size in ``inputs``). Raises :class:`InputsError` if the
-    inputs do not fit the program.
+    ``program`` is returned unchanged if it has fixed shapes; one with dynamic shapes is exported again on the inputs,
+    with a batch dim of ``global_batch`` samples (``None``: of the size in ``inputs``). Raises :class:`InputsError` if
+    the inputs do not fit the program.
     """
     if inputs is None and global_batch is None and _is_static(program):
         return program, ()
@@ -286,7 +287,7 @@ def _fit_program(
 
 
 def _is_static(program: ExportedProgram) -> bool:
-    """Return whether the shapes of all inputs, parameters and buffers of an exported program are fixed."""
+    """Return whether the shapes of all inputs, parameters and buffers of the exported program ``program`` are fixed."""
     values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
     return all(isinstance(s, int) for v in values if isinstance(v, Tensor) for s in v.shape)
 

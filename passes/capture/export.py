@@ -545,9 +545,8 @@ def in_containers(tree: Any) -> Any:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """Return (path, leaf) for each leaf of a pytree, in order. A path is a text such as ``logits``, ``0`` or
-    ``past.0.key``.
-    """
+    """Return (path, leaf) for each leaf of the pytree ``tree``, in order. A path is a text such as ``logits``, ``0`` or
+    ``past.0.key``."""
     leaves, _ = pytree.tree_flatten_with_path(tree)
     return [(".".join(str(_get_path_key(k)) for k in path), leaf) for path, leaf in leaves]
 

@@ -109,13 +109,12 @@ class StorageTracker:
         return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
 
     def marks(self, node: fx.Node) -> None:
-        """Record that ``node`` and its views require a gradient from now on."""
+        """Record that the node ``node`` and all nodes that are views of it require a gradient from now on."""
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
     def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
-        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in regions where gradients are
-        off.
-        """
+        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand of operators in regions where
+        gradients are off, so that both share memory and writes."""
         self._without[detached] = node
         self.follows(detached)
 
@@ -297,9 +296,8 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
 
 
 def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
-    """Raise :class:`UnsupportedError` if torch.export made a constant of a tensor that it should have traced.
-
-    A constant without values, or one that is a tensor of the original model, shows this.
+    """Raise :class:`UnsupportedError` if torch.export made a constant of a tensor in ``program`` that it should have
+    traced. A constant without values, or one that is a tensor of the original model, shows this.
 
     Args:
         own: names of the original model's tensors by data address.
@@ -356,9 +354,8 @@ def _allocate_tensor_like(tensor: Tensor) -> Tensor:
 
 
 def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
-    """Return a map from placeholders of constants to placeholders of the parameter or buffer that is the same tensor.
-
-    Such constants occur if a plain object, such as a list, also holds the parameter or buffer.
+    """Return a dict from each placeholder of a constant in ``program`` to the placeholder of the parameter or buffer
+    that is the same tensor. Such constants occur if a plain object, such as a list, also holds the parameter or buffer.
     """
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     held: dict[str, Any] = {**program.constants, **program.state_dict}
@@ -376,7 +373,7 @@ def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
 
 
 def _find_trainable_placeholders(program: ExportedProgram) -> set[str]:
-    """Return the names of the placeholders of parameters that require a gradient."""
+    """Return the names of the placeholders, in the graph of ``program``, of parameters that require a gradient."""
     return {
         spec.arg.name
         for spec in program.graph_signature.input_specs
@@ -401,11 +398,9 @@ class _RegionInliner:
         self.transforms: fx.Node | None = None  # the first of torch.vmap and its kin: gone once traced anew
 
     def inline_program(self, program: ExportedProgram) -> fx.Graph:
-        """Copy the whole program into one graph and return the graph.
-
-        Raise :class:`UnsupportedError` if a result or an operator reads a tensor that was written to without autograd's
-        knowledge.
-        """
+        """Copy the graph of ``program`` and all its sub-graphs into one graph and return the graph. Raise
+        :class:`UnsupportedError` if a result or an operator reads a tensor that was written to without autograd's
+        knowledge."""
         env: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if node.op == "placeholder":

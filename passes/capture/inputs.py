@@ -127,9 +127,8 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
 
 
 def _read_example_inputs(program: ExportedProgram) -> Bound:
-    """Return the (positional, keyword) arguments that a program was exported with. Raise :class:`InputsError` if it has
-    none.
-    """
+    """Return the (positional, keyword) arguments with which ``program`` was exported. Raise :class:`InputsError` if it
+    has none."""
     if program.example_inputs is None:
         raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
     args, kwargs = program.example_inputs
@@ -200,7 +199,8 @@ def python_number(value: Any) -> Any:
 
 
 def sample_batch(leaves: list[Any]) -> int | None:
-    """Return the size of the first dim of the first tensor that has a dim; ``None`` if there is no such tensor."""
+    """Return the number of samples in a batch: the size of the first dim of the first tensor among ``leaves`` that has
+    a dim; ``None`` if there is no such tensor. ``leaves``: the values in the arguments of forward, in order."""
     return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 

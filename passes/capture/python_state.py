@@ -65,9 +65,8 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Return whether the change is that of a module's attribute that is a Python number before and after
-        forward.
-        """
+        """Return whether this change is one of a module's attribute that is a Python number before and after
+        forward."""
         return self.module is not None and self.before is not None and self.after is not None
 
 
@@ -89,7 +88,7 @@ class _Variable:
     told: Any
 
     def restore(self) -> None:
-        """Set the variable, and the elements of its container, back to what they were before forward."""
+        """Set this Python variable, and the elements of its container, back to what they were before forward."""
         if self.read() is not self.value:
             self.write(self.value)
         if self.content is not None and not _holds_same(self.value, self.content):
@@ -101,7 +100,8 @@ class _Variable:
 
 
 def _holds_same(one: Any, other: Any) -> bool:
-    """Return whether two containers of one type hold the same objects (by identity) in the same order."""
+    """Return whether ``one`` and ``other``, two containers of one type, hold the same objects (by identity) in the same
+    order."""
     if isinstance(one, dict):
         one, other = [*one.keys(), *one.values()], [*other.keys(), *other.values()]
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
@@ -160,7 +160,8 @@ class PythonState:
         return found
 
     def restore(self) -> None:
-        """Set the variables and random generators outside of the traced copy back to their values in the snapshot."""
+        """Set the Python variables and random generators that are shared with the caller (all but attributes of the
+        traced copy) back to their values in this snapshot."""
         for place in self.places:
             place.restore()
         for _, generator, state in self.generators:
@@ -179,11 +180,9 @@ class PythonState:
 
 # --- what can be changed ----------------------------------------------------------------------------------------------
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return the attributes of a module and its submodules, by (module path, attribute name), each as (comparison key,
-    value).
-
-    Attributes that every module has are left out, except ``training``. Equal keys mean that a value has not changed.
-    """
+    """Return a dict of the attributes of ``module`` and its submodules: (module path, attribute name) -> (comparison
+    key, value). Equal keys mean that a value has not changed. Attributes that every module has are left out, except
+    ``training``."""
     known: dict[int, Any] = {}
     return {
         (path, name): (_build_value_key(value, known), value)
@@ -248,7 +247,8 @@ def _make_settable_variable(what: str, holder: Any, name: str, write: Callable[[
 
 
 def _make_fixed_variable(what: str, value: Any) -> _Variable:
-    """Return a record of an object, such as a default value, that can be changed in place but not replaced."""
+    """Return a record of the object ``value``, such as the default of a parameter, that code can change in place but
+    not replace. ``what``: a description for messages."""
     return _Variable(
         what, lambda: value, lambda _: None, value, _copy_mutable_value(value), _build_value_key(value, {})
     )
@@ -396,9 +396,8 @@ def _generator_state(generator: Any) -> Any:
 
 
 def _set_generator_state(generator: Any, state: Any) -> None:
-    """Set the state of a random generator of Python or NumPy to ``state``, which was read from a generator of
-    its type.
-    """
+    """Set the state of ``generator``, a random generator of Python or NumPy. ``state``: a state that was read from a
+    generator of its type."""
     if generator is random or isinstance(generator, random.Random):
         generator.setstate(state)
     elif generator is np.random or isinstance(generator, np.random.RandomState):
@@ -419,9 +418,8 @@ def _arrays_to_lists(state: Any) -> Any:
 
 
 def _seed_generator(generator: Any, below: bool) -> None:
-    """Seed a random generator of Python or NumPy so that its first uniform draw is near 0 if ``below``, otherwise near
-    1.
-    """
+    """Seed ``generator``, a random generator of Python or NumPy, so that its first uniform draw is near 0 if ``below``,
+    otherwise near 1."""
     low, high = _FIRST_DRAWS
     for seed in range(_SEEDS):
         if generator is random or isinstance(generator, random.Random):
@@ -451,8 +449,8 @@ def find_draw(run: Callable[[], Any]) -> str:
 
     def watch(frame: types.FrameType, event: str, argument: Any) -> None:
         """Record the user's line if a profiling event is a call of a random generator's method. Only the first one is
-        recorded.
-        """
+        recorded. ``frame``, ``event``, ``argument``: what Python passes to a profiling function: the stack frame, the
+        kind of event, and the called function."""
         if found:
             return
         owner = getattr(argument, "__self__", None) if event == "c_call" else frame.f_locals.get("self")
@@ -524,7 +522,8 @@ class Clock:
 
 # --- whether a change has an effect -----------------------------------------------------------------------------------
 def same_computation(one: Captured, other: Captured) -> bool:
-    """Return whether two captures of a model compute the same results from the same parameters, buffers and inputs.
+    """Return whether ``one`` and ``other``, two captured graphs of a model, compute the same results from the same
+    parameters, buffers and inputs.
 
     Values that depend on constants alone are compared by value, because one capture may contain a precomputed table
     that the other one computes.
@@ -557,7 +556,8 @@ def _build_capture_key(captured: Captured) -> Any:
 
 
 def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
-    """Return the values of graph nodes that depend on constants alone, by node. Very large ones are left out."""
+    """Return a dict from each node of the graph of ``captured`` whose value depends on constants alone to this value.
+    Very large ones are left out."""
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":

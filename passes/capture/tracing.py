@@ -178,9 +178,12 @@ class Tracer:
     def _choose_numbers(
         self, twin: ParameterlessCopy, arguments: Bound
     ) -> tuple[dict[str, int | float], dict[str, str]]:
-        """Choose the Python numbers of the inputs that forward accepts as tensors.
+        """Choose the Python numbers of the inputs that forward accepts as tensors. Return two dicts by path of the
+        input: the chosen numbers, and, for each other number, a text on what forward uses it for.
 
-        Return these numbers by path, and for each other number, by path, a text on what forward uses it for.
+        Args:
+            twin: copy of the model with fake tensors.
+            arguments: (positional arguments, keyword arguments) of forward.
         """
         numbers, uses = plain_numbers(arguments), dict[str, str]()
 
@@ -206,8 +209,13 @@ class Tracer:
         """Trace a twin (a copy of the model with fake tensors) once. Return the captured graph and the twin that was
         traced in the end.
 
-        Of equal layers only one is traced; if that fails, a new twin is traced in full. ``left`` receives the
-        attributes after forward, by (module path, attribute name), because torch.export resets them.
+        Of equal layers only one is traced; if that fails, a new twin is traced in full.
+
+        Args:
+            twin: the twin to trace.
+            arguments: (positional arguments, keyword arguments) of forward.
+            left: receives the attributes after forward, by (module path, attribute name), because torch.export resets
+                them.
         """
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in twin.counters}}
@@ -216,17 +224,18 @@ class Tracer:
         def made(
             twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return the captured graph of an exported program, with variants for even and odd experts, and ``twin``.
+            """Return the captured graph of the exported program ``program``, and ``twin``. If forward loops over
+            experts, the graph also has two variants in its field ``turns``, in which the row masks of even and of odd
+            experts are empty.
 
-            ``finish``: a last rewrite of the graph.
+            ``finish``: a last rewrite of the captured graph.
             """
             hits = twin.hits
             hits.check()
 
             def captured(parity: int | None) -> Captured:
-                """Return the captured graph, with empty masks for even (``parity`` 0) or odd (1) experts; ``None``
-                leaves all masks unchanged.
-                """
+                """Return the captured graph in which the row masks of even (``parity`` 0) or odd (1) experts are
+                replaced by empty ones; ``None`` leaves all masks unchanged."""
                 decided = hits.guards.decided if hits.guards is not None else ()
                 with_loss, numbers = self.loss is not None, twin.numbers
                 found = assemble_program_graph(
@@ -296,9 +305,8 @@ class Tracer:
 
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
-            """Call forward, and return its output, or (output, loss) if there is a loss; record the attributes of all
-            modules.
-            """
+            """Call the model's forward, and return its output, or (output, loss) if there is a loss function. At the
+            end, store the attributes of all modules."""
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
             left.clear()
@@ -349,11 +357,8 @@ def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterato
 
 
 def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
-    """Return ``captured`` with the states of ``counters`` (Python numbers that forward changes) under the numbers' own
-    names.
-
-    Their initial values are added as constants.
-    """
+    """Return the captured graph ``captured`` with the buffers of ``counters`` (Python numbers that forward changes)
+    under the names of these numbers. Their values before the first call are added as constants."""
     states, constants = dict(captured.states), dict(captured.constants)
     for counter in counters:
         if counter.full_name in states:
@@ -444,10 +449,9 @@ class _Settling:
     # -- attributes, globals, closures
 
     def _settle_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
-        """Decide on changed attributes, globals and closure variables; return the trace to use and notes for the user.
-
-        Raise :class:`UnsupportedError` if a change has an effect on the next call of forward and cannot be a buffer.
-        """
+        """Decide on attributes, globals and closure variables that forward changed. Return the trace to use, and a list
+        of notes for the user. Raise :class:`UnsupportedError` if a change has an effect on the next call of forward and
+        cannot be a buffer. ``changes``: what the first trace changed."""
         second, changed_again = self._trace_after(self.first)
         same = second is not None and same_computation(self.first.captured, second.captured)
         if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
@@ -461,10 +465,8 @@ class _Settling:
         return self.first, [_note_unused(changes)]
 
     def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
-        """Check and return the trace in which the Python numbers that forward changes are buffers, and notes for the
-        user.
-
-        If no result depends on these numbers, the first trace is returned instead.
+        """Check the trace in which the Python numbers that forward changes are buffers. Return (trace to use, list of
+        notes for the user): this trace, or the first one if no result depends on these numbers.
 
         Args:
             counted: the trace with buffers in place of the numbers.
@@ -551,7 +553,8 @@ class _Settling:
             raise _NotRun from result
 
     def _trace_if_possible(self, twin: ParameterlessCopy, arguments: Bound) -> Trace | None:
-        """Trace ``twin`` and return the result; ``None`` if it cannot be traced."""
+        """Trace ``twin``, a copy of the model with fake tensors, and return the result; ``None`` if it cannot be
+        traced. ``arguments``: (positional arguments, keyword arguments) of forward."""
         try:
             return self.tracer.trace(twin, arguments, self.first.uses)
         except (PartitionError, NotLiftable, _NotRun):
@@ -571,9 +574,8 @@ class _Settling:
         )
 
     def _refuse_decision(self, guard: Guard) -> None:
-        """Raise :class:`UnsupportedError`, because a branch of forward depends on a Python number that forward
-        changes.
-        """
+        """Raise :class:`UnsupportedError`, because a branch of forward depends on a Python number that forward changes.
+        ``guard``: the condition of the branch."""
         where = f" ({guard.where})" if guard.where else ""
         raise UnsupportedError(
             f"the forward decides what it computes by {guard}{where}, a Python number that it changes itself: a plan "
@@ -583,7 +585,8 @@ class _Settling:
 
 
 def _note_unused(changes: Sequence[StateChange]) -> str:
-    """Return a note for the user that the changed Python state has no effect on what forward computes."""
+    """Return a note for the user that Python state which forward changed has no effect on what it computes.
+    ``changes``: the changed variables."""
     return (
         f"forward changes {_format_changed_names(changes)}, which had no effect on what it computes at its "
         f"next call: the plan does "
@@ -597,7 +600,8 @@ def _format_changed_names(changes: Sequence[StateChange]) -> str:
 
 
 def _is_used(captured: Captured, name: str) -> bool:
-    """Return whether an output, the loss or another parameter or buffer is computed from the state ``name``."""
+    """Return whether an output, the loss or another parameter or buffer of the model ``captured`` is computed from the
+    parameter or buffer ``name``."""
     nodes = {n.name: n for n in captured.graph.nodes}
     placeholder = next((nodes[p] for p, state in captured.placeholders.items() if state == name and p in nodes), None)
     if placeholder is None:
@@ -612,11 +616,12 @@ def _is_used(captured: Captured, name: str) -> bool:
 
 
 def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
-    """Return whether an attribute has the same value after forward as before.
+    """Return whether an attribute of a module has the same value after forward as before.
 
     Args:
+        before: the snapshot of Python state before forward.
         after: the attributes after forward, by (module path, attribute name), each as (comparison key, value).
-        key: (module path, attribute name).
+        key: (module path, attribute name) of the attribute.
     """
     return key in before.attributes and before.attributes[key][0] == after[key][0]
 

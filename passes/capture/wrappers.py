@@ -230,7 +230,8 @@ def _iterate_wrapper_notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: 
 
 
 def _format_module_names(paths: Sequence[str]) -> str:
-    """Return module paths as text, with ``the whole model`` for the empty path; a long list is shortened."""
+    """Return the module paths ``paths`` as one text for messages, with ``the whole model`` for the empty path; a long
+    list is shortened."""
     names = list(dict.fromkeys(path or "the whole model" for path in paths))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -273,9 +274,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _holds_compiled(module: nn.Module) -> bool:
-    """Return whether an attribute of the module, such as a ``forward`` set on the instance, was made by
-    ``torch.compile``.
-    """
+    """Return whether an attribute of ``module``, such as a ``forward`` set on the instance, was made by
+    ``torch.compile``."""
     return any(_find_uncompiled_function(value) is not None for value in vars(module).values())
 
 
@@ -285,10 +285,8 @@ def _find_uncompiled_function(value: Any) -> Any:
 
 
 def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
-    """Raise :class:`UnsupportedError` if a wrapper module has hooks, which would be lost if the wrapper is removed.
-
-    ``path``: module path of the wrapper; empty for the whole model.
-    """
+    """Raise :class:`UnsupportedError` if the module ``wrapper`` has hooks, which would be lost if the wrapper is
+    removed. ``path``: its module path; empty for the whole model."""
     where = f"the {type(wrapper).__name__} around {repr(path) if path else 'the model'}"
     if any(getattr(wrapper, name, None) for name in _HOOKS):
         raise UnsupportedError(

@@ -88,9 +88,8 @@ class _Spreader:
         self.sent: dict[tuple[int, fx.Node], fx.Node] = {}
 
     def add_region(self, region: ExpertRegion) -> None:
-        """Record a part of the block that computes by expert. Raise :class:`UnsupportedError` if its experts cannot be
-        divided evenly.
-        """
+        """Record ``region``, a part of the block that computes by expert, to be distributed over the ranks. Raise
+        :class:`UnsupportedError` if its experts cannot be divided evenly."""
         if region.num_experts % self.size:
             where = region.products[0].meta.get("path") or region.products[0].name
             raise UnsupportedError(
@@ -101,9 +100,8 @@ class _Spreader:
         self.region_of |= dict.fromkeys(region.nodes, region)
 
     def copy_node(self, node: fx.Node) -> None:
-        """Copy ``node`` to the new graph. A parameter of experts is sharded, and rows are sent to the ranks of their
-        experts and back.
-        """
+        """Copy ``node`` to the graph in which each rank has some of the experts. A parameter of experts is sharded, and
+        rows are sent to the ranks of their experts and back."""
         if node in self.tables:
             self._shard_table_node(node, self.tables[node])
         elif node in self.region_of:

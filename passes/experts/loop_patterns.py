@@ -85,7 +85,8 @@ def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _own_rows(addend: fx.Node) -> RoutingChoice | None:
-    """Return which expert's rows ``addend`` is computed for, if it is zero in all other rows; ``None`` if it is not."""
+    """Return a description of the mask of one expert's rows (the tensor of chosen experts and the expert's number)
+    outside of which the term ``addend`` of a sum is zero; ``None`` if there is no such mask."""
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
         node = node.args[0]
@@ -146,14 +147,14 @@ def _group_into_loops(
     *,
     adds: bool,
 ) -> Iterator[Loop]:
-    """Group the outputs of experts into loops, and yield the loops.
-
-    The masks of a loop's experts test the same tensor of chosen expert numbers, and the numbers are consecutive.
+    """Group the outputs of experts into loops, and yield the loops. The masks of a loop's experts test the same tensor
+    of chosen expert numbers, and the numbers are consecutive.
 
     Args:
         found: the output of each expert, with the mask of the expert's rows.
         others: returns the chain's remaining operands for the outputs of a loop.
         chain: the nodes that combine the outputs.
+        numbers: assigns equal integers to nodes that compute the same value.
         adds: whether the chain is a sum.
     """
     by_source: dict[Any, dict[int, list[fx.Node]]] = {}
@@ -211,7 +212,9 @@ class ExpertColumn:
 
 
 class ExpertColumns:
-    """Appends operators on :class:`ExpertColumn` values, which hold a value of each expert in a loop, to a graph."""
+    """Appends operators on :class:`ExpertColumn` values, which hold a value of each expert in a loop, to a graph.
+    ``build``: appends operators to the graph. ``loop``: the loop over experts. ``numbers``: assigns equal integers to
+    nodes that compute the same value."""
 
     def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
@@ -237,9 +240,8 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Return a boolean value with the experts of the loop as last dim, which is true for the expert that a row
-        chose.
-        """
+        """Return a boolean value with the experts of the loop as last dim, which is true at the expert that a row
+        chose."""
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
         if self.loop.first:
@@ -278,12 +280,11 @@ class ExpertColumns:
         return ExpertColumn(self.build(node.target, *operands, **kwargs))
 
     def at(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
-        """Return, for each row, the row's own expert's entry of ``column``, a value with the experts as last dim.
-
-        Raises :class:`Different` if a dim other than ``dim`` and the last does not have size 1.
+        """Return the node that has, for each row, the entry of the row's own expert in ``column``, a value with the
+        experts as last dim. Raises :class:`Different` if a dim other than ``dim`` and the last does not have size 1.
 
         Args:
-            keys: the expert of each row.
+            keys: the node with the expert of each row.
             dim: the index of the dim of the rows.
         """
         sizes = list_node_sizes(column.node)
@@ -294,7 +295,9 @@ class ExpertColumns:
         return self.build(aten.reshape.default, own, list(sizes[:-1]))
 
     def _append_expert_dim(self, argument: Any) -> Any:
-        """Return an argument of an operator in a form that broadcasts with values that have the experts as last dim."""
+        """Return ``argument``, an argument of an operator, in a form that broadcasts with values that have the experts
+        as last dim. For a value that has this dim, it is the value's node; another node gets a last dim of size 1;
+        anything else stays."""
         if isinstance(argument, ExpertColumn):
             return argument.node
         if isinstance(argument, fx.Node) and get_node_tensor(argument).dim():
@@ -317,10 +320,8 @@ class ExpertMask:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """One value that replaces a value of each expert in a loop: each row, along ``dim``, is computed by its own expert.
-
-    ``zeroed``: whether each expert's separate value was zero in the rows of other experts.
-    """
+    """One value, ``node``, that replaces a value of each expert in a loop: each row, along ``dim``, is computed by its
+    own expert. ``zeroed``: whether each expert's separate value was zero in the rows of other experts."""
 
     node: fx.Node
     dim: int
@@ -329,9 +330,8 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class MultiResultRows:
-    """The results of an operator in which each row is computed by its own expert. ``dims[k]``: the index of the row dim
-    of result ``k``.
-    """
+    """The results of the operator ``node``, in which each row is computed by its own expert. ``dims[k]``: the index of
+    the row dim of result ``k``."""
 
     node: fx.Node
     dims: tuple[int, ...]
@@ -346,11 +346,8 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """A value in which each row is computed by its own expert, after a reshape that split the row dim into several
-    dims.
-
-    ``where``: the shape of the value, with the size 1 in every dim except those of the rows.
-    """
+    """A value, ``node``, in which each row is computed by its own expert, after a reshape that split the row dim into
+    several dims. ``where``: the shape of the value, with the size 1 in every dim except those of the rows."""
 
     node: fx.Node
     where: tuple[int, ...]
@@ -358,7 +355,8 @@ class PlacedRows:
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """The corresponding parameters of all experts in a loop, as one node for each expert."""
+    """The corresponding parameters of all experts in a loop: ``nodes`` has one placeholder for each expert, in
+    order."""
 
     nodes: tuple[fx.Node, ...]
 
@@ -385,7 +383,8 @@ Merged = (
 class LoopWeights:
     """Reads the parameters of all experts in a loop, and appends the operators that this needs to the graph.
 
-    ``read``: whether any parameter was read.
+    ``read``: whether any parameter was read. ``packing``: stacks parameters of several experts. ``build``: appends
+    operators. ``loop``: the loop over experts.
     """
 
     def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:
@@ -408,7 +407,7 @@ class LoopWeights:
         return PackedParameter(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
 
     def of_all(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
-        """Return one node with the parameters ``stack`` of all experts, with the experts as dim 0."""
+        """Return one node that has the parameters ``stack`` of all experts in a loop, with the experts as dim 0."""
         self.read = True
         return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 

@@ -88,7 +88,8 @@ class _Merging:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
     ``head``: the last operator of the loop. ``known``: the merged value for each tuple of corresponding nodes, one of
-    each expert. A value that all experts share stays a plain node.
+    each expert. A value that all experts share stays a plain node. ``captured``: the model. ``numbers``: assigns equal
+    integers to nodes that compute the same value.
     """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
@@ -244,9 +245,8 @@ class _Merging:
     # -- masks ------------------------------------------------------------------------------------------------------
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
-        """Return one object for the masks of all experts, if ``nodes`` are the masks of the loop's experts in order;
-        else ``None``.
-        """
+        """Return a description of the masks of all experts in a loop as one, if ``nodes`` are the masks of the loop's
+        experts in order; else ``None``."""
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
             choice = choice_of(node)
@@ -300,7 +300,8 @@ class _Merging:
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
     def _mask_expert_rows(self) -> fx.Node:
-        """Return a node with a boolean mask of the rows whose chosen number is that of any expert of the loop."""
+        """Return a node with a boolean mask over rows, which is true for the rows whose chosen number is that of any
+        expert of the loop."""
         keys = self._chosen_numbers()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
         return self.build(aten.logical_and.default, above, below)

@@ -113,7 +113,8 @@ class _RegionFinder:
     ``products``: these matrix products. ``tables`` maps nodes that are computed only from the experts' parameters to
     the dim that indexes experts. ``keys``: the node with the expert number of each row; ``None`` if all experts compute
     every row. ``places`` has the operators of the region, with the dims of their results that index rows and experts.
-    ``entries`` has the values from outside that they read, with the same dims.
+    ``entries`` has the values from outside that they read, with the same dims. ``apart``: mesh axes whose ranks will
+    have different experts.
     """
 
     def __init__(
@@ -254,12 +255,9 @@ class _RegionFinder:
         return True
 
     def _find_row_factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
-        """Return the names of the loop dimensions that index rows and experts in an operator; ``None`` for a name that
-        does not exist.
-
-        ``rule`` names the loop dimensions of the operator, as in an einsum. Both are ``None`` if the operator does not
-        work on each row by itself.
-        """
+        """Return the names of the loop dimensions that index rows and experts in the operator ``node``; ``None`` for a
+        name that does not exist. Both are ``None`` if the operator does not work on each row by itself. ``rule`` names
+        the loop dimensions of the operator, as in an einsum."""
         rows: set[str] = set()
         experts: set[str] = set()
         for operand, dims in zip(operands_of(node), rule.operands, strict=True):
@@ -283,9 +281,8 @@ class _RegionFinder:
             self.entries[node] = place
 
     def _extend_region(self) -> None:
-        """Add operators that follow the region, work row by row and read no other rows, such as a bias or an
-        activation.
-        """
+        """Add further operators to the region, the part of the block that computes by expert: those that read its
+        results, work row by row and read no other rows, such as a bias or an activation."""
         for node in self.block.graph.nodes:
             operands = operands_of(node) if node.op == "call_function" else ()
             inside = [o for o in operands if o in self.places]

@@ -67,9 +67,8 @@ class _Classes:
 
 
 def choice_of(node: Any) -> RoutingChoice | None:
-    """Return which tensor and number the mask ``node`` compares, such as ``chosen == 3``; ``None`` if it does not test
-    for one number.
-    """
+    """Return the integer tensor and the number that the mask ``node``, such as ``chosen == 3``, tests for equality;
+    ``None`` if it does not test for one number."""
     node = skip_inverse_squeezes(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
@@ -193,9 +192,8 @@ def num_choices(of: fx.Node) -> int | None:
 
 
 def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
-    """Return which tensor and number the slice ``index`` of ``whole`` along ``dim`` compares; ``None`` if ``whole`` is
-    no stack of masks along ``dim``.
-    """
+    """Return the integer tensor and the number that the mask at ``index`` of ``whole`` along ``dim`` tests for
+    equality; ``None`` if ``whole`` is no stack of such masks along ``dim``."""
     classes = classes_of(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None
@@ -203,9 +201,8 @@ def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice |
 
 
 def classes_of(node: Any) -> _Classes | None:
-    """Return which tensor the stack of masks ``node``, such as ``one_hot(chosen)``, compares with 0, 1, ..; ``None`` if
-    it is no such stack.
-    """
+    """Return the integer tensor that the stack of masks ``node``, such as ``one_hot(chosen)``, compares with 0, 1, ..,
+    and how its dims correspond to those of the stack; ``None`` if ``node`` is no such stack."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     args: Any = node.args

@@ -84,7 +84,8 @@ class _Unsorter:
         self.inverse: set[fx.Node] = set()
 
     def unsort_rows(self) -> None:
-        """Rewrite all operators that depend on the sort, in order, as far as they can work on unsorted rows."""
+        """Rewrite all operators that depend on a sort of rows, in graph order, to unsorted rows, as far as they can
+        work on these."""
         nodes = list(self.graph.nodes)
         with self.graph.inserting_before(self.sort):
             build = Builder(self.graph, self.sort)
@@ -130,9 +131,8 @@ class _Unsorter:
                 self._record_unsorted_value(node, twin)
 
     def _record_unsorted_value(self, node: fx.Node, twin: _UnsortedValue) -> None:
-        """Record ``twin``, the value of ``node`` on unsorted rows. If it does not depend on the order, it replaces
-        ``node``.
-        """
+        """Record that ``node``, which depends on a sort of rows, would have the value ``twin`` if the rows were not
+        sorted. If that value does not depend on the order of the rows, it replaces ``node`` in the graph."""
         if any(dim is not None for dim in twin.dims):
             self.twins[node] = twin
         elif twin.node.op == "call_function":  # in its place, so that an output keeps its name
@@ -141,9 +141,8 @@ class _Unsorter:
             node.replace_all_uses_with(twin.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
-        """Record the value on unsorted rows for one result of an operator with several results. ``build`` appends
-        operators.
-        """
+        """Record the value that ``node``, one result of an operator with several results, would have if rows were not
+        sorted. ``build`` appends operators to the graph."""
         source, index = node.args
         if source in self.twins:
             twin = self.twins[source]  # type: ignore[index]
@@ -172,9 +171,8 @@ class _Unsorter:
         return False
 
     def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the rows without the sort, if ``node`` brings sorted rows back into the original order by an index
-        operator; else ``None``.
-        """
+        """Return the value of ``node`` without the sort of rows, if it brings sorted rows back into the original order
+        by an index operator; else ``None``."""
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.twins:
             return None
@@ -182,9 +180,8 @@ class _Unsorter:
         return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the rows without the sort, if ``node`` writes sorted rows to their original positions; else
-        ``None``.
-        """
+        """Return the value of ``node`` without the sort of rows, if it writes sorted rows to their original positions;
+        else ``None``."""
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
             base, places, rows = args[0], args[2], args[3]
@@ -233,14 +230,14 @@ class _Unsorter:
         return _UnsortedValue(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
-        """Return whether ``node`` has the position where the rows of each expert end: the cumulative sum of the
-        experts' row counts.
-        """
+        """Return whether ``node`` has, for each of ``num_experts`` experts, the position where its rows end in the
+        sorted order: the cumulative sum of the experts' row counts."""
         total = _skip_casts(node)
         return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
 
     def _are_sizes(self, node: Any, num_experts: int) -> bool:
-        """Return whether ``node`` has the number of rows of each expert, in the order in which the rows are sorted."""
+        """Return whether ``node`` has the number of rows of each of ``num_experts`` experts, in the order in which the
+        rows are sorted."""
         counts = _skip_casts(node)
         if not self.ascending:
             return False
@@ -381,7 +378,8 @@ def _skip_casts(node: fx.Node) -> fx.Node:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Return whether two arguments are one value, even if two nodes compute it by the same operators."""
+    """Return whether ``a`` and ``b``, arguments of operators, are one value, even if two nodes compute it by the same
+    operators."""
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         computed = a.op == b.op == "call_function" and a.target == b.target and a.kwargs == b.kwargs
         return a is b or (computed and _is_same_value(a.args, b.args))
@@ -453,9 +451,8 @@ class _Sorter:
         self.moved: dict[fx.Node, fx.Node] = {}
 
     def sort_rows(self) -> None:
-        """Insert the sort, rewrite all operators of the part to sorted rows, and unsort the rows that are read
-        outside.
-        """
+        """Rewrite the part of the graph that computes by expert so that its rows are sorted by expert: insert the sort
+        before it, change its operators, and restore the order of the rows that are read outside."""
         nodes = [n for n in self.graph.nodes if n in self.region.nodes]
         with self.graph.inserting_after(self.keys):
             found = self._append_call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)

@@ -81,7 +81,7 @@ class Packing:
         return made
 
     def remove_placeholders(self) -> None:
-        """Remove the placeholders of the stacks from the graph, after a rewrite that was given up."""
+        """Remove the placeholders of stacked parameters from the graph, after a rewrite that was given up."""
         for made in self.packed.values():
             self.captured.graph.erase_node(made)
 
@@ -98,7 +98,7 @@ class Packing:
 
 
 def _merge_state_names(names: Sequence[str]) -> str:
-    """Return one name for several parameters, with ``*`` where they differ, such as ``experts.*.up.weight``."""
+    """Return one name for the parameters ``names``, with ``*`` where they differ, such as ``experts.*.up.weight``."""
     parts = [name.split(".") for name in names]
     return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=False))
 
@@ -123,7 +123,7 @@ def stack_experts(captured: Captured) -> Captured:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Return whether ``node`` adds two nodes that have the shape of the result."""
+    """Return whether ``node`` adds two nodes, both of which have the shape of the result."""
     nodes = [a for a in node.args if isinstance(a, fx.Node)]
     return (
         node.target is aten.add.Tensor
@@ -172,7 +172,8 @@ class _Stacking:
         self.num = 0
 
     def stack_experts(self) -> bool:
-        """Stack the experts of the sum. Return ``False``, with an unchanged graph, if it is no sum over experts."""
+        """Rewrite a sum over experts, which are separate modules, to operators that compute all experts at once, and
+        return ``True``. Return ``False``, with an unchanged graph, if it is no such sum."""
         if not is_sum(self.head) or len(list_node_sizes(self.head)) != 2:
             return False
         addends, self.sums = addends_of(self.head)
@@ -214,10 +215,8 @@ class _Stacking:
         return None
 
     def _is_chosen(self, addends: Sequence[fx.Node]) -> bool:
-        """Return whether the addends depend on a ``topk`` or similar over as many scores as there are addends.
-
-        This shows that a router chooses among the experts whose outputs are added.
-        """
+        """Return whether ``addends``, the outputs of experts that are added, depend on a ``topk`` or similar over as
+        many scores as there are addends. This shows that a router chooses among the experts."""
         seen: set[fx.Node] = set()
         stack = list(addends)
         while stack:
@@ -265,14 +264,14 @@ class _Stacking:
         return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
     def _is_apart(self) -> bool:
-        """Return whether nothing outside of the sum reads the experts' parameters or intermediate values."""
+        """Return whether nothing outside of the sum over experts reads the experts' parameters or intermediate values,
+        so that they can be replaced."""
         inner = self.visited | {n for nodes in self.packed for n in nodes}
         return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
 
     def _build_gated_sum(self, outputs: list[fx.Node], gates: list[fx.Node]) -> fx.Node:
-        """Append the sum of the experts' ``outputs``, each multiplied by its gate ``[rows, 1]``, with stacked
-        parameters, and return it.
-        """
+        """Append the sum of the experts' ``outputs``, each multiplied by its gate (shape ``[rows, 1]``) at the same
+        position of ``gates``, computed with stacked parameters, and return its node."""
         made, _ = self._stack_nodes(tuple(outputs))
         columns = self.build(aten.cat.default, gates, 1)
         weights = self.build(aten.unsqueeze.default, self.build(aten.transpose.int, columns, 0, 1), -1)

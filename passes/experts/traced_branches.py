@@ -60,7 +60,7 @@ class TracedBranches:
     ``seen`` counts the branches. ``changed``: a mask that decided a branch was written in place afterwards. ``marked``:
     pairs of a node and its marker node. ``counted``: for each symbol that stands for a number of rows, (the number, its
     listing, its expert). ``decided``: the listings that decided a branch. ``leaves_out``: the trace answers as if
-    experts with even (0) or odd (1) numbers had no rows; ``None``: all have rows.
+    experts with even (0) or odd (1) numbers had no rows; ``None``: all have rows. ``num_listings``: how many there are.
     """
 
     leaves_out: int | None = None
@@ -113,11 +113,8 @@ class TracedBranches:
         return True
 
     def look_back(self) -> None:
-        """Set ``changed`` if a mask that decided a branch was written in place afterwards; called at the end of a
-        trace.
-
-        The record of these masks is cleared.
-        """
+        """Set ``changed`` of this record if a mask that decided a branch was written in place afterwards, and forget
+        these masks; called at the end of a trace."""
         self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
         self.marked = []
 
@@ -147,8 +144,7 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
 
 class _BranchMode(TorchFunctionMode):
     """A function mode that intercepts functions that list the rows of a mask, count them, or test whether there are
-    any.
-    """
+    any. ``guards``: records them."""
 
     def __init__(self, guards: TracedBranches) -> None:
         super().__init__()
@@ -237,11 +233,8 @@ def node_of(value: Any) -> Any:
 
 
 def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-    """Return the number of occurrences of each of the numbers 0, 1, .., like ``bincount``, with the fixed shape
-    ``[minlength]``.
-
-    Return ``None`` if larger numbers may occur, or weights are given.
-    """
+    """Return how often each of the numbers 0, 1, .., ``minlength`` - 1 occurs in ``numbers``, like ``bincount`` but
+    with the fixed shape ``[minlength]``. Return ``None`` if larger numbers may occur, or if ``weights`` are given."""
     node = node_of(numbers)
     places = None if node is None else num_choices(numbers_of(node))
     if weights is not None or places is None or places > minlength:
@@ -324,7 +317,7 @@ def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
-    """Return whether ``node`` is the node ``of`` or a marker of it."""
+    """Return whether ``node`` is the node ``of`` or a marker operator of it, which has the same value."""
     return skip_operators(node, (HIT,)) is of
 
 

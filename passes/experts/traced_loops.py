@@ -87,7 +87,8 @@ class TracedLoops:
         return made
 
     def check(self) -> None:
-        """Raise :class:`UnsupportedError` if a loop was left early, or its masks were changed in place afterwards."""
+        """Raise :class:`UnsupportedError` if forward left a traced loop over experts early, or changed the masks that
+        decide about its iterations in place afterwards."""
         if self.changed or (self.guards is not None and self.guards.changed):
             raise UnsupportedError(
                 "which experts some row has chosen was asked before the masks were changed in place: change a copy of "
@@ -150,7 +151,8 @@ def _iterate_marked_experts(
 
 
 class _LoopIndexMode(TorchFunctionMode):
-    """A function mode that indexes by an expert's number where forward indexes by the loop's index tensor."""
+    """A function mode that indexes by an expert's number where forward indexes by the loop's index tensor. ``hits``:
+    the record of loops, which has these tensors."""
 
     def __init__(self, hits: TracedLoops) -> None:
         super().__init__()
@@ -159,7 +161,8 @@ class _LoopIndexMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function. An index by a loop's index tensor becomes one by the number of its expert."""
+        """Call the torch function ``func`` and return its result. An index by a tensor that forward got as loop index
+        becomes an index by the number of its expert."""
         if func is Tensor.__getitem__ and self.hits.turns:
             of, index = args
             turn, number = self._find_expert_number(of), self._find_expert_number(index)
@@ -195,11 +198,9 @@ def _is_turns(mask: Any) -> bool:
 
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
-    """Return (masks that decide which experts ``value`` lists, their expert dim, first node that reduces them).
-
-    There is one mask tensor for each dtype that the mask has. Return ``None`` if ``value`` does not list experts with
-    rows.
-    """
+    """Return (list of mask tensors, their dim of experts, first node that reduces them) if ``value`` lists the experts
+    that some row chose, as ``nonzero`` of the masks' sum does; ``None`` otherwise. The list has one tensor for each
+    dtype to which the mask was cast."""
     mode, node = get_proxy_mode(), node_of(value)
     if mode is None or node is None:
         return None
@@ -242,11 +243,8 @@ def is_turn(node: fx.Node, parity: int) -> bool:
 
 
 def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
-    """Append a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert, and return the new
-    node.
-
-    ``where``: metadata of the new node, such as its module path and source line.
-    """
+    """Append to ``graph`` a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert, and
+    return the new node. ``where``: metadata of the new node, such as its module path and source line."""
     value: Tensor = node.meta["val"]
     made = insert_operator_node(
         graph, aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": META}
@@ -327,6 +325,7 @@ def _is_in(value: Any, nodes: set[fx.Node]) -> bool:
 
 
 def _stand_in(node: fx.Node, other: Any) -> None:
-    """Replace ``node`` by ``other`` in all its readers, if both have the same shape and dtype."""
+    """Make all readers of ``node`` read ``other`` instead, if ``other`` is a node with the same shape and dtype;
+    otherwise do nothing."""
     if list_node_sizes(other) == list_node_sizes(node) and other.meta["val"].dtype == node.meta["val"].dtype:
         node.replace_all_uses_with(other)

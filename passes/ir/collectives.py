@@ -102,8 +102,8 @@ def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[T
 
 
 def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's
-    backward.
+    """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's backward.
+    ``grad``: the gradient of the result, which is not read. ``q``, ``k``, ``v``: queries, keys and values of one rank.
     """
     return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
 
@@ -123,6 +123,7 @@ def _make_route_results(experts: Tensor, num_experts: int, axis: str, size: int)
 
     ``experts`` ``[t]``: the expert number of each row. The counts are ``[2, size]``: rows sent to, and received from,
     each of the ``size`` ranks. The number of received rows is symbolic if the trace has symbolic shapes, else ``t``.
+    ``num_experts`` and ``axis``, the other arguments of the operator, are not read.
     """
     rows: Any = experts.shape[0]
     device: Any = experts.device
@@ -297,9 +298,8 @@ COMMUNICATING = (
 
 
 def collective_name(target: Any) -> str | None:
-    """Return the name of a collective operator of this project, such as ``all_gather``; ``None`` for any other node
-    target.
-    """
+    """Return the name, such as ``all_gather``, of ``target`` if this node target is a collective operator of this
+    project; ``None`` for any other one."""
     if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
         name = target._schema.name.split("::")[1]
         return name if name in _SCHEMAS else None

@@ -31,9 +31,8 @@ def stops_gradient(node: fx.Node) -> bool:
 
 
 def is_differentiable(value: Any) -> bool:
-    """Return whether a meta tensor, or any tensor of a tuple, has a dtype that can carry a gradient (floating-point or
-    complex).
-    """
+    """Return whether ``value``, a meta tensor or a tuple of which any is taken, has a dtype that can carry a gradient
+    (floating-point or complex)."""
     if isinstance(value, tuple | list):
         return any(is_differentiable(v) for v in value)
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
@@ -208,7 +207,7 @@ def freeze_unreached(captured: Captured) -> Captured:
 
 
 def _find_gradient_nodes(graph: fx.Graph, loss: str) -> set[str]:
-    """Return the names of the nodes that the gradient of the node ``loss`` reaches."""
+    """Return the set of names of the nodes of ``graph`` that the gradient of the node ``loss`` reaches."""
     reached = {loss}
     for node in reversed(graph.nodes):
         if node.name in reached and node.op == "call_function" and not stops_gradient(node):

@@ -47,11 +47,8 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
 
 def _build_argument_key(argument: Any) -> Any:
-    """Return a hashable key of an operator's argument. Keys are equal for equal constants, and for tensors of equal
-    shape, strides, dtype and device.
-
-    Raises ``TypeError`` for a tensor subclass.
-    """
+    """Return a hashable key of ``argument``, an operator's argument. Keys are equal for equal constants, and for
+    tensors of equal shape, strides, dtype and device. Raises ``TypeError`` for a tensor subclass."""
     if isinstance(argument, Tensor):
         if type(argument) is not Tensor:
             raise TypeError("a tensor of another kind")

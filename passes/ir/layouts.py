@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every rank holds the whole value (``R`` or ``R'``)."""
+        """Return whether this layout gives every rank the whole value (``R`` or ``R'``)."""
         return self.kind in ("R", "R'")
 
 
@@ -99,12 +99,8 @@ def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = F
 
 
 def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
-    """Return the sizes of the separately sharded parts (sections) of the sharded dim; ``(size,)`` if it has only one
-    part.
-
-    Args:
-        size: number of elements of the dim.
-    """
+    """Return the sizes of the separately sharded parts (sections) of the dim that ``layout`` shards; ``(size,)`` if it
+    has only one part. ``size``: number of elements of the dim."""
     return layout.sections or (size,)
 
 
@@ -119,7 +115,8 @@ def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> 
 
 
 def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
-    """Return, for each rank, the indices (from 0) of the equal pieces of the sharded dim that it has, in order.
+    """Return, for each rank, the list of indices (from 0) of the equal pieces of the sharded dim that the rank has
+    under ``layout``, in order.
 
     A plain shard has one piece for each rank. A zigzag shard has two: for rank ``r``, the one with the index ``r`` from
     the start and the one with the index ``r`` from the end. If the dim has sections, each section is divided in this
@@ -131,19 +128,16 @@ def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
 
 
 def local_shape(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-    """Return the shape of one rank's part of a tensor with the global ``shape``, distributed over ``num_ranks``
-    ranks.
-    """
+    """Return the shape of one rank's part of a tensor with the global ``shape``, distributed over ``num_ranks`` ranks
+    by ``layout``."""
     if not layout.is_shard:
         return shape
     return tuple(s // num_ranks if d == layout.dim else s for d, s in enumerate(shape))
 
 
 def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[tuple[int, int]]:
-    """Return (start, length) of each slice of the sharded dim that rank ``index`` of ``num_ranks`` holds, in order.
-
-    ``size``: the number of elements in the sharded dim of the whole tensor.
-    """
+    """Return (start, length), in elements, of each slice of the sharded dim that rank ``index`` of ``num_ranks`` holds
+    under ``layout``, in order. ``size``: the number of elements in the sharded dim of the whole tensor."""
     pieces, start = [], 0
     mine = piece_order(layout, num_ranks)[index]
     for section in sections_of(layout, size):
@@ -154,9 +148,8 @@ def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[
 
 
 def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Tensor:
-    """Return the part of the whole ``tensor`` that rank ``index`` of ``num_ranks`` holds; the tensor itself if it is
-    not sharded.
-    """
+    """Return the part of the whole ``tensor`` that rank ``index`` of ``num_ranks`` holds under ``layout``; the tensor
+    itself if it is not sharded."""
     import torch  # where tensors are: what only reads a program does without
 
     if not layout.is_shard or num_ranks == 1:
@@ -186,10 +179,8 @@ def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
 
 
 def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
-    """Return the whole tensor from ``parts``, the parts of all ranks in order of rank.
-
-    Shards are concatenated and partial sums are added. Of replicas, the first is returned.
-    """
+    """Return the whole tensor from ``parts``, the parts of all ranks in order of rank under ``layout``. Shards are
+    concatenated and partial sums are added. Of replicas, the first is returned."""
     import torch
 
     if layout.kind == "P":
@@ -209,11 +200,8 @@ def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
 def _split_shard_slices(
     part: Tensor, layout: Layout, size: int, num_ranks: int, rank: int
 ) -> tuple[list[tuple[int, int]], tuple[Tensor, ...]]:
-    """Return (start, length) of each slice that a rank holds in the whole tensor's sharded dim, and the slices of
-    ``part`` themselves.
-
-    ``part``: the shard of rank ``rank`` of ``num_ranks``. ``size``: the number of elements in the dim of the whole
-    tensor.
-    """
+    """Return two lists for the part of a tensor that one rank holds under ``layout``: (start, length) of each slice in
+    the sharded dim of the whole tensor, and the slices of ``part`` themselves. ``part``: the shard of rank ``rank`` of
+    ``num_ranks``. ``size``: the number of elements in the dim of the whole tensor."""
     slices = shard_slices(layout, size, num_ranks, rank)
     return slices, part.split([length for _, length in slices], layout.dim)

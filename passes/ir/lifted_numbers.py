@@ -61,7 +61,8 @@ class Guard:
 
     @property
     def reads_state(self) -> bool:
-        """Return whether the condition reads a number that forward itself changes."""
+        """Return whether this condition, on which a traced forward branched, reads a number that forward itself
+        changes."""
         return _reads_state(self.expression)
 
     def __str__(self) -> str:
@@ -70,7 +71,8 @@ class Guard:
 
 
 def _reads_state(expression: Expression) -> bool:
-    """Return whether an expression reads a number that forward itself changes (kind ``"state"``)."""
+    """Return whether ``expression``, a nested tuple such as ``("gt", ("state", "step"), ("number", 0))``, reads a
+    number that forward itself changes (kind ``"state"``)."""
     kind, *operands = expression
     return kind == "state" or (kind not in ("number", "given") and any(map(_reads_state, operands)))
 
@@ -90,7 +92,7 @@ class LiftScope:
     problem: str = ""  # the first use that cannot be followed, and where it is
 
     def start(self) -> None:
-        """Clear the record; called when forward begins."""
+        """Clear this record of how forward uses its numbers; called when forward begins."""
         self.guards.clear()
         self.problem = ""
 
@@ -288,9 +290,8 @@ class LiftedNumber:
         return bool(self._decide_comparison("ne", 0))
 
     def is_integer(self) -> bool:
-        """Return whether the number is whole, like :meth:`float.is_integer`. The answer becomes a condition of the
-        plan.
-        """
+        """Return whether this number is whole, like :meth:`float.is_integer`. The answer becomes a condition of the
+        plan."""
         return bool(apply_number_operator("mod", self, 1) == 0)
 
     def _refuse_number_use(self, use: str) -> Any:
@@ -349,11 +350,14 @@ class LiftedNumber:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a torch operator with the number's tensor in place of the number."""
+        """Call the torch function ``func`` with 0-dimensional tensors in place of lifted numbers (Python numbers that
+        are traced as tensors), and return its result."""
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Apply the operator that equals a NumPy function of numbers; refuse any other NumPy function."""
+        """Apply the operator that equals the NumPy function ``ufunc`` to this number and the other ``inputs``; refuse a
+        NumPy function that has no such operator. ``method``: how NumPy calls the function; only ``"__call__"`` is
+        possible."""
         name = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or kwargs or name is None or not all(map(_is_number, inputs)):
             return self._refuse_number_use(f"numpy.{ufunc.__name__}")
@@ -376,9 +380,8 @@ def _make_binary_method(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
     """
 
     def method(self: Any, other: Any) -> Any:
-        """Return a tensor for a tensor operand, a lifted number for a number, and ``NotImplemented`` for
-        anything else.
-        """
+        """Return the result of the operator with the operand ``other``: a tensor for a tensor, a lifted number (a
+        Python number that is traced as a tensor) for a number, and ``NotImplemented`` for anything else."""
         if isinstance(other, Tensor):
             mine = _match_number_dtype(self, [other])
             function = OPERATORS[name].on_tensors
@@ -409,9 +412,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _value_of(value: Any) -> Number:
-    """Return the planned Python number that a lifted number (one that is traced as a tensor) stands for; any other
-    number unchanged.
-    """
+    """Return the planned Python number that ``value`` stands for if it is a lifted number (one that is traced as a
+    tensor); otherwise ``value`` itself."""
     return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
 
 
@@ -445,9 +447,8 @@ def apply_number_operator(name: str, *operands: Any) -> Any:
 
 
 def _tensor_of(value: Any, real: bool) -> Tensor:
-    """Return a Python number, lifted (traced as a tensor) or not, as a 0-dimensional tensor: float64 if ``real``, else
-    int64.
-    """
+    """Return the Python number ``value``, lifted (traced as a tensor) or not, as a 0-dimensional tensor: float64 if
+    ``real``, else int64."""
     dtype = torch.float64 if real else torch.int64
     if is_lifted(value):
         tensor: Tensor = value.tensor
@@ -460,9 +461,8 @@ _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands th
 
 
 def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
-    """Return the tensor of a lifted number, cast so that torch promotes dtypes as for a Python number.
-
-    A lifted number is a Python number that is traced as a tensor.
+    """Return the tensor of ``number``, a lifted number (a Python number that is traced as a tensor), cast so that torch
+    promotes dtypes as for a Python number.
 
     Args:
         others: the tensor operands with which the number is combined.
@@ -516,7 +516,8 @@ class _Constructors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, in a form that accepts lifted numbers if one is among its arguments."""
+        """Call the torch function ``func`` and return its result. If a lifted number (a Python number that is traced as
+        a tensor) is among the arguments, a form that accepts it is used."""
         kwargs = dict(kwargs or {})
         if func in _MAKERS and any(map(is_lifted, (*args, *kwargs.values()))):
             return _MAKERS[func](*args, **kwargs)
@@ -524,10 +525,8 @@ class _Constructors(TorchFunctionMode):
 
 
 def _make_scalar(number: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    """Return the 0-dimensional tensor of a lifted number (a Python number that is traced as a tensor).
-
-    ``dtype``: its dtype; ``None`` for the dtype that torch gives a Python number.
-    """
+    """Return the 0-dimensional tensor of ``number``, a lifted number (a Python number that is traced as a tensor).
+    ``dtype``: its dtype; ``None`` for the dtype that torch gives a Python number."""
     kind = torch.get_default_dtype() if isinstance(number.value, float) else torch.int64
     made: Tensor = number.tensor.to(dtype or kind)
     return made
@@ -603,7 +602,8 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
     """
 
     def call(*args: Any) -> Any:
-        """Apply the operator to lifted numbers if one is among the arguments, else call the original function."""
+        """Apply the operator that equals a function of ``math`` if a lifted number (a Python number that is traced as a
+        tensor) is among the arguments, else call the original function; return the result."""
         if not any(type(a) is LiftedNumber for a in args):
             return original(*args)
         if name == "log" and len(args) == 2:
@@ -623,7 +623,8 @@ def _followed_extreme(name: str, original: Callable[..., Any]) -> Callable[..., 
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Return the smallest or largest value, as a lifted number if one is among the values."""
+        """Return the smallest or largest of the given values, as ``min`` or ``max`` do; it is a lifted number (a Python
+        number that is traced as a tensor) if one is among them."""
         values = args
         if len(args) == 1 and isinstance(args[0], tuple | list):
             values = tuple(args[0])

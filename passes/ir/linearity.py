@@ -106,9 +106,8 @@ def _rebuild_filled_tensor(
 
 
 def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
-    """Append operators that cast ``source`` to the dtype of ``node`` and expand it to its shape; return the last of
-    them.
-    """
+    """Append to ``graph`` operators that cast ``source`` to the dtype of ``node`` and expand it to its shape; return
+    the last of them."""
     value, given = node.meta["val"], source.meta["val"]
     if given.dtype != value.dtype:
         source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
@@ -150,11 +149,8 @@ def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: M
 
 
 def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether an operand (a node, a number, ``None``, or a list of them) is known to be zero if the inputs are
-    zero.
-
-    ``found``: how each node depends on the inputs.
-    """
+    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if the inputs of
+    the graph are zero. ``found``: how each node depends on the inputs."""
     if isinstance(operand, fx.Node):
         return found[operand].zero
     if isinstance(operand, tuple | list):
@@ -171,12 +167,9 @@ def _is_zero_by_itself(node: fx.Node) -> bool:
 
 
 def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
-    """Return sets of operand positions. The operator is linear in the operands of each set together, while all others
-    are fixed.
-
-    For example, a product of two operands is linear in ``{0}`` and in ``{1}``; a sum is linear in ``{0, 1}``. Positions
-    count from 0.
-    """
+    """Return sets of operand positions (from 0) of the operator ``node``. It is linear in the operands of each set
+    together, while all others are fixed. For example, a product of two operands is linear in ``{0}`` and in ``{1}``; a
+    sum is linear in ``{0, 1}``."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ()
@@ -192,7 +185,8 @@ def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
 
 
 def _read_operator_name(target: Any) -> str:
-    """Return an operator's name without namespace and overload, such as ``add`` for ``aten.add.Tensor``."""
+    """Return the name of the operator ``target`` without namespace and overload, such as ``add`` for
+    ``aten.add.Tensor``."""
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
     name = target._schema.name

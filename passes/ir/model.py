@@ -57,7 +57,8 @@ class ModelState:
 
     ``name``: its qualified name, the first if it has several. ``spec``: shape and dtype. ``kind``: parameter, buffer or
     constant. ``aliases``: the other names of the same tensor (tied weights). ``parts``: the names of the model's own
-    parameters that this state stacks along dim 0; empty if the state is not a stack.
+    parameters that this state stacks along dim 0; empty if the state is not a stack. ``requires_grad``: whether it is
+    trained.
     """
 
     name: str
@@ -88,10 +89,8 @@ Plain = bool | int | float | str | None  # values of arguments that are no tenso
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of the model's ``forward``.
-
-    ``required``: whether the argument has no default. ``plain``: whether its default is a :data:`Plain` value, which is
-    then in ``default``.
+    """An argument of the model's ``forward`` with the name ``name``. ``required``: whether it has no default.
+    ``plain``: whether its default is a :data:`Plain` value (such as a number or a text), which is then in ``default``.
     """
 
     name: str
@@ -159,7 +158,7 @@ class Block:
         return replace(self, graph=graph)
 
     def node(self, name: str) -> fx.Node:
-        """Return the node of the graph that has the name ``name``."""
+        """Return the node of this block's graph that has the name ``name``."""
         found: fx.Node = next(n for n in self.graph.nodes if n.name == name)
         return found
 
@@ -230,7 +229,8 @@ class Captured:
     that it stands for. ``constants``: values of the constants, by state name. ``tree``: the structure of the model's
     result, as text. ``notes``: messages for the user. ``classes``: module path -> class name. ``keeps``: buffer ->
     factor of its old value, where its update is summed over microbatches. ``turns``: captures of the same model with
-    iterations of expert loops emptied or left out, for a proof that the loops are exact.
+    iterations of expert loops emptied or left out, for a proof that the loops are exact. ``states``: the states by
+    name. ``inputs``: those of forward. ``signature``: the arguments of forward.
     """
 
     graph: fx.Graph

@@ -63,7 +63,8 @@ class Builder:
         return self._placeholders[name]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append the operator ``target`` with these arguments and return its node, with its meta tensor."""
+        """Append the operator ``target`` with the arguments ``args`` and ``kwargs`` to the graph and return its node,
+        with its meta tensor."""
         made = self.graph.call_function(target, args, kwargs)
         if self.node is not None:
             made.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
@@ -102,13 +103,15 @@ def list_node_sizes(node: fx.Node) -> list[int]:
 
 
 def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
-    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators.
+    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators. Return the new graph, a map from old to
+    new node names, and the values of added constants by name.
 
-    Return the new graph, a map from old to new node names, and the values of added constants by name. Every operator
-    needs a meta tensor in ``node.meta["val"]`` and has one afterwards. Unused operators are removed; placeholders stay.
+    Every operator needs a meta tensor in ``node.meta["val"]`` and has one afterwards. Unused operators are removed;
+    placeholders stay.
 
     Args:
-        rules: maps an operator to the function that replaces it.
+        rules: for each operator to replace, a function ``rule(build, *args, **kwargs)``. It appends operators by
+            ``build`` and returns the node that replaces the operator, or ``KEEP`` to leave it.
     """
     build = Builder()
     env: dict[fx.Node, Any] = {}
@@ -217,7 +220,7 @@ _OF_GIVEN_TYPE = ("aten::where", "aten::to", "aten::_to_copy", "aten::type_as")
 
 
 def _cast_node_operands(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
-    """Insert a cast to ``dtype`` before each operand of ``node``, in place."""
+    """Insert a cast to ``dtype`` before each operand of ``node`` into ``graph``, in place."""
     for operand in node.all_input_nodes:
         with graph.inserting_before(node):
             wide = graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": dtype})

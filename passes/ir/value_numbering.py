@@ -30,7 +30,8 @@ class Numbers:
         self._draws = 0
 
     def __call__(self, node: fx.Node) -> int:
-        """Return the integer of ``node``."""
+        """Return an integer that is equal for nodes that compute the same value as ``node``: by the same operators,
+        from the same inputs."""
         waiting = [node]
         while waiting:  # not by recursion: there may be hundreds of layers before
             last = waiting[-1]
@@ -82,9 +83,8 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
     inputs: dict[fx.Node, int] = {}
 
     def encode(argument: Any) -> Any:
-        """Return an argument in a hashable form without node names: a node is its kind and number in order of first
-        use.
-        """
+        """Return ``argument``, an argument of an operator, in a hashable form without node names: a node is represented
+        by its kind and its number in order of first use."""
         if isinstance(argument, fx.Node):
             if argument in index:
                 return "n", index[argument]

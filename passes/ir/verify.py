@@ -124,11 +124,8 @@ def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
 
 
 def _check_axis(node: fx.Node, axes: Mapping[str, int]) -> None:
-    """Raise :class:`GraphError` if a collective names an unknown mesh axis or a wrong number of ranks, or divides a dim
-    unevenly.
-
-    ``axes``: the mesh axes by name, with their numbers of ranks.
-    """
+    """Raise :class:`GraphError` if the collective ``node`` names an unknown mesh axis or a wrong number of ranks, or
+    divides a dim unevenly. ``axes``: the mesh axes by name, with their numbers of ranks."""
     named = axis_of(node)
     if named is None:
         return
@@ -160,7 +157,8 @@ def axis_of(node: fx.Node) -> tuple[str, int] | None:
 
 
 def shape_of(value: Any) -> Any:
-    """Return (shape, dtype) of a tensor; for a tuple, a tuple with this for each entry; ``None`` for anything else."""
+    """Return (shape, dtype) of ``value`` if it is a tensor; for a tuple, a tuple with this for each entry; ``None`` for
+    anything else."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
@@ -169,7 +167,8 @@ def shape_of(value: Any) -> Any:
 
 
 def format_meta_value(value: Any) -> str:
-    """Return the dtype and shape of a meta tensor (or of each in a tuple) as text, such as ``float32[4, 8]``."""
+    """Return the dtype and shape of the meta tensor ``value`` (or of each in a tuple) as text, such as ``float32[4,
+    8]``."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):

@@ -194,7 +194,8 @@ class BatchNorm(NamedTuple):
     """The arguments of torch's batch-norm operators after the input, in the order of ``aten.batch_norm``.
 
     ``training``: whether the statistics are those of the batch. ``momentum``: the weight of the batch in the new
-    running statistics. ``eps``: the number that is added to the variance.
+    running statistics. ``eps``: the number that is added to the variance. ``weight``, ``bias``: factor and addend of
+    each channel. ``running_mean``, ``running_var``: running statistics.
     """
 
     weight: fx.Node | None
@@ -241,9 +242,8 @@ def _broadcast_channels(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: fx.Node, centre: fx.Node) -> fx.Node:
-    """Append the normalisation of ``x`` by channel with the given mean (``centre``) and variance, weight and bias;
-    return its node.
-    """
+    """Append the normalisation of ``x`` by channel, ``(x - centre) / sqrt(variance + eps)``, with the weight and bias
+    of ``norm``, and return its node. ``variance``, ``centre``: nodes of the variance and the mean of each channel."""
     scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, norm.eps))
     result = build(aten.mul.Tensor, build(aten.sub.Tensor, x, centre), scale)
     if norm.weight is not None:
@@ -252,12 +252,12 @@ def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: f
 
 
 def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
-    """Rewrite batch norm with updated running statistics as elementary operators.
+    """Rewrite batch norm with updated running statistics as elementary operators. Return a tuple: the normalised node,
+    two ``None`` for saved statistics that nothing reads, and the new running mean and variance.
 
-    Return the normalised node, two ``None`` for saved statistics that nothing reads, and the new running mean and
-    variance. In training, the new running statistics are moving averages that take in the batch's mean and unbiased
-    variance with weight ``momentum``. Outside of training, they are the old ones. ``arguments``: the operator's
-    arguments after ``x``.
+    In training, the new running statistics are moving averages that take in the batch's mean and unbiased variance with
+    weight ``momentum``. Outside of training, they are the old ones. ``arguments``: the operator's arguments after
+    ``x``.
     """
     norm = BatchNorm(*arguments)
     running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
@@ -288,10 +288,10 @@ def functional_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Rewrite batch norm outside of training, which normalises by the running statistics, as elementary operators.
-
-    Return the normalised node and two ``None`` for the results that nothing reads. ``momentum`` is not used.
-    """
+    """Rewrite batch norm outside of training as elementary operators: it normalises ``x`` by the running statistics
+    ``running_mean`` and ``running_var``. Return the normalised node and two ``None`` for the results that nothing
+    reads. ``weight``, ``bias``: factor and addend of each channel, or ``None``. ``momentum`` is not used. ``eps``: the
+    number that is added to the variance."""
     norm = BatchNorm(weight, bias, running_mean, running_var, False, momentum, eps)
     return _rewrite_batch_norm(build, x, norm), None, None
 
@@ -305,12 +305,10 @@ def batch_norm_of_batch(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Rewrite batch norm without running statistics as elementary operators: it normalises by the mean and variance of
-    the batch.
-
-    Return the normalised node and two ``None`` for the results that nothing reads. ``training`` and ``momentum`` are
-    not used.
-    """
+    """Rewrite batch norm without running statistics as elementary operators: it normalises ``x`` by the mean and
+    variance of the batch. Return the normalised node and two ``None`` for the results that nothing reads. ``weight``,
+    ``bias``: factor and addend of each channel, or ``None``. ``training`` and ``momentum`` are not used. ``eps``: the
+    number that is added to the variance."""
     norm = BatchNorm(weight, bias, None, None, True, momentum, eps)
     return _rewrite_batch_norm(build, x, norm), None, None
 

@@ -87,10 +87,10 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
 def _replace_mask_by_documents(
     graph: fx.Graph, node: fx.Node, mask: DocumentMask, ids: dict[tuple[fx.Node, int], fx.Node]
 ) -> None:
-    """Replace the attention ``node`` by ``partition::document_attention`` if :func:`_is_plain` allows it; otherwise it
-    keeps its mask.
+    """Replace the attention ``node``, whose mask is ``mask``, by ``partition::document_attention``; leave it unchanged
+    if its operands are not ``[batch, heads, positions, width]`` or its result is an output of the model.
 
-    ``ids``: the nodes ``[b, s]`` of document ids made so far, by source and number of rows; a new one is added.
+    ``ids``: a cache of the nodes ``[b, s]`` of document ids, by (source node, number of rows); a new one is added.
     """
     query, key = (list_node_sizes(n) for n in node.args[:2])  # type: ignore[arg-type]
     if not _is_plain(node) or query[-2] != key[-2]:
@@ -116,7 +116,7 @@ def _replace_attention(
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Return whether ``partition::band_attention`` can replace this attention.
+    """Return whether ``partition::band_attention`` can replace the attention ``node``.
 
     The operands must have four dims (batch, heads, positions, width) and equal batch sizes, and equal numbers of heads
     unless ``enable_gqa`` is set. The result must not be an output of the model.
@@ -153,10 +153,8 @@ def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docum
 
 
 def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: int) -> Band | None:
-    """Return the band of positions at which all ``conditions`` hold; ``None`` if it is no band.
-
-    ``queries``, ``keys``: the numbers of queries and keys.
-    """
+    """Return the range of key positions around its own that a query sees, if it sees the keys for which all
+    ``conditions`` hold; ``None`` if these are no such range. ``queries``, ``keys``: the numbers of queries and keys."""
     whole = [_classify_tensor(c, queries, keys) for c in conditions if isinstance(c, Tensor)]
     terms = [c for c in conditions if isinstance(c, Term)]
     band = _classify_terms(terms, queries, keys)
@@ -164,10 +162,8 @@ def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: in
 
 
 def _classify_terms(terms: Sequence[Term], queries: int, keys: int) -> Band | None:
-    """Return the band of positions at which all comparisons hold; ``None`` if it is no band.
-
-    ``queries``, ``keys``: the numbers of queries and keys.
-    """
+    """Return the range of key positions around its own that a query sees, if it sees the keys for which all comparisons
+    ``terms`` hold; ``None`` if these are no such range. ``queries``, ``keys``: the numbers of queries and keys."""
     sides = [_split_term_sides(t, queries, keys) for t in terms]
     known = [s for s in sides if s is not None]
     if len(known) < len(sides):
@@ -256,11 +252,11 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
 
 
 def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
-    """Write a comparison as "number of the key < (or <=) number of the query".
+    """Write the comparison ``term``, a condition of an attention mask, as "number of the key < (or <=) number of the
+    query". Return (whether it is strict, the numbers by key ``[keys]``, the numbers by query ``[queries]``).
 
-    Return (whether it is strict, the numbers by key ``[keys]``, the numbers by query ``[queries]``). Return ``None`` if
-    a side of the comparison changes along both dims or along another dim. ``queries``, ``keys``: the numbers of queries
-    and keys.
+    Return ``None`` if a side of the comparison changes along both dims or along another dim. ``queries``, ``keys``: the
+    numbers of queries and keys.
     """
     a, b = term.a, term.b
     if term.compare in ("gt", "ge"):
@@ -309,12 +305,10 @@ def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
 
 @contextmanager
 def flex_attention_traced() -> Iterator[None]:
-    """Context in which ``flex_attention`` is traced as scaled dot-product attention with a mask.
-
-    Its mask function is called once with the indices of all rows, heads, queries and keys, in place of once for each
-    element. A score function is called with all scores; attention is then a product, a softmax and a product. Without
-    this, torch would trace one operator around functions of single elements, and on CPU refuse gradients.
-    """
+    """Return a context in which ``flex_attention`` is traced as scaled dot-product attention with a mask. Its mask
+    function is called once with the indices of all rows, heads, queries and keys, in place of once for each element. A
+    score function is called with all scores; attention is then a product, a softmax and a product. Without this, torch
+    would trace one operator around functions of single elements, and on CPU refuse gradients."""
     replaced = {
         "_validate_device": lambda *_: None,
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
@@ -330,10 +324,11 @@ def flex_attention_traced() -> Iterator[None]:
 def _attend_flexibly(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Any], block_mask: Any, scale: float, options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``flex_attention`` with operators on whole tensors. Return the result and two empty tensors.
+    """Compute ``flex_attention`` with operators on whole tensors. Return three tensors: the result, and two empty ones.
 
-    ``score_mod`` changes a score, given the indices of row, head, query and key. ``block_mask``: a tuple whose last
-    element is the mask function of these indices. ``options``: options of kernels; they do not change the result.
+    ``q``, ``k``, ``v``: queries, keys and values ``[batch, heads, positions, width]``. ``score_mod`` changes a score,
+    given the indices of row, head, query and key. ``block_mask``: a tuple whose last element is the mask function of
+    these indices. ``scale``: the factor of the scores. ``options``: options of kernels; they do not change the result.
     """
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     sizes = batch, heads, queries, keys

@@ -35,11 +35,13 @@ class Term:
     b: Tensor
 
     def negated(self) -> Term:
-        """Return the comparison that holds exactly where this one fails."""
+        """Return the comparison of the same two tensors that holds exactly where this one fails, such as ``ge`` for
+        ``lt``."""
         return Term(_OPPOSITE[self.compare], self.a, self.b)
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Term:
-        """Return the comparison with ``move`` applied to both sides."""
+        """Return a copy of this comparison of two tensors, in which both tensors are replaced by ``move(tensor)``.
+        ``move``: a function that rearranges dims, such as a transpose."""
         return Term(self.compare, move(self.a), move(self.b))
 
 
@@ -59,7 +61,8 @@ class Gathered:
     added: int = 0
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Gathered:
-        """Return the same elements with ``move`` applied to the index along each dim."""
+        """Return a copy of this description of integers, which are elements of one tensor, after a rearrangement of
+        dims. ``move``: the rearrangement; it is applied to the index tensor of each dim of the source."""
         return Gathered(self.source, tuple(move(p) for p in self.places), self.added)
 
 
@@ -78,7 +81,8 @@ class DataTerm:
         return DataTerm(_OPPOSITE[self.compare], self.a, self.b)
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> DataTerm:
-        """Return the comparison with ``move`` applied to the indices of both sides."""
+        """Return a copy of this comparison of two elements of a tensor, after a rearrangement of dims. ``move``: the
+        rearrangement, such as a transpose; it is applied to the index tensors of both sides."""
         return DataTerm(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
 
 
@@ -91,8 +95,8 @@ class ConditionalValue:
     """A tensor with two values: ``shown`` at elements for which all conditions in ``terms`` hold, ``hidden`` at the
     others.
 
-    Both are 0-dimensional tensors. A sum of two masks that hide scores has several values at the others; ``hidden`` is
-    then an upper bound of them.
+    Both are 0-dimensional tensors. A condition is a boolean tensor or a comparison. A sum of two attention masks has
+    several values at the other elements; ``hidden`` is then an upper bound of them.
     """
 
     terms: tuple[Condition, ...]
@@ -123,8 +127,9 @@ class ConstantEvaluator:
     def find_value(self, node: fx.Node) -> Value | None:
         """Return the value of ``node``; ``None`` if it depends on more than constants or costs too much.
 
-        The value is a tensor with size 1 in every dim along which it is constant, a tuple of conditions that must all
-        hold (a boolean tensor), a :class:`ConditionalValue` or, in a :class:`MaskEvaluator`, a :class:`Gathered`.
+        The value is a tensor with size 1 in every dim along which it is constant; a tuple of conditions that must all
+        hold (a boolean tensor); a :class:`ConditionalValue`, which has one of two numbers at each element; or, in a
+        :class:`MaskEvaluator`, a :class:`Gathered`, which names elements of a tensor that depends on data.
         """
         stack = [node]
         while stack:
@@ -139,9 +144,8 @@ class ConstantEvaluator:
         return self.values[node]
 
     def compute_value(self, node: fx.Node) -> Value | None:
-        """Return the value of ``node`` from the values of its operands; ``None`` if it is not known or costs
-        too much.
-        """
+        """Compute the value of ``node`` from the values of its operands, without the cache, and return it; ``None`` if
+        it depends on more than constants or costs too much."""
         if node.op == "placeholder":
             constant = self.constants.get(node.name)
             return None if constant is None or constant.numel() > LIMIT else _squeeze_constant_dims(constant)
@@ -185,12 +189,15 @@ _MOST_DIMS = 4  # of a tensor of data that masks are made of
 
 
 class MaskEvaluator(ConstantEvaluator):
-    """Computes values of nodes, and follows integers that depend on data as :class:`Gathered`.
-
-    An integer that no rule follows, such as a running sum over data, is a source itself.
-    """
+    """Computes values of the nodes of attention masks. It also follows integers that depend on data, such as the
+    document of each position, as :class:`Gathered`: it knows which element of which tensor each of them is, not the
+    number. An integer that no rule follows, such as a running sum over data, is described as an element of its own
+    node."""
 
     def compute_value(self, node: fx.Node) -> Value | None:
+        """Return the value of ``node`` if it follows from constants. Otherwise, if it is an integer tensor, return a
+        :class:`Gathered` that says that its elements are those of ``node`` itself. Return ``None`` in any other case,
+        and if the tensor has too many dims or a dim above ``LIMIT`` (2**22)."""
         value = super().compute_value(node)
         tensor = node.meta.get("val")
         if value is not None or not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
@@ -242,6 +249,11 @@ def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -
 
 
 def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
+    """Return the value of the pointwise operator ``node`` for operands with the values ``args`` and ``kwargs``.
+
+    The result is computed for constant tensors. If an operand is a mask or names elements of a data tensor, the result
+    is of the same kind. Raise :class:`_Unknown` if it cannot be expressed, or has more than ``LIMIT`` (2**22) elements.
+    """
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
         return _evaluate_choice(node, args, kwargs)
     if any(isinstance(a, Gathered) for a in args):
@@ -254,9 +266,9 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
 
 
 def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
-    """Evaluate an addition or subtraction of an integer, or a cast that keeps integers; raise :class:`_Unknown` for
-    other operators.
-    """
+    """Return the value of the operator ``node`` on integers that are elements of a data tensor (a :class:`Gathered`):
+    the sum with an integer, the difference from one, or the same elements after a cast that keeps integers. ``a``,
+    ``b``, ``rest``: the values of the operands. Raise :class:`_Unknown` for other operators."""
     if isinstance(a, Gathered) and node.target is aten.to.dtype and keeps_integers(node):
         return a
     add, subtract = (getattr(aten, name) for name in ("add", "sub"))
@@ -273,7 +285,8 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
 
 
 def keeps_integers(cast: fx.Node) -> bool:
-    """Return whether the node ``cast`` converts integers to a type that has all of them."""
+    """Return whether the node ``cast`` converts integers to an integer type of at least as many bytes, so that the
+    numbers stay."""
     before, after = get_node_tensor(cast.args[0]).dtype, get_node_tensor(cast).dtype  # type: ignore[arg-type]
     return before in _INTEGERS and after in _INTEGERS and before.itemsize <= after.itemsize
 
@@ -284,9 +297,11 @@ def _align_rank(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
-    """Evaluate a pointwise operator of which one operand is a mask: conditions, or a choice between two numbers.
+    """Return the value of the pointwise operator ``node`` if one operand is a mask: conditions, or a choice between two
+    numbers.
 
-    The other operands are numbers; two masks that are added hide what one of them hides.
+    ``args``, ``kwargs``: the values of the operands; those besides the mask are numbers. A sum of two attention masks
+    hides what one of them hides. Raise :class:`_Unknown` if the result cannot be expressed as conditions or a choice.
     """
     if node.target in (aten.bitwise_or.Tensor, aten.logical_or.default):
         return ConditionalValue(_negate(node, args[0]) + _negate(node, args[1]), _FALSE, _TRUE)
@@ -313,12 +328,14 @@ _TRUE, _FALSE = torch.tensor(True), torch.tensor(False)
 
 
 def _simplify_choice(choice: ConditionalValue) -> Value:
-    """Return a choice between true and false as its conditions."""
+    """Return ``choice``, a tensor of two values, as the tuple of its conditions if it is true where they hold and false
+    elsewhere; otherwise return it unchanged."""
     return choice.terms if choice.shown.dtype is torch.bool and choice.shown and not choice.hidden else choice
 
 
 def _negate(node: fx.Node, value: Any) -> tuple[Condition, ...]:
-    """Return conditions that hold together exactly where the boolean ``value`` is false, of the rank of ``node``."""
+    """Return conditions that hold together exactly where the boolean ``value`` is false. Their tensors get as many dims
+    as the result of ``node``. Raise :class:`_Unknown` if ``value`` cannot be negated in this form."""
     if isinstance(value, Tensor):
         found: tuple[Condition, ...] = (~value,)
     elif isinstance(value, ConditionalValue) and not value.shown and value.hidden and value.shown.dtype is torch.bool:
@@ -336,9 +353,8 @@ def _negate_condition(condition: Condition) -> Condition:
 
 
 def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
-    """Return an additive mask, which is 0 at shown scores and ``MASKED`` or less at hidden ones, with the rank of
-    ``node``; raise :class:`_Unknown` for other values.
-    """
+    """Return ``value`` as an additive attention mask, which is 0 at shown scores and ``MASKED`` or less at hidden ones.
+    Its conditions get as many dims as the result of ``node``. Raise :class:`_Unknown` if ``value`` is no such mask."""
     if isinstance(value, Tensor) and value.is_floating_point():
         hidden = value[value != 0]
         most = hidden.max() if hidden.numel() else value.new_tensor(-torch.inf)
@@ -353,9 +369,9 @@ def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
-    """Return the value of a comparison of two constants: a tensor, or the comparison itself if the tensor would be too
-    large.
-    """
+    """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``. It is a boolean
+    tensor, or a tuple with the comparison itself if the tensor would be too large or the operands are elements of a
+    data tensor. Raise :class:`_Unknown` if it can be neither."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         return _evaluate_choice(node, (a, b), {})
     if isinstance(a, Gathered) or isinstance(b, Gathered):
@@ -382,7 +398,8 @@ def _widen_number_type(x: Tensor) -> Tensor:
 
 
 def _require_terms(value: Any) -> tuple[Condition, ...]:
-    """Return the conditions that hold together exactly where a boolean ``value`` is true."""
+    """Return a tuple of the conditions that hold together exactly where the boolean ``value`` is true. Raise
+    :class:`_Unknown` if there are none."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, Tensor):
@@ -394,9 +411,8 @@ def _require_terms(value: Any) -> tuple[Condition, ...]:
 
 
 def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
-    """Return the value of a logical ``and``: a tensor, or the comparisons of both operands together. ``a``, ``b``: the
-    values of the operands.
-    """
+    """Return the value of the logical ``and`` that ``node`` computes: a tensor, or a tuple of the comparisons of both
+    operands. ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` if one of them has no such form."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
@@ -407,8 +423,8 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
-    """Return the value of ``where``: a tensor, or a choice between two numbers if the condition is known as
-    comparisons.
+    """Return the value of the node ``node``, a ``where``: a tensor, or a choice between two numbers if the condition is
+    known as comparisons.
 
     ``condition``, ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` in any other case.
     """
@@ -430,9 +446,8 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
 
 
 def _evaluate_not(node: fx.Node, x: Any) -> Value:
-    """Return the value of a negation: a tensor, or the opposite of a single comparison. ``x``: the value of the
-    operand.
-    """
+    """Return the value of the logical negation ``node``: a tensor, the opposite of a single comparison, or a choice
+    that is false where several comparisons hold. ``x``: the value of the operand."""
     if isinstance(x, Tensor):
         return _evaluate_pointwise(node, x)
     if isinstance(x, ConditionalValue):
@@ -446,9 +461,8 @@ def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
 
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
-    """Return the rule that evaluates an operator that only moves dims: it applies ``operation`` to every tensor in a
-    value.
-    """
+    """Return a function ``rule(node, value, *args)`` that evaluates an operator which only rearranges dims. It applies
+    ``operation(tensor, *args)`` to every tensor in ``value``, the value of the operand."""
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
         return _map_value_parts(value, lambda t: operation(t, *args))
@@ -457,9 +471,9 @@ def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Val
 
 
 def _map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
-    """Return a constant value with ``move`` applied to its tensor, or to both sides of each comparison of which it
-    consists.
-    """
+    """Return the value of a node after a rearrangement of dims. ``value``: the value before. ``move``: the
+    rearrangement of one tensor; it is applied to a tensor, to both sides of each comparison, and to the indices into a
+    data tensor."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, Gathered):
@@ -479,7 +493,8 @@ def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
-    """Return the value of a reshape; if only dims of size 1 change, also of a value that is known as comparisons."""
+    """Return the value of a reshape to ``sizes``. ``value``: the value of the operand. If only dims of size 1 change,
+    it may be any value; otherwise it must be a tensor, or :class:`_Unknown` is raised."""
     old = list_node_sizes(node.args[0])  # type: ignore[arg-type]
     if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
         return _expand_to_sizes(value, old).reshape(sizes)
@@ -503,9 +518,11 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 
 
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
-    """Evaluate ``source[indices]`` if every dim of ``source`` is indexed by a known tensor.
+    """Return ``source[indices]``, if ``indices`` has a known tensor for every dim of ``source``; otherwise raise
+    :class:`_Unknown`.
 
-    ``source`` has size 1 in dims along which it is constant; indices into these dims are ignored.
+    ``source`` is a constant tensor, or names elements of a data tensor. It has size 1 in dims along which it is
+    constant; indices into these dims are ignored.
     """
     if isinstance(source, Gathered):
         return source.map_tensors(lambda place: _evaluate_index(node, place, indices))
@@ -524,9 +541,8 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
 
 
 def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
-    """Evaluate ``gather`` of a constant or of data by constant indices; raise :class:`_Unknown` for data of which they
-    select within several dims.
-    """
+    """Return the value of ``gather(source, dim, index)`` for a constant or data tensor ``source`` and constant indices.
+    Raise :class:`_Unknown` if the indices are not constant, or if they select from a data tensor along several dims."""
     if isinstance(source, Tensor) and isinstance(index, Tensor):
         whole = _expand_to_sizes(source, list(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
         return whole.gather(dim, _expand_to_sizes(index, list(list_node_sizes(node))))
@@ -548,7 +564,8 @@ def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
 
 
 def _evaluate_index_select(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
-    """Evaluate ``index_select`` of a constant or of data by constant indices."""
+    """Return the value of ``index_select(source, dim, index)`` for a constant ``index``. ``source``: the value of the
+    operand, of any kind. Raise :class:`_Unknown` if ``index`` is not constant."""
     if not isinstance(index, Tensor):
         raise _Unknown
     where = index.expand(list_node_sizes(node)[dim])
@@ -560,9 +577,8 @@ def _evaluate_cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
 
 
 def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
-    """Return the ``n``-th difference of neighbours along ``dim``, with ``prepend`` and ``append`` joined to the operand
-    ``x`` first.
-    """
+    """Return the value of the node ``node``: the ``n``-th difference of neighbours along ``dim``, with ``prepend`` and
+    ``append`` joined to the operand ``x`` first. The arguments are the values of the operands."""
 
     def whole(position: int, value: Any) -> Tensor | None:
         given = node.args[position] if len(node.args) > position else None
@@ -600,9 +616,9 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
 
 
 def _hide_outside(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Term, ...]) -> Value:
-    """Return a mask whose hidden value is 0 (false), with further elements set to it: those where not all ``terms``
-    hold.
-    """
+    """Return the value of ``tril`` or ``triu`` of a mask: the mask, with 0 (false) also where not all comparisons
+    ``terms`` hold. ``mask``: conditions, or a choice whose hidden value is 0; raise :class:`_Unknown` if it is another
+    number."""
     if isinstance(mask, tuple):
         return mask + terms
     if mask.hidden != 0:

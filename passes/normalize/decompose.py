@@ -43,11 +43,9 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
 
 
 def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
-    """Return a graph of the operators of which torch composes ``node``, and the operand nodes that the graph's
-    placeholders stand for.
-
-    Return ``None`` if torch does not define the operator by others, or if they read numbers out of tensors.
-    """
+    """Return a graph of the operators of which torch composes the operator ``node``, and the list of operand nodes that
+    the graph's placeholders stand for. Return ``None`` if torch does not define the operator by others, or if they read
+    numbers out of tensors."""
     if not _is_composite(node.target):
         return None
     operands, run = _as_function(node, node.args, node.kwargs)
@@ -88,10 +86,8 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
 
 
 def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
-    """Return the graph of the operators that ``run`` calls on ``values``.
-
-    Return ``None`` if there are more than 4096 of them, or if one writes to its operands or reads a constant tensor.
-    """
+    """Return the graph of the operators that the function ``run`` calls on ``values``. Return ``None`` if there are
+    more than 4096 of them, or if one writes to its operands or reads a constant tensor."""
     traced = make_fx(torch.func.functionalize(run))(*values)
     if any(
         _is_mutating(n.target) for n in traced.graph.nodes
@@ -153,26 +149,28 @@ class RecurrentLayers(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """Return whether dropout is applied between layers."""
+        """Return whether the recurrent network applies dropout between its layers."""
         return bool(self.p) and self.train and self.layers > 1
 
     @property
     def ways(self) -> int:
-        """Return the number of directions in which a layer reads its input: 1 or 2."""
+        """Return the number of directions in which a layer of the recurrent network reads its input: 1 or 2."""
         return 2 if self.both_ways else 1
 
     @property
     def of_one(self) -> RecurrentLayers:
-        """Return the arguments for a single layer, without dropout."""
+        """Return a copy of these arguments of a recurrent network for a single layer, without dropout."""
         return self._replace(layers=1, p=0.0)
 
 
 def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
-    """Rewrite a recurrent network of several layers as one call per layer, with dropout between them.
+    """Rewrite a recurrent network of several layers as one call per layer, with dropout between them. Return a tuple of
+    the nodes of the result and of the final states of all layers.
 
-    Return the result and the final states of all layers. ``state``: the initial state of all layers; a list of two for
-    an LSTM. ``weights``: those of all layers, in order. ``layers``: the fields of :class:`RecurrentLayers`. For a
-    network without dropout, return ``KEEP`` (the operator stays).
+    ``x``: the input. ``state``: the initial state of all layers; a list of two for an LSTM. ``weights``: those of all
+    layers, in order. ``layers``: whether there are biases, number of layers, probability of dropout, whether it is on,
+    whether each layer also reads backward, and whether the batch is dim 0. For a network without dropout, return
+    ``KEEP`` (the operator stays).
     """
     stack = RecurrentLayers(*layers)
     if not stack.drops:

@@ -35,10 +35,12 @@ from partitioner.passes.ops.documents import document_ops
 
 
 class DocumentMask(NamedTuple):
-    """A mask that shows the keys within ``band`` of the same document.
+    """An attention mask by which a query sees the keys that are in its own document and in a range of positions around
+    it.
 
-    ``source``: the node of the document ids. ``position_dim``, ``batch_dim``: its dims of positions and of rows of the
-    batch; ``None`` if all rows have the same ids.
+    ``source``: the node of an integer tensor, equal for positions of one document. ``position_dim``: the dim of
+    ``source`` that indexes positions. ``batch_dim``: the dim that indexes rows of the batch; ``None`` if all rows have
+    the same documents. ``band``: the range of positions.
     """
 
     source: fx.Node
@@ -48,10 +50,11 @@ class DocumentMask(NamedTuple):
 
 
 class DocumentTerms(NamedTuple):
-    """The conditions of a mask, split into documents and the rest.
+    """The conditions of an attention mask, divided into those on documents and the others.
 
-    ``source``, ``position_dim``, ``batch_dim``: the document ids as in :class:`DocumentMask`. ``terms``: the other
-    conditions, which depend on positions alone.
+    ``source``: the node of an integer tensor, equal for positions of one document. ``position_dim``: the dim of
+    ``source`` that indexes positions. ``batch_dim``: the dim that indexes rows of the batch; ``None`` if all rows have
+    the same documents. ``terms``: the other conditions, which depend on positions alone.
     """
 
     source: fx.Node
@@ -61,10 +64,11 @@ class DocumentTerms(NamedTuple):
 
 
 def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms | None:
-    """Return the documents within which a mask shows keys, and its other conditions.
+    """Return the documents within which an attention mask shows keys, and its other conditions. Return ``None`` if it
+    depends on data in another way.
 
-    ``terms``: conditions that hold together where a key is shown. ``length``: the number of queries and of keys.
-    ``None`` if data decide in another way than by documents.
+    ``terms``: conditions that hold together where a key is shown. ``length``: the number of queries, which is also that
+    of keys.
     """
     data = [t for t in terms if isinstance(t, DataTerm)]
     same = [t for t in data if t.compare == "eq" and t.a.added == t.b.added]
@@ -86,11 +90,12 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
 
 
 def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | None:
-    """Return the dims of positions and of batch rows of a tensor that ``term`` compares between query and key.
+    """Return (dim of positions, dim of batch rows) of the tensor whose elements ``term`` compares between query and
+    key.
 
-    One side must be the element of the query, the other that of the key, both of the same row. The second number is
-    ``None`` if the tensor has one row for all. ``length``: the number of queries and of keys. ``None`` if the
-    comparison is of another kind.
+    One side of the comparison must be the element of the query, the other that of the key, both of the same row. The
+    second number is ``None`` if the tensor has one row for all. ``length``: the number of queries, which is also that
+    of keys. Return ``None`` if the comparison is of another kind.
     """
     position, batch = None, None
     for dim, size in enumerate(list_node_sizes(term.a.source)):
@@ -110,7 +115,7 @@ def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | Non
 
 
 def _counts_along(side: Tensor, dim: int, size: int) -> bool:
-    """Return whether the indices ``side`` are 0, 1, ... up to ``size`` along ``dim``, and constant along all other
+    """Return whether the indices ``side`` are 0, 1, ..., ``size`` - 1 along ``dim``, and constant along all other
     dims."""
     if side.dim() < -dim or side.numel() != size or side.shape[dim] != size:
         return False
@@ -118,18 +123,17 @@ def _counts_along(side: Tensor, dim: int, size: int) -> bool:
 
 
 def _look_through(node: fx.Node) -> fx.Node:
-    """Return the node whose integers ``node`` repeats: operands of ``expand`` and of casts between integers."""
+    """Follow ``node`` back through ``expand`` and casts between integer types, and return the node before them, which
+    has the same integers."""
     while node.target is aten.expand.default or (node.target is aten.to.dtype and keeps_integers(node)):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _counts_up_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_dim: int) -> bool:
-    """Return whether ``positions`` are proven to count up by one along the positions of each document.
-
-    It is proven if ``ids`` is the running sum of ``diff(positions) != 1``. ``position_dim``, ``ids_dim``: the dims of
-    positions of the two tensors.
-    """
+    """Return whether the integers ``positions`` are proven to count up by one from position to position of each
+    document. The proof is that ``ids``, the document numbers, are the running sum of ``diff(positions) != 1``.
+    ``position_dim``, ``ids_dim``: the dims that index positions in the two tensors."""
     total = _look_through(ids)
     if total.target is not aten.cumsum.default:
         return False
@@ -151,9 +155,8 @@ def _counts_up_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_d
 
 
 def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.Node:
-    """Return a node of the document ids of ``mask`` as ``[rows, s]``, and insert the operators it needs after their
-    source.
-    """
+    """Insert operators that bring the document ids of ``mask`` to the shape ``[rows, s]``, after their source in
+    ``graph``, and return the last node. ``rows``: the number of rows of the batch. ``s``: the number of positions."""
     source = mask.source
     kept = [d for d in (mask.batch_dim, mask.position_dim) if d is not None]
     sizes = list(list_node_sizes(source))
@@ -223,9 +226,9 @@ _FROM_ROWS: tuple[_Step, ...] = ((aten.transpose.int, (1, 2)), (aten.select.int,
 
 
 def _insert_steps(graph: fx.Graph, value: fx.Node, steps: Sequence[_Step], like: fx.Node) -> fx.Node:
-    """Insert ``steps`` on ``value`` at the present place of ``graph``, with the metadata of ``like``; return the last
-    node.
-    """
+    """Insert operators at the insertion point of ``graph``, of which the first reads ``value`` and each other one the
+    result of the one before; return the last node. ``steps``: for each, the operator and its further arguments.
+    ``like``: a node whose metadata is copied."""
     for target, arguments in steps:
         value = insert_operator_node(graph, target, (value, *arguments))
         value.meta.update({k: v for k, v in like.meta.items() if k != "val"})
@@ -233,9 +236,9 @@ def _insert_steps(graph: fx.Graph, value: fx.Node, steps: Sequence[_Step], like:
 
 
 def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.Node:
-    """Insert operators after ``ends``, cumulated lengths, that give the number of the sequence of each of ``length``
-    positions. Return their node ``[1, length]``.
-    """
+    """Insert operators that compute, for each of ``length`` positions, the number (from 0) of the packed sequence that
+    it is in. Return their node ``[1, length]``. ``ends``: the node of the cumulative lengths of the sequences; the
+    operators are inserted after it."""
     last = ends if ends.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         places = graph.call_function(aten.arange.start_step, (0, length, 1), {"device": META, "dtype": torch.int64})
@@ -255,7 +258,8 @@ _MOST_DOCUMENTS = 256  # whose lengths are kept; a plan stores them with each at
 
 
 def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of ``partition::document_attention`` in ``graph``."""
+    """Return a list of the ``partition::document_attention`` nodes (attention within packed documents) in ``graph``, in
+    order."""
     return [n for n in graph.nodes if n.target is document_ops.document_attention.default]
 
 
@@ -285,10 +289,9 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
 
 
 def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the values of an input at the shape that the graph has: rows of a sample of the batch are repeated.
-
-    ``None`` for a tensor without values or too large a shape, or if the shapes differ in another way.
-    """
+    """Return the values of an input at the larger batch size that the graph is for: the rows of ``value``, a sample of
+    the batch, are repeated. ``shape``: the shape in the graph. Return ``None`` for a tensor without values, for too
+    large a shape, or if the shapes differ in another way."""
     if value.device.type != "cpu" or value.dim() != len(shape) or not 0 < value.numel() <= math.prod(shape) <= LIMIT:
         return None
     times = [a // b for a, b in zip(shape, value.shape, strict=True)]
@@ -298,7 +301,9 @@ def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _count_documents(evaluator: ConstantEvaluator, ids: fx.Node) -> tuple[int, ...]:
-    """Return the lengths of the runs of equal ids in the first rows of a batch, in order; empty if they are unknown."""
+    """Return the lengths, in positions, of the runs of equal document ids in the first rows of a batch, in order; empty
+    if they are unknown. ``ids``: the node of the document ids. ``evaluator``: computes its values from constants and
+    inputs."""
     found = evaluator.find_value(ids)
     if not isinstance(found, Tensor):
         return ()

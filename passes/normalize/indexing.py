@@ -30,7 +30,8 @@ class BagReduction(NamedTuple):
 
     A bag is a group of rows that are reduced to one. ``mode``: 0 for the sum, 1 for the mean, 2 for the maximum.
     ``per_sample_weights``: a factor for each row. ``include_last_offset``: whether the last offset is the end of the
-    last bag. ``padding_idx``: the id of rows that do not count.
+    last bag. ``padding_idx``: the id of rows that do not count. ``scale_grad_by_freq``: whether a row's gradient is
+    divided by how often it occurs. ``sparse``: whether the gradient is sparse.
     """
 
     scale_grad_by_freq: bool = False
@@ -42,11 +43,12 @@ class BagReduction(NamedTuple):
 
 
 def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Node, *reduction: Any) -> Any:
-    """Rewrite ``embedding_bag`` as an embedding and a reduction over each bag, a group of ids.
+    """Rewrite ``embedding_bag`` as an embedding and a reduction over each bag, a group of ids. Return the node of the
+    result ``[bags, width]`` and three ``None`` for results that nothing reads.
 
-    Return the node of the result ``[bags, width]`` and three ``None`` for results that nothing reads. ``ids`` is flat;
-    bag ``i`` starts at ``offsets[i]``. ``reduction``: the fields of :class:`BagReduction`. Raise
-    :class:`UnsupportedError` if bags are not known to have the same size, or if ``scale_grad_by_freq`` is set.
+    ``weight``: the table ``[rows, width]``. ``ids`` is a vector of row indices; bag ``i`` starts at ``offsets[i]``.
+    ``reduction``: the operator's further arguments, such as the mode (sum, mean or maximum) and a factor for each row.
+    Raise :class:`UnsupportedError` if bags are not known to have the same size, or if ``scale_grad_by_freq`` is set.
     """
     how = BagReduction(*reduction)
     bags, length = list_node_sizes(offsets)[0] - how.include_last_offset, list_node_sizes(ids)[0]
@@ -141,11 +143,9 @@ def rewrite_scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source
 
 
 def index_fill(build: Builder, x: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Any:
-    """Rewrite ``index_fill`` as a ``where`` on a mask of the indexed positions, and return its node.
-
-    The gradient of ``index_fill`` itself counts repeated indices, and their number depends on data. If ``x`` has no
-    dims, return ``KEEP`` (the operator stays).
-    """
+    """Rewrite ``index_fill``, which sets the slices ``index`` of ``x`` along ``dim`` to ``value``, as a ``where`` on a
+    mask of the indexed positions, and return its node. The gradient of ``index_fill`` itself counts repeated indices,
+    and their number depends on data. If ``x`` has no dims, return ``KEEP`` (the operator stays)."""
     if not list_node_sizes(x):
         return KEEP
     rank, size = len(list_node_sizes(x)), list_node_sizes(x)[dim]

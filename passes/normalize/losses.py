@@ -82,7 +82,8 @@ _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
 def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
-    """Return the ``terms`` of a loss unchanged, their sum or their mean. ``reduction``: 0 none, 1 mean, 2 sum."""
+    """Append the reduction of a loss to the graph and return its node. ``terms``: the node of the loss term of each
+    element. ``reduction``: torch's code; 0 returns ``terms`` unchanged, 1 is the mean, 2 the sum."""
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
@@ -184,10 +185,9 @@ def rewrite_nll_loss(
 
 
 def _mask_ignored_targets(build: Builder, target: fx.Node, ignore_index: int, dim: int) -> tuple[fx.Node, fx.Node]:
-    """Return the mask of targets that are not ignored, and the targets with 0 in place of ignored ones.
-
-    Both have a class dim of size 1 at ``dim``. ``ignore_index``: the class of ignored targets.
-    """
+    """Append and return two nodes: a mask of the targets that are not ignored, and the targets with 0 in place of
+    ignored ones. Both get a class dim of size 1 at index ``dim``. ``target``: the class of each sample.
+    ``ignore_index``: the class of ignored targets."""
     target = build(aten.unsqueeze.default, target, dim)
     counts = build(aten.ne.Scalar, target, ignore_index)
     return counts, build(aten.where.ScalarOther, counts, target, 0)
@@ -214,12 +214,9 @@ def _reduce_counted(
 
 
 def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
-    """Return the label-smoothing term of each row: the sum over classes of ``-log softmax(logits)`` times the class
-    weight.
-
-    ``normalizer``: ``logsumexp(logits)`` along ``dim``, the class dim. ``weight``: one weight per class; ``None`` means
-    1.
-    """
+    """Append the label-smoothing term of each row, which is the sum over classes of ``-log softmax(logits)`` times the
+    class weight, and return its node. ``normalizer``: ``logsumexp(logits)`` along ``dim``, the class dim. ``weight``:
+    one weight per class; ``None`` means 1."""
     if weight is None:
         whole = build(aten.mul.Tensor, normalizer, list_node_sizes(logits)[dim])
         return build(aten.sub.Tensor, whole, build(aten.sum.dim_IntList, logits, [dim], True))
@@ -238,8 +235,8 @@ def _cross_entropy_of_probabilities(
     """Append the cross entropy of ``logits`` with targets that are probabilities of the classes along ``dim``; return
     its node.
 
-    ``weight``: one weight per class; ``None`` means 1. ``reduction``: 0 none, 1 mean, 2 sum. ``smoothing``: the
-    probability that is divided evenly among all classes.
+    ``target``: the probabilities, of the sizes of ``logits``. ``weight``: one weight per class; ``None`` means 1.
+    ``reduction``: 0 none, 1 mean, 2 sum. ``smoothing``: the probability that is divided evenly among all classes.
     """
     size = list_node_sizes(logits)[dim]
     if smoothing:
@@ -273,7 +270,8 @@ def make_loss_rule(target: Any, position: int) -> Rule:
     """
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append the unreduced loss and its reduction, and return the node of the result."""
+        """Append the loss of each element (the operator with ``args``, ``kwargs`` and without reduction) and then its
+        sum or mean, and return the node of the result."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:

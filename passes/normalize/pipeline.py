@@ -157,11 +157,9 @@ def _normalize_graph(captured: Captured) -> Captured:
 
 
 def _unflatten_captured(captured: Captured) -> Captured:
-    """Return ``captured`` with flattened dims as separate dims again, and with reads and writes by index rewritten
-    where possible.
-
-    The index rules come last, so that indices that route rows to experts have been rewritten before.
-    """
+    """Return the captured model ``captured`` with flattened dims, such as ``batch * positions``, as separate dims
+    again, and with reads and writes by index rewritten where possible. The index rules come last, so that indices that
+    route rows to experts have been rewritten before."""
     graph, results = captured.graph, _list_result_names(captured.graph)
     unflatten_dims(graph)
     moved = _deduplicate_results(graph, results)
@@ -177,11 +175,9 @@ def _list_result_names(graph: fx.Graph) -> list[str]:
 
 
 def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
-    """Remove repeated results from the graph's output, in place, and return a map from ``results`` to the present
-    names.
-
-    ``results``: the names of the results before a pass, in order.
-    """
+    """Remove repeated results from the output node of ``graph``, in place. Return a map from each name in ``results``
+    to the name of the node that has this result now. ``results``: names of the nodes that were the graph's results
+    before a pass, in the order of its outputs."""
     output: Any = graph.output_node()
     found = dict(zip(results, _list_result_names(graph), strict=True))
     output.args = (tuple(dict.fromkeys(output.args[0])),)

@@ -86,11 +86,9 @@ def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> S
 
 
 def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Rewrite ``_standard_gamma`` as a sample that depends on each element's index; return ``KEEP`` (it stays) if a
-    generator is given.
-
-    The gradient with respect to the concentration is torch's, by implicit differentiation.
-    """
+    """Rewrite ``_standard_gamma`` as an operator that draws each sample from the element's index, and return its node;
+    return ``KEEP`` (the operator stays) if a ``generator`` is given. ``concentration``: the parameter of each element's
+    distribution. The gradient with respect to it is torch's, by implicit differentiation."""
     if generator is not None:
         return KEEP
     sample = sample_gamma(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
@@ -101,11 +99,9 @@ def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None)
 
 
 def rewrite_dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Rewrite ``_sample_dirichlet`` as a sample that depends on each element's index; return ``KEEP`` (it stays) if a
-    generator is given.
-
-    The gradient with respect to the concentration is torch's, by implicit differentiation.
-    """
+    """Rewrite ``_sample_dirichlet`` as operators that draw each sample from the element's index, and return the node;
+    return ``KEEP`` (the operator stays) if a ``generator`` is given. ``concentration``: the parameters of each
+    distribution along the last dim. The gradient with respect to them is torch's, by implicit differentiation."""
     if generator is not None:
         return KEEP
     sample = random.sample_dirichlet(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
@@ -125,12 +121,9 @@ def rewrite_rrelu(
     training: bool = False,
     generator: Any = None,
 ) -> Any:
-    """Rewrite the randomized leaky ReLU as a product with drawn slopes; return ``KEEP`` (it stays) if a generator is
-    given.
-
-    ``lower``, ``upper``: the bounds of the slope. ``training``: whether slopes are drawn; otherwise the mean of the
-    bounds is used.
-    """
+    """Rewrite the randomized leaky ReLU of ``x`` as a product with drawn slopes, and return its node; return ``KEEP``
+    (the operator stays) if a ``generator`` is given. ``lower``, ``upper``: the bounds of the slope. ``training``:
+    whether slopes are drawn; otherwise the mean of the bounds is used."""
     if generator is not None:
         return KEEP
     given = {"self": x, "lower": lower, "upper": upper, "training": training}
@@ -142,8 +135,9 @@ def _draw_random_numbers(
 ) -> fx.Node:
     """Append a draw of one random number for each element of a tensor of ``sizes``, and return its node.
 
-    Every call uses a new stream number, so that no two operators draw the same numbers. ``distribution``: the operator
-    that draws, such as ``partition::uniform``. ``parameters``: its own operands.
+    Every call adds a constant with a new stream number to the graph, so that no two operators draw the same numbers.
+    ``distribution``: the operator that draws, such as ``partition::uniform``. ``parameters``: its further operands,
+    such as a rate.
     """
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
@@ -188,9 +182,11 @@ def rewrite_attention_dropout(
     **options: Unpack[AttentionOptions],
 ) -> Any:
     """Rewrite attention with dropout as matrix products and a softmax, because dropout needs the weights as a tensor.
+    Return the node of the result, or ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
 
-    The arguments after ``build`` are those of ``aten.scaled_dot_product_attention``. Return the node of the result, or
-    ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
+    ``q``, ``k``, ``v``: queries, keys and values. ``mask``: boolean (true: shown) or added to the scores; ``None`` for
+    none. ``dropout_p``: the probability of zeroing a weight. ``is_causal``: hide keys behind the query. ``options``:
+    ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``.
     """
     if not dropout_p:
         return KEEP
@@ -251,7 +247,8 @@ def _is_random_draw(node: fx.Node) -> bool:
 
 
 def _create_draw_error(node: fx.Node) -> UnsupportedError:
-    """Return the error for a random operator that would draw different numbers under different plans."""
+    """Return the error to raise for the random operator ``node``, which has no form whose numbers are equal under all
+    plans."""
     whole = "random" in str(node.target) or "randint" in str(node.target)
     instead = "give whole bounds that are at most 2**40 apart, or " if whole else ""
     return UnsupportedError(
@@ -283,9 +280,8 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
     """
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-        """Append alpha dropout of ``x`` with probability ``p`` and return its node; ``x`` itself without training or
-        with ``p`` of 0.
-        """
+        """Append alpha dropout of ``x`` with probability ``p`` and return its node; return ``x`` itself if ``train`` is
+        false or ``p`` is 0."""
         if not train or p == 0:
             return x
         if p == 1:
@@ -303,11 +299,9 @@ _SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 
 
 def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
-    """Draw a tensor of ones where ``x`` is kept, with probability ``1 - p``, and zeros elsewhere.
-
-    ``p``: the probability of zeroing. The mask has the sizes of ``x``, or size 1 in every dim behind the channels if
-    ``of_channels``.
-    """
+    """Append a random mask for dropout of ``x``: ones with probability ``1 - p``, zeros elsewhere. Return its node.
+    ``p``: the probability of zeroing. The mask has the sizes of ``x``, or size 1 in every dim behind the channels (dim
+    1) if ``of_channels``."""
     sizes = list_node_sizes(x)
     sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
     kept: fx.Node = random.sample_bernoulli(_create_sampler(build, {"p": 1 - p}, get_node_tensor(x).new_empty(sizes)))

@@ -30,9 +30,8 @@ def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
 
 
 def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewrite any form of ``to`` as a cast to the given dtype or the given tensor's dtype, and return its node; devices
-    are ignored.
-    """
+    """Rewrite ``x.to(...)`` in any form as a cast to the given dtype or to the dtype of the given tensor, and return
+    its node. ``args``, ``kwargs``: the arguments of ``to`` after ``x``; devices among them are ignored."""
     if not isinstance(x, fx.Node):  # a plain number, which nested vmaps pass
         return _create_full_tensor(build, x)
     for argument in (*args, *kwargs.values()):
@@ -69,9 +68,9 @@ def rewrite_broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> tuple[f
 def rewrite_slice(
     build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
-    """Rewrite a slice with explicit, non-negative bounds, and return its node; ``x`` if the slice takes the
-    whole dim.
-    """
+    """Rewrite the slice of ``x`` along ``dim`` from ``start`` to ``end`` (either may be ``None`` or negative) with
+    bounds that are numbers from 0 on, and return its node; return ``x`` if the slice takes the whole dim. ``step``: the
+    distance of neighbouring indices."""
     dim %= len(list_node_sizes(x))
     size = list_node_sizes(x)[dim]
     start, end, step = slice(start, end, step).indices(size)
@@ -88,10 +87,9 @@ def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int
 
 
 def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Rewrite ``split`` and ``chunk`` as ``split_with_sizes`` with explicit sizes, and return its node.
-
-    ``sizes``: the size or sizes of the pieces, or their number; not read, because the node's results have the sizes.
-    """
+    """Rewrite ``split`` or ``chunk`` of ``x`` along ``dim`` as ``split_with_sizes`` with explicit sizes, and return its
+    node. ``sizes``: the size or sizes of the pieces, or their number; not read, because the node's results have the
+    sizes."""
     assert build.node is not None
     dim %= len(list_node_sizes(x))
     return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)
@@ -100,11 +98,9 @@ def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
 def rewrite_padding(
     build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", value: float | None = None
 ) -> Any:
-    """Rewrite padding with a constant as ``constant_pad_nd``; return ``KEEP`` (the operator stays) for another
-    ``mode``.
-
-    ``pads``: numbers of elements before and after, from the last dim on.
-    """
+    """Rewrite padding of ``x`` with the constant ``value`` (``None`` means 0) as ``constant_pad_nd``, and return its
+    node; return ``KEEP`` (the operator stays) for another ``mode``. ``pads``: numbers of elements before and after,
+    from the last dim on."""
     if mode != "constant":
         return KEEP
     fill = value if value is not None else 0
@@ -261,11 +257,9 @@ def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int],
 
 
 def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node, list[int]]:
-    """Return ``x`` as a vector in the order of its elements in memory, and the order of its dims by decreasing stride.
-
-    ``reach``: the number of elements from the start that are accessed. Raise :class:`UnsupportedError` if ``x`` has
-    fewer, or has gaps in memory.
-    """
+    """Return two values: the node of ``x`` as a vector in the order of its elements in memory, and a list of the dims
+    of ``x`` by decreasing stride. ``reach``: the number of elements from the start that the caller accesses. Raise
+    :class:`UnsupportedError` if ``x`` has fewer, or has gaps in memory."""
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
     order = sorted(range(old.dim()), key=lambda d: (-old.stride(d), -old.shape[d]))
@@ -353,9 +347,9 @@ def written_piece(target: Any) -> Rule:
     """
 
     def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
-        """Append the write of ``source`` to a slice of a complex ``x`` and return its node; ``KEEP`` (it stays) for a
-        real ``x``.
-        """
+        """Append the write of ``source`` into a slice of the complex tensor ``x`` and return its node; return ``KEEP``
+        (the operator stays) for a real ``x``. ``dim``: the dim of the slice. ``place``, ``named``: its index, or start,
+        end and step."""
         if not get_node_tensor(x).dtype.is_complex:
             return KEEP
         parts = [build(aten.view_as_real.default, value) for value in (x, source)]

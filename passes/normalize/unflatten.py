@@ -38,11 +38,8 @@ def unflatten_dims(graph: fx.Graph) -> None:
 
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a matrix product of flattened rows, a bias and the reshape ``node`` that splits the rows again by a
-    product of unflattened rows.
-
-    Any other reshape is left unchanged.
-    """
+    """Replace, in ``graph``, a matrix product of flattened rows, a bias and the reshape ``node`` that splits the rows
+    again by a product of unflattened rows. Any other reshape is left unchanged."""
     sizes = list_node_sizes(node)
     value: Any = node.args[0]
     bias: Any = None
@@ -80,11 +77,8 @@ def _is_bias(bias: Any, size: int) -> bool:
 
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a transpose of flattened dims and the reshape ``node`` that splits them again by a permutation of the
-    separate dims.
-
-    Any other reshape is left unchanged.
-    """
+    """Replace, in ``graph``, a transpose of flattened dims and the reshape ``node`` that splits them again by a
+    permutation of the separate dims. Any other reshape is left unchanged."""
     moved: Any = node.args[0]
     order = _find_transpose_order(moved)
     flat = moved.args[0] if order is not None else None
@@ -137,11 +131,9 @@ def _is_elementwise(value: Any) -> bool:
 
 
 def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
-    """Return, for each dim of the operand ``x`` of an elementwise operator, the sizes into which this dim is split.
-
-    ``sizes``: the sizes of the operator's result. ``parts``: the sizes into which each of its dims is split. A dim
-    along which ``x`` broadcasts is split into ones.
-    """
+    """Return, for each dim of the operand ``x`` of an elementwise operator, the list of sizes into which this dim is
+    split. ``sizes``: the shape of the operator's result. ``parts``: for each dim of the result, the sizes into which it
+    is split. A dim along which ``x`` broadcasts is split into ones."""
     own = list_node_sizes(x)
     last = list(zip(sizes, parts, strict=True))[len(sizes) - len(own) :]
     return [part if size == whole else [1] * len(part) for size, (whole, part) in zip(own, last, strict=True)]
@@ -201,10 +193,8 @@ def _find_transpose_order(node: fx.Node) -> list[int] | None:
 
 
 def _split_dim_sizes(sizes: list[int], into: list[int]) -> list[list[int]] | None:
-    """Return, for each dim of a reshape's operand, the sizes of the result's dims into which it is split.
-
-    ``sizes``: the operand's shape. ``into``: the result's shape. Return ``None`` if the reshape merges dims.
-    """
+    """Return, for each dim of a reshape's operand, the list of sizes of the result's dims into which it is split.
+    ``sizes``: the operand's shape. ``into``: the result's shape. Return ``None`` if the reshape merges dims."""
     parts, rest = [], list(into)
     for size in sizes:
         part: list[int] = []

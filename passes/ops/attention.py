@@ -46,7 +46,7 @@ class Band(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Return whether a query sees all keys up to its own position and none after it."""
+        """Return whether a query sees, in this range, all keys up to its own position and none after it."""
         return self.before is None and self.after == 0
 
 
@@ -203,11 +203,12 @@ def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Ban
 
 
 def _generate_causal_tiles(first: int, last: int, num_keys: int, shared: int) -> Iterator[_Tile]:
-    """Yield the tiles of the queries ``first`` to ``last - 1`` under a causal mask, as (rows, keys, kind).
+    """Yield the tiles (rectangles of queries and keys) of the queries ``first`` to ``last - 1`` under a causal mask,
+    each as (rows, keys, kind).
 
-    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all" or "diagonal". ``num_keys``: the number of keys.
-    ``shared``: the number of keys before the diagonal, which every query sees; query ``first + i`` also sees the next
-    ``i + 1`` keys.
+    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all" if the queries see all keys of the tile, "diagonal" if
+    they see those up to its diagonal. ``num_keys``: the number of keys. ``shared``: the number of keys before the
+    diagonal, which every query sees; query ``first + i`` also sees the next ``i + 1`` keys.
     """
     shared = min(shared, num_keys)
     if shared > 0:
@@ -222,12 +223,12 @@ def _generate_causal_tiles(first: int, last: int, num_keys: int, shared: int) ->
 def _generate_window_tiles(
     first: int, last: int, num_keys: int, offset: int, before: int, after: int | None
 ) -> Iterator[_Tile]:
-    """Yield the tiles of the queries ``first`` to ``last - 1`` with a sliding window, as (rows, keys, kind), some
-    queries each.
+    """Yield the tiles (rectangles of queries and keys) of the queries ``first`` to ``last - 1`` under a sliding window,
+    each as (rows, keys, kind).
 
     ``rows``, ``keys``: (start, stop) indices. ``kind``: "all" if no query of the tile has a hidden key, else "band".
-    ``offset``: the position of query 0 minus that of key 0. ``before``, ``after``: how many positions a query sees
-    before and after its own; ``None`` means no limit.
+    ``offset``: the position of query 0 minus that of key 0. ``num_keys``: the number of keys. ``before``, ``after``:
+    how many positions a query sees before and after its own; ``None`` means no limit.
     """
     for start in range(first, last, _ROWS):
         stop = min(start + _ROWS, last)
@@ -261,10 +262,8 @@ class Attention:
     _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def add(self, tile: Tile, k: Tensor, v: Tensor) -> None:
-        """Add the attention over one tile (a rectangle of queries and keys) to the result.
-
-        ``k`` ``[..., kv heads, keys, d]`` and ``v`` are all local keys and values, of which the tile is a part.
-        """
+        """Add the attention over the rectangle ``tile`` of queries and keys to the result so far. ``k`` ``[..., kv
+        heads, keys, d]`` and ``v`` are all local keys and values, of which the tile is a part."""
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         mask = _mask_of(tile, self.band, self.q, self._masks)
         scoring = TileScoring(tile.kind == "diagonal", mask, self.scale)
@@ -272,6 +271,8 @@ class Attention:
         self._merge_tile_result(rows, out, lse)
 
     def _merge_tile_result(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention over one tile (a rectangle of queries and keys) into the result so far. ``rows``: the
+        range of the tile's queries. ``out``, ``lse``: the tile's result and the logsumexp of each query's scores."""
         wide = find_accumulation_dtype(self.q)
         if self.out is None and (rows.start, rows.stop) == (0, self.q.shape[-2]):
             self.out, self.lse = out.to(wide), lse.to(wide)
@@ -280,7 +281,8 @@ class Attention:
         self._seen.append((rows.start, rows.stop))
 
     def _ensure_result_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the totals (result, logsumexp of each query); create them for zero keys if they do not exist."""
+        """Return the attention over all tiles so far, as two tensors: the result, and the logsumexp of each query's
+        scores. If no tile was added yet, create them with zeros and minus infinity."""
         if self.out is None or self.lse is None:
             batch, heads, length, _ = self.q.shape
             self.out = self.q.new_zeros(
@@ -290,10 +292,11 @@ class Attention:
         return self.out, self.lse
 
     def _accumulate_tile_rows(self, rows: slice, out: Tensor, lse: Tensor, all_out: Tensor, all_lse: Tensor) -> None:
-        """Merge one tile into the totals ``all_out`` and ``all_lse`` in place, weighted by the logsumexp where totals
-        exist already.
+        """Merge the attention over one tile (a rectangle of queries and keys) into the attention over all tiles so far,
+        in place. Queries that have both are weighted by the logsumexp of their scores.
 
-        ``rows``: the tile's queries. ``out``, ``lse``: the tile's result and logsumexp.
+        ``rows``: the range of the tile's queries. ``out``, ``lse``: the tile's result and logsumexp. ``all_out``,
+        ``all_lse``: those over all tiles so far.
         """
         if any(start < rows.stop and rows.start < stop for start, stop in self._seen):
             before = all_lse[..., rows]
@@ -306,7 +309,8 @@ class Attention:
             all_lse[..., rows] = lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return the accumulated attention in the type of the queries, and the logsumexp of each query."""
+        """Return two tensors: the attention over all tiles that were added, in the type of the queries, and the
+        logsumexp of the scores of each query."""
         out, lse = self._ensure_result_tensors()
         return by_position(out.to(self.q.dtype)), lse
 
@@ -317,7 +321,7 @@ class AttentionGradients:
 
     ``grad``: the gradient of the result. ``out`` and ``lse``: result and logsumexp of the scores over all keys.
     ``of_q``: the gradient of the queries so far. ``band``: the positions around its own that a query sees. ``scale``:
-    the factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``q``: the queries.
     """
 
     grad: Tensor
@@ -333,8 +337,8 @@ class AttentionGradients:
         self.of_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
 
     def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-        """Add the gradients through one tile to ``self.of_q``, and in place to ``of_k`` and ``of_v``, those of keys and
-        values.
+        """Add the gradients through one tile of an attention to three tensors in place: ``self.of_q``, ``of_k`` and
+        ``of_v``, the gradients of all queries, keys and values.
 
         ``tile``: the rectangle of queries and keys to process. ``k`` and ``v``: all local keys and values, of which the
         tile is a part.
@@ -358,11 +362,11 @@ _Masks = dict[tuple[int, int, int], Tensor]
 
 
 def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
-    """Return the mask to add to the scores of ``tile``, of the type of ``q``; ``None`` if all or diagonal keys are
-    visible.
+    """Return the tensor to add to the scores of ``tile``, a rectangle of queries and keys; ``None`` if it shows all
+    keys, or all up to its diagonal, so that no mask is needed.
 
-    ``made``: a cache of masks by (number of queries, number of keys, offset). ``band``: the positions around its own
-    that a query sees.
+    ``q``: a tensor of the mask's type and device. ``made``: a cache of masks by (number of queries, number of keys,
+    offset). ``band``: the positions around its own that a query sees.
     """
     if tile.kind != "band":
         return None
@@ -411,7 +415,8 @@ class TileScoring(NamedTuple):
 
 
 def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring) -> tuple[Tensor, Tensor]:
-    """Return the attention of the queries over the keys of one tile, and the logsumexp of the scores of each query.
+    """Return two tensors: the attention of queries over the keys of one tile, and the logsumexp of the scores of each
+    query. A tile is a rectangle of queries and keys.
 
     ``q``, ``k``, ``v``: the tile's queries, keys and values ``[batch, heads, positions, d]``. ``scoring``: how the
     scores are masked and scaled.
@@ -462,6 +467,10 @@ def attend_backward(
 
 
 def has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Return whether torch's flash attention kernel can compute this attention: on a CUDA device of compute capability
+    8.0 or more, with a 16-bit type, without a mask, and with heads of at most 256 elements, a multiple of 8, in queries
+    and values alike. ``q``, ``v``: queries and values ``[..., positions, d]``. ``mask``: the mask that is added to the
+    scores, or ``None``."""
     width = q.shape[-1]
     return (
         q.is_cuda
@@ -475,7 +484,8 @@ def has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _compute_masked_scores(q: Tensor, k: Tensor, scoring: TileScoring) -> Tensor:
-    """Return the scaled scores of queries ``q`` and keys ``k``, with minus infinity where a key is hidden."""
+    """Return the scaled scores ``[..., queries, keys]`` of queries ``q`` and keys ``k``, with minus infinity where a
+    key is hidden. ``scoring``: how the scores are masked and scaled."""
     diagonal, mask, scale = scoring
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = (q @ k.transpose(-2, -1)).to(find_accumulation_dtype(q)) * factor
@@ -495,14 +505,14 @@ def _repeat_key_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _for_flash(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values ``x`` as the flash kernel needs them: unchanged on CUDA, with one head for each head of
-    ``q`` on ROCm.
-    """
+    """Return keys or values ``x`` ``[..., heads, positions, d]`` as the flash kernel needs them: unchanged on CUDA; on
+    ROCm with heads repeated, so that there is one for each head of the queries ``q``."""
     return x if torch.version.hip is None else _repeat_key_heads(x, q)
 
 
 def _sum_repeated_heads(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return ``gradient``, which has one head per query head, summed to the heads of the keys or values ``x``."""
+    """Return ``gradient`` ``[..., query heads, positions, d]`` summed over the query heads that share a head of the
+    keys or values ``x`` ``[..., heads, positions, d]``, in the shape of ``x``."""
     if gradient.shape == x.shape:
         return gradient
     heads = x.shape[-3]
@@ -531,8 +541,8 @@ def band_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, before: int, after: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values of an attention in which a query sees a limited range of
-    positions.
+    """Return the gradients of queries ``q``, keys ``k`` and values ``v`` of an attention in which a query sees a
+    limited range of positions.
 
     ``grad``: the gradient of its result. ``out``, ``lse``: its result and the logsumexp of its scores. ``before``,
     ``after``: how many positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the
@@ -561,9 +571,8 @@ def empty_by_position(like: Tensor, width: int) -> Tensor:
 
 
 def band_of(before: int, after: int) -> Band:
-    """Return the :class:`Band` for two numbers of visible positions before and after a query's own; -1 means no
-    limit.
-    """
+    """Return the range of positions around its own that a query sees. ``before``, ``after``: how many positions it sees
+    before and after its own; -1 means no limit."""
     return Band(None if before < 0 else before, None if after < 0 else after)
 
 
@@ -573,14 +582,16 @@ def limits_of(band: Band) -> tuple[int, int]:
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return empty tensors of the shapes and types of an attention's result and logsumexp. The arguments are those of
-    the attention."""
+    """Return two empty tensors of the shapes and types of an attention's result and of the logsumexp of its scores, for
+    shape inference. ``q``, ``k``, ``v``: queries, keys and values ``[b, heads, positions, d]``; further arguments are
+    ignored."""
     return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=find_accumulation_dtype(q))
 
 
 def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors of the shapes and types of the gradients of queries, keys and values. The arguments are
-    those of the attention's backward."""
+    """Return three empty tensors of the shapes and types of the gradients of ``q``, ``k`` and ``v``, the queries, keys
+    and values of an attention, for shape inference. ``grad``: the gradient of the result; it and further arguments are
+    not read."""
     return tuple(empty_by_position(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
 
 

@@ -26,11 +26,9 @@ NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``, some
-    rows each.
-
-    A piece is small enough for its temporary tensors; small tensors are yielded whole.
-    """
+    """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``, as a
+    tuple of tensors of some rows each. Pieces are small, so that temporary tensors of their size need little memory;
+    small tensors are yielded whole."""
     sizes, numel = logits.shape[:-1], logits.numel()
     on_cpu = logits.device.type == "cpu"
     most = _PIECE_CPU * torch.get_num_threads() if on_cpu else max(_PIECE, -(-numel // MOST_PIECES))
@@ -43,7 +41,8 @@ def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the logit of each row's target and the logsumexp of each row along ``dim``, both with size 1 there.
+    """Return two tensors for the rows of ``logits`` along ``dim``: the logit of each row's target and the logsumexp of
+    each row, both with size 1 along ``dim``.
 
     ``index``: the target class of each row, with size 1 along ``dim``. The results have the accumulation type, float32
     for 16-bit logits.

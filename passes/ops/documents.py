@@ -48,16 +48,20 @@ Tiles = tuple[Tile, ...]
 
 
 def find_runs(ids: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
-    """Return the runs of positions of each document, for each row of ``ids`` ``[b, s]``.
+    """Return, for each row of ``ids`` ``[b, s]``, a dict from document id to the tuple of its runs, which are ranges of
+    consecutive positions.
 
-    ``parts``: the ranges of positions that the rank holds; together they have ``s`` positions. A run does not cross the
-    border of a part. The keys of a dictionary are the document ids of the row.
+    ``ids``: the document of each position. ``parts``: the ranges of positions that the rank holds; together they have
+    ``s`` positions. A run does not cross the border of a part.
     """
     rows = ids.detach().cpu().numpy()
     return [_find_row_runs(row, parts) for row in rows]
 
 
 def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) -> Runs:
+    """Return a dict from document id to the tuple of its runs (ranges of consecutive positions) in one row of the
+    batch. ``row``: the document id of each position. ``parts``: the ranges of positions that the rank holds; a run does
+    not cross the border of one."""
     found: dict[int, list[PositionRange]] = {}
     for part in parts:
         own = row[part.start : part.start + part.length]
@@ -69,10 +73,11 @@ def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) ->
 
 
 def document_tiles(queries: Iterable[Runs], keys: Iterable[Runs], band: Band) -> list[Tiles]:
-    """Return the tiles that attention within documents has to compute, for each row of the batch.
+    """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention within
+    documents has to compute.
 
-    ``queries`` and ``keys``: for each row, the runs of positions by document. ``band``: the positions around its own
-    that a query sees.
+    ``queries`` and ``keys``: for each row, a dict from document id to its runs (ranges of consecutive positions).
+    ``band``: the positions around its own that a query sees.
     """
     return [
         tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band))
@@ -81,7 +86,8 @@ def document_tiles(queries: Iterable[Runs], keys: Iterable[Runs], band: Band) ->
 
 
 def group_rows(ids: Tensor) -> list[slice]:
-    """Return the rows of the batch that are computed together: all, if their ids are equal, otherwise one by one.
+    """Return the rows of the batch that are computed together, as slices of the batch dim: one slice if all rows have
+    equal document ids, otherwise one for each row.
 
     ``ids``: the document of each position, ``[b, s]``.
     """
@@ -91,10 +97,13 @@ def group_rows(ids: Tensor) -> list[slice]:
 
 @dataclass
 class DocumentAttention:
-    """Accumulates the attention of the queries ``q`` ``[b, heads, queries, d]`` over tiles of keys, row by row.
+    """Accumulates the attention within documents of the queries ``q`` ``[b, heads, queries, d]`` over tiles (rectangles
+    of queries and keys), row by row.
 
-    ``groups``: the rows that are computed together, from :func:`group_rows`. ``band``, ``scale`` and ``width`` are
-    those of :class:`Attention`.
+    ``groups``: slices of the batch dim with the rows that are computed together, because their documents are equal.
+    ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
+    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: the result, and the logsumexp of
+    the scores over the keys so far.
     """
 
     q: Tensor
@@ -116,24 +125,28 @@ class DocumentAttention:
         ]
 
     def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor) -> None:
-        """Add the attention over ``tiles``, a tuple for each row, to the result. ``k`` and ``v``: all local keys and
-        values, ``[b, kv heads, keys, d]``.
-        """
+        """Add the attention within documents over ``tiles`` to the result so far. ``tiles``: for each row of the batch,
+        a tuple of rectangles of queries and keys. ``k`` and ``v``: all local keys and values, ``[b, kv heads, keys,
+        d]``."""
         for group, attention in zip(self.groups, self._rows, strict=True):
             for tile in tiles[group.start]:
                 attention.add(tile, k[group], v[group])
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return the accumulated attention in the type of the queries, and the logsumexp of each query."""
+        """Return two tensors: the attention over all tiles that were added, in the type of the queries, and the
+        logsumexp of the scores of each query."""
         return by_position(self.out.to(self.q.dtype)), self.lse
 
 
 @dataclass
 class DocumentGradients:
-    """Accumulates the gradients of an attention within documents, row by row.
+    """Accumulates the gradients of an attention within documents over tiles (rectangles of queries and keys), row by
+    row.
 
-    ``grad``: the gradient of the result. ``out`` and ``lse``: result and logsumexp over all keys. ``of_q``: the
-    gradient of the queries so far. The other fields are those of :class:`DocumentAttention`.
+    ``grad``: the gradient of the result. ``q``: the queries. ``out`` and ``lse``: result, and logsumexp of the scores
+    over all keys. ``groups``: slices of the batch dim with the rows that are computed together. ``band``: the positions
+    around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``of_q``: the
+    gradient of the queries so far.
     """
 
     grad: Tensor
@@ -157,8 +170,11 @@ class DocumentGradients:
             self._rows.append(found)
 
     def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-        """Add the gradients through ``tiles``, a tuple for each row, to ``of_q``, and to ``of_k`` and ``of_v`` in
-        place. ``k`` and ``v``: all local keys and values.
+        """Add the gradients through ``tiles`` of an attention within documents to three tensors in place:
+        ``self.of_q``, ``of_k`` and ``of_v``, the gradients of queries, keys and values.
+
+        ``tiles``: for each row of the batch, a tuple of rectangles of queries and keys. ``k`` and ``v``: all local keys
+        and values ``[b, kv heads, keys, d]``.
         """
         for group, found in zip(self.groups, self._rows, strict=True):
             for tile in tiles[group.start]:
@@ -167,12 +183,14 @@ class DocumentGradients:
 
 @lru_cache(maxsize=1024)
 def count_document_pairs(lengths: tuple[int, ...], queries: int, num_ranks: int, zigzag: bool, band: Band) -> float:
-    """Return the query-key pairs of one row of packed documents on the rank that has most, as a mean over rows.
+    """Return the number of query-key pairs that attention within documents computes in one row of the batch, on the
+    rank that has most. It is a mean over rows.
 
     ``lengths``: the numbers of positions of typical documents, in order. If whole rows can be made of them, the pairs
     of each rank are counted; otherwise a row has as many pairs per position as these documents have, and ranks have
     equal shares. ``queries``: the number of queries of each of the ``num_ranks`` ranks that share the sequence.
-    ``zigzag``: each rank has one range of positions from each end of the sequence.
+    ``zigzag``: each rank has one range of positions from each end of the sequence. ``band``: the positions around its
+    own that a query sees.
     """
     total, row = sum(lengths), queries * num_ranks
     starts = np.cumsum([0, *lengths[:-1]])
@@ -197,17 +215,20 @@ def _count_row_pairs(
     row: int,
     band: Band,
 ) -> int:
-    """Return the pairs of the queries at ``places`` of one row. ``ids``: the number of the document of each position.
-    ``starts`` and ``lengths``: where each document starts in the joined rows of ``row`` positions, and its length.
+    """Return the number of query-key pairs of the queries at the positions ``places`` of one row of packed documents.
+
+    ``ids``: for each position of the row, the index of its document. ``starts``, ``lengths``: for each document, where
+    it starts in the joined rows, and its length, in positions. ``row``: the number of positions of a row. ``band``: the
+    positions around its own that a query sees.
     """
     mine = ids[places]
     return _count_band_pairs(places - starts[mine] % row, np.asarray(lengths)[mine], band)
 
 
 def _count_band_pairs(places: np.ndarray[Any, Any], lengths: Any, band: Band) -> int:
-    """Return the number of keys that queries see, summed. ``places``: their positions in their documents, of
-    ``lengths`` positions.
-    """
+    """Return the summed number of keys that some queries see within their documents. ``places``: the position of each
+    query in its document, from 0. ``lengths``: the number of positions of these documents; one number, or one for each
+    query. ``band``: the positions around its own that a query sees."""
     last = lengths - 1
     ends = np.broadcast_to(last, places.shape) if band.after is None else np.minimum(places + band.after, last)
     begins = np.zeros_like(places) if band.before is None else np.maximum(places - band.before, 0)
@@ -252,10 +273,12 @@ def document_attention_backward(
     limits: Sequence[int],
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values of :func:`document_attention`.
+    """Return the gradients of queries, keys and values of an attention within documents.
 
-    ``grad``: the gradient of its first result. ``out``, ``lse``: its two results. ``limits``: the numbers of positions
-    that a query sees before and after its own; -1 means no limit. The other arguments are its own.
+    ``grad``: the gradient of its result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values ``[b, kv, s,
+    d]``. ``ids`` ``[b, s]``: the document of each position. ``out``, ``lse``: its result, and the logsumexp of its
+    scores. ``limits``: two numbers of positions that a query sees before and after its own; -1 means no limit.
+    ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
     band = band_of(*limits)
     runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))
@@ -269,13 +292,16 @@ def document_attention_backward(
 
 # --- CUDA: documents as sequences of different lengths ----------------------------------------------------------------
 def _is_contiguous(rows: Sequence[Runs]) -> bool:
-    """Return whether every document of every row is one run of positions."""
+    """Return whether every document of every row is one range of consecutive positions. ``rows``: for each row, a dict
+    from document id to its ranges."""
     return all(len(runs) == 1 for row in rows for runs in row.values())
 
 
 def _cumulate_lengths(rows: Sequence[Runs], device: torch.device) -> tuple[Tensor, int]:
-    """Return the starts of the documents in the joined rows, with the end (int32, on ``device``), and the length of the
-    longest document.
+    """Return two values: the start of each document in the joined rows of the batch, followed by the end of the last
+    one, in positions (int32 tensor on ``device``); and the length of the longest document.
+
+    ``rows``: for each row, a dict from document id to its ranges of positions, of which each document has one.
     """
     lengths = [runs[0].length for row in rows for runs in row.values()]
     starts = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
@@ -295,7 +321,10 @@ def _split_rows(x: Tensor, batch: int) -> Tensor:
 
 
 def _describe_window(band: Band, longest: int) -> dict[str, int]:
-    """Return the window arguments of the flash kernel; ``longest``: the length of the longest document."""
+    """Return the keyword arguments by which torch's flash kernel gets a sliding window, ``window_size_left`` and
+    ``window_size_right`` in positions; empty if a query sees all keys, or all up to its own position. ``band``: the
+    positions around its own that a query sees. ``longest``: the number of positions of the longest document, which
+    stands for no limit."""
     if band.is_full or band.is_causal:
         return {}
     before, after = (longest if limit is None else limit for limit in band)
@@ -305,7 +334,13 @@ def _describe_window(band: Band, longest: int) -> dict[str, int]:
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, int], band: Band, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention within documents by the flash kernel. ``documents``: from :func:`_cumulate_lengths`."""
+    """Compute attention within documents by torch's flash kernel. Return two tensors: the result ``[b, h, s, d]``, and
+    the logsumexp of the scores ``[b, h, s]``.
+
+    ``q``, ``k``, ``v``: queries, keys and values. ``documents``: (starts of the documents in the joined rows, followed
+    by the end of the last; length of the longest). ``band``: the positions around its own that a query sees. ``scale``:
+    the factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    """
     starts, longest = documents
     rows = [_join_rows(x) for x in (q, k, v)]
     window = _describe_window(band, longest)
@@ -324,8 +359,13 @@ def _flash_backward(
     band: Band,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``operands`` (queries, keys, values) by the flash kernel. ``results``: the attention's
-    result and logsumexp. ``documents``: from :func:`_cumulate_lengths`.
+    """Return the gradients of queries, keys and values of an attention within documents, computed by torch's flash
+    kernel.
+
+    ``grad``: the gradient of the result. ``operands``: queries, keys and values. ``results``: the result, and the
+    logsumexp of the scores. ``documents``: (starts of the documents in the joined rows, followed by the end of the
+    last; length of the longest). ``band``: the positions around its own that a query sees. ``scale``: the factor of the
+    scores.
     """
     starts, longest = documents
     batch = grad.shape[0]

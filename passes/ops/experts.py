@@ -104,14 +104,16 @@ def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
-    """Return whether torch has a grouped matrix product for the dtype, device and row sizes of ``a`` and ``b``."""
+    """Return whether torch has a grouped matrix product (one matrix for each group of rows) for the dtype, device and
+    row sizes of the operands ``a`` and ``b``."""
     sizes = (a.shape[-1], b.shape[-1])
     known = a.dtype == b.dtype and a.dtype in _KERNELS.get(a.device.type, ())
     return known and all(s * a.itemsize % _ALIGNED_BYTES == 0 for s in sizes)
 
 
 def _list_group_borders(ends: Tensor) -> list[tuple[int, int]]:
-    """Return (start, end) of each expert's rows, from the ends of their rows in sorted order."""
+    """Return (start, end) of each expert's rows among the rows sorted by expert, as row indices. ``ends``: the end of
+    each expert's rows."""
     borders = [0, *ends.tolist()]
     return list(pairwise(borders))
 
@@ -220,7 +222,8 @@ class _GroupedProductMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function; a grouped matrix product is replaced if it has a form that can be traced."""
+        """Call the torch function ``func`` and return its result. A grouped matrix product is replaced by
+        ``partition::expert_mm`` if it has a form that can be traced."""
         kwargs = kwargs or {}
         made = _of_rows(*args, **kwargs) if func in _PRODUCTS_BY_GROUP else None
         return func(*args, **kwargs) if made is None else made

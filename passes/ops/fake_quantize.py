@@ -28,12 +28,9 @@ Run = Callable[..., Any]  # (operator, *its arguments) -> its result
 
 
 def per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
-    """Return ``x`` fake-quantised with one scale and zero point for all elements; each of the two is a number or a
-    tensor.
-
-    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``,
-    ``quant_max``: the smallest and largest quantised level.
-    """
+    """Return ``x`` fake-quantised with one ``scale`` and one ``zero_point`` for all elements; each of the two is a
+    number or a tensor. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
+    ``quant_min``, ``quant_max``: the smallest and largest quantised level."""
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
@@ -50,30 +47,26 @@ def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_
 def learnable_per_tensor(
     run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
-    """Return ``x`` fake-quantised with one scale and one zero point that are trained.
-
-    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``,
-    ``quant_max``: the smallest and largest quantised level. ``grad_factor``: the factor of the gradients of scale and
-    zero point.
-    """
+    """Return ``x`` fake-quantised with one ``scale`` and one ``zero_point`` that are trained. ``run(operator,
+    *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``, ``quant_max``: the smallest
+    and largest quantised level. ``grad_factor``: the factor of the gradients of scale and zero point."""
     return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
 
 def learnable_per_channel(
     run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
-    """Return ``x`` fake-quantised with trained scales and zero points, one of each for each index of its dim ``axis``.
-
-    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``,
-    ``quant_max``: the smallest and largest quantised level. ``grad_factor``: the factor of the gradients of scales and
-    zero points.
-    """
+    """Return ``x`` fake-quantised with trained vectors ``scale`` and ``zero_point``, which have one entry for each
+    index of its dim ``axis``. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
+    ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``grad_factor``: the factor of the gradients
+    of scales and zero points."""
     scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
     return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
 
 def _broadcast_along_axis(run: Run, parameter: Any, x: Any, axis: int) -> Any:
-    """Return the vector ``parameter`` reshaped so that it broadcasts along the dim ``axis`` of ``x``."""
+    """Return the vector ``parameter`` reshaped so that it broadcasts along the dim ``axis`` of ``x``. ``run(operator,
+    *arguments)`` executes an operator on tensors or appends it to a graph."""
     dims = [1] * len(sizes_of(x))
     dims[axis] = sizes_of(parameter)[0]
     return run(aten.reshape.default, parameter, dims)
@@ -108,11 +101,11 @@ def _straight_through(
     run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
 ) -> Any:
     """Return the dequantised values of ``places``, clamped to ``low`` to ``high``, with a gradient for the original
-    values ``x``.
+    values ``x``. The gradient is 1 where nothing is clamped and 0 elsewhere.
 
     ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``fixed``: the values of
     ``x`` without a gradient. ``places``: the quantised integer levels before clamping; ``low`` and ``high`` are the
-    smallest and largest level. The gradient of ``x`` is 1 where nothing is clamped and 0 elsewhere.
+    smallest and largest level. ``scale``, ``zero_point``: those of the quantisation, numbers or tensors.
     """
     clamped = run(aten.clamp.default, places, low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, clamped, zero_point), scale)
@@ -160,9 +153,9 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 
 
 def _make_rewrite_rule(formula: Callable[..., Any]) -> Rule:
-    """Return a rewrite rule that replaces an operator by the nodes of ``formula``, which appends operators to the
-    graph.
-    """
+    """Return a rewrite rule, a function that replaces an operator of a graph. It calls ``formula(build, *args,
+    **kwargs)`` with the operator's arguments; ``build(operator, *arguments)`` appends an operator to the graph and
+    returns its node."""
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> Any:
         return formula(build, *args, **kwargs)
@@ -184,7 +177,9 @@ class FusedQuantizer(NamedTuple):
 
     ``observer_on``, ``fake_quant_on``: 1 if the observer, or the quantisation, is on. ``running_min``, ``running_max``:
     the observed range. ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``ch_axis``: the dim
-    that has a scale for each index if ``per_row_fake_quant``.
+    that has a scale for each index if ``per_row_fake_quant``. ``scale``, ``zero_point``: those of the quantisation.
+    ``averaging_const``: the weight of new data in the observed range. ``symmetric_quant``: whether the range is
+    symmetric.
     """
 
     observer_on: Tensor

@@ -129,9 +129,9 @@ def _save_linear_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None,
 
 
 def _compute_linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of input, weight and bias of a linear layer in 8 bits, one for each argument that
-    was given.
-    """
+    """Return the gradients of input, weight and bias of a linear layer in 8 bits, as many as forward got arguments;
+    ``None`` for one that is not needed. ``ctx``: the autograd context that forward has filled. ``grad`` ``[..., out]``:
+    the gradient of the layer's result."""
     (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # one entry per given argument; defaults have none
     of_x = ops.linear_fp8_input(grad, weight, ctx.transposed) if needed[0] else None
     of_weight = ops.linear_fp8_weight(grad, x, ctx.transposed) if needed[1] else None
@@ -159,7 +159,7 @@ class Product:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Return the number of rows of ``x``, the size of the summed dim, and the size of the output dim."""
+        """Return (number of rows of ``x``, size of the summed dim, size of the output dim) of this matrix product."""
         x, weight = self.x.meta["val"], self.weight.meta["val"]
         inner, out = weight.shape if self.transposed else reversed(weight.shape)
         return x.numel() // max(1, x.shape[-1]), inner, out
@@ -216,7 +216,8 @@ def can_multiply_in_fp8(product: Product) -> bool:
 
 
 def found_in(block: Block) -> dict[fx.Node, Product]:
-    """Return the matrix products in the graph of ``block`` that can be computed in 8 bits, by node."""
+    """Return the matrix products in the graph of ``block`` that can be computed in 8 bits: a dict from the product's
+    node to its operands."""
     states = frozenset(block.states)
     known = {node: product_of(node, states) for node in block.graph.nodes}
     return {node: product for node, product in known.items() if product is not None and can_multiply_in_fp8(product)}

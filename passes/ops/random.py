@@ -85,7 +85,7 @@ def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
 
 
 def _bits_to_open_interval(bits: Tensor, count: int = _BITS) -> Tensor:
-    """Return float64 numbers in the open interval (0, 1) for integers of ``count`` random bits."""
+    """Return float64 numbers in the open interval (0, 1) for ``bits``, integers of ``count`` random bits each."""
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-count)
 
 
@@ -145,20 +145,22 @@ def _hash_to_fraction(hashed: Tensor) -> Tensor:
 
 
 class _Sequence:
-    """A splitmix64 generator for each element, seeded by the element's hash, for samplers that need several numbers."""
+    """A splitmix64 generator for each element of a tensor, seeded by a hash of its index; for samplers that need
+    several numbers. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
+    tensors."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
         self.state = _hash_element_index(index, seed, stream)
         self.step = 0
 
     def fraction(self) -> Tensor:
-        """Return the next uniform float64 number in the open interval (0, 1) for each element."""
+        """Return the next uniform float64 number in the open interval (0, 1) of each element's own generator."""
         self.step += 1
         step = self.step * _GOLDEN & ((1 << 64) - 1)
         return _hash_to_fraction(_finalize_hash_bits(self.state + (step - (1 << 64) if step >> 63 else step)))
 
     def normal(self) -> Tensor:
-        """Return the next float64 number of the standard normal distribution for each element."""
+        """Return the next float64 number of the standard normal distribution of each element's own generator."""
         return self.fraction().log_().mul_(-2.0).sqrt_().mul_(self.fraction().mul_(2 * math.pi).cos_())
 
 
@@ -273,18 +275,14 @@ def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
-    """Return the derivative of a gamma sample with respect to its concentration, by torch's implicit
-    differentiation.
-    """
+    """Return the derivative of ``sample`` with respect to ``concentration``, by torch's implicit differentiation."""
     return torch._standard_gamma_grad(concentration, sample)
 
 
 def dirichlet_grad(sample: Tensor, concentration: Tensor, total: Tensor) -> Tensor:
-    """Return the derivative of a Dirichlet sample with respect to its concentration, by torch's implicit
-    differentiation.
-
-    ``total``: the sum of the concentrations of each distribution.
-    """
+    """Return the derivative of the Dirichlet distributed vectors ``sample`` with respect to ``concentration``, the
+    parameters of their distributions, by torch's implicit differentiation. ``total``: the sum of the concentrations of
+    each distribution."""
     return torch._dirichlet_grad(sample, concentration, total.expand_as(sample))
 
 
@@ -396,9 +394,7 @@ class Sampler:
         return list(self.made.shape)
 
     def parameter(self, name: str, otherwise: Any = None) -> Any:
-        """Return the operator's argument ``name``, detached if it is a tensor; ``otherwise`` if the operator lacks the
-        argument.
-        """
+        """Return the random operator's argument ``name``, detached if it is a tensor; ``otherwise`` if it has none."""
         value = self.given.get(name, otherwise)
         return self.run(aten.detach.default, value) if isinstance(value, Tensor | fx.Node) else value
 
@@ -406,7 +402,9 @@ class Sampler:
         return self.run(aten.to.dtype, value, self.made.dtype)
 
     def placed(self, numbers: Any, shift: Any, scale: Any) -> Any:
-        """Return ``numbers * scale + shift`` in the type of the operator's result."""
+        """Return random numbers of a standard distribution, moved and scaled: ``numbers * scale + shift`` in the type
+        of the result of the random operator. ``numbers``: a tensor or node. ``shift``, ``scale``: numbers, tensors or
+        nodes."""
         numbers = self.typed(numbers)
         if _is_tensor(scale) or scale != 1:
             numbers = self.run(aten.mul.Tensor, numbers, scale)
@@ -433,14 +431,15 @@ def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> F
 
 
 def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator call as a dict by name, including defaults."""
+    """Return the arguments ``args``, ``kwargs`` of a call of ``target``, including defaults, as a dict by name."""
     arguments = target._schema.arguments
     given = {a.name: a.default_value for a in arguments}
     return given | dict(zip([a.name for a in arguments], args, strict=False)) | dict(kwargs)
 
 
 def _operator_name(target: torch._ops.OpOverload) -> str:
-    """Return an operator's name without namespace, overload, a final ``_`` and ``_functional``, such as ``normal``."""
+    """Return the name of ``target`` without namespace, overload, final ``_`` and ``_functional``, such as
+    ``normal``."""
     return target._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
 
 
@@ -454,13 +453,13 @@ def sizes_of(value: Tensor | fx.Node) -> list[int]:
 
 # --- numbers scaled, and compared -------------------------------------------------------------------------------------
 def _sample_uniform(s: Sampler) -> Any:
-    """Draw uniform numbers between the operator's bounds (``from`` and ``to``, default 0 and 1)."""
+    """Return uniform numbers between the operator's bounds ``from`` and ``to`` (default 0 and 1), drawn by ``s``."""
     low, high = s.given.get("from", 0.0), s.given.get("to", 1.0)
     return s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
 
 
 def _sample_normal(s: Sampler) -> Any:
-    """Draw normally distributed numbers with the operator's ``mean`` and ``std`` (default 0 and 1)."""
+    """Return normally distributed numbers of the operator's ``mean`` and ``std`` (default 0, 1), drawn by ``s``."""
     mean, std = s.parameter("mean", 0.0), s.parameter("std", 1.0)
     return s.placed(s.numbers(ops.normal.default, s.sizes), mean, std)
 
@@ -474,7 +473,7 @@ def _sample_exponential(s: Sampler) -> Any:
 
 
 def _sample_cauchy(s: Sampler) -> Any:
-    """Draw Cauchy distributed numbers with the operator's ``median`` and scale ``sigma``."""
+    """Return Cauchy distributed numbers with the operator's ``median`` and scale ``sigma``, drawn by ``s``."""
     angle = s.run(aten.sub.Tensor, s.numbers(ops.fraction.default, s.sizes), 0.5)
     return s.placed(
         s.run(aten.tan.default, s.run(aten.mul.Tensor, angle, math.pi)), s.given["median"], s.given["sigma"]
@@ -482,7 +481,7 @@ def _sample_cauchy(s: Sampler) -> Any:
 
 
 def _sample_geometric(s: Sampler) -> Any:
-    """Draw the numbers of trials until the first success, by inverting the distribution function."""
+    """Return, for each element, the number of trials until the first success (probability ``p``), drawn by ``s``."""
     failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
     logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
     trials = s.run(aten.ceil.default, s.run(aten.div.Tensor, logs, failing))
@@ -490,7 +489,7 @@ def _sample_geometric(s: Sampler) -> Any:
 
 
 def sample_bernoulli(s: Sampler) -> Any:
-    """Draw 1 with the operator's probability (a number or a tensor), else 0, in the type of its result."""
+    """Return 1 with the random operator's probability (a number or a tensor), else 0, by element, drawn by ``s``."""
     likely = s.parameter("p") if "p" in s.given else s.parameter("self", s.given.get("input"))
     if isinstance(likely, fx.Node | Tensor):
         return s.typed(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
@@ -523,7 +522,7 @@ def _get_tensor_dtype(value: Tensor | fx.Node) -> torch.dtype:
 
 
 def _sample_integers(s: Sampler) -> Any:
-    """Draw uniform integers between the operator's bounds."""
+    """Return uniform integers from the random operator's lower bound to below its upper bound, drawn by ``s``."""
     found = _whole_range(s.given)
     assert found is not None
     low, count = found
@@ -547,20 +546,20 @@ def sample_gamma(s: Sampler) -> Any:
 
 
 def sample_dirichlet(s: Sampler) -> Any:
-    """Draw Dirichlet distributed vectors along the last dim: gamma distributed numbers over their sum."""
+    """Return Dirichlet distributed vectors along the last dim: gamma numbers, drawn by ``s``, over their sum."""
     parts = sample_gamma(s)
     return s.run(aten.div.Tensor, parts, s.run(aten.sum.dim_IntList, parts, [-1], True))
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
 def _sample_permutation(s: Sampler) -> Any:
-    """Draw a random permutation: the order that sorts random numbers."""
+    """Return a random permutation of 0, 1, ...: the order that sorts random numbers, drawn by ``s``."""
     order = s.run(aten.sort.stable, s.numbers(ops.bits.default, s.sizes), stable=True, dim=0, descending=False)
     return s.typed(s.run(operator.getitem, order, 1))
 
 
 def _sample_multinomial(s: Sampler) -> Any:
-    """Draw ``num_samples`` indices per row of weights, with probabilities that are proportional to the weights.
+    """Return indices for each row of weights, drawn by ``s`` with probabilities that are proportional to the weights.
 
     With replacement, the distribution function of each row is inverted. Without, each index gets an exponential random
     time whose rate is its weight, and the indices with the earliest times are taken.
@@ -642,6 +641,8 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
     """
 
     def refused(name: str) -> Callable[..., Any]:
+        """Return a replacement, which raises an error, of the function ``name`` of torch that sets its generator."""
+
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise UnsupportedError(
                 f"forward sets the state of torch's random generator (torch.{name}){line_now()}; expected a forward "
@@ -661,10 +662,10 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
 
 
 class _Generators(TorchFunctionMode):
-    """A function mode that raises :class:`UnsupportedError` if forward draws from a generator of its own.
+    """Torch function mode that raises :class:`UnsupportedError` if a traced forward draws from a generator of its own.
 
-    ``line_now`` returns the current source line of the model, for messages. It also writes ``random_`` with two bounds
-    in a form that torch.export supports.
+    It also writes ``random_`` with two bounds in a form that torch.export supports. ``line_now`` returns the current
+    source line of the model, for messages.
     """
 
     def __init__(self, line_now: Callable[[], str]) -> None:
@@ -672,7 +673,8 @@ class _Generators(TorchFunctionMode):
         self.line_now = line_now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function. Raise :class:`UnsupportedError` if one of its arguments is a random generator."""
+        """Return the result of ``func``; raise :class:`UnsupportedError` if one of its arguments is a random
+        generator."""
         kwargs = kwargs or {}
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             name = getattr(func, "__name__", str(func))
@@ -688,9 +690,8 @@ class _Generators(TorchFunctionMode):
 
 
 def _gamma_rsample(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
-    """Draw from a gamma distribution during a trace, in place of ``Gamma.rsample``: its in-place clamp is written as a
-    sum.
-    """
+    """Return a draw of the shape ``sample_shape`` + the distribution's own, in place of ``Gamma.rsample`` during a
+    trace. The in-place clamp of torch's method is written as a sum."""
     shape = distribution._extended_shape(torch.Size(sample_shape))
     value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     clamped = value.detach().clamp(min=torch.finfo(value.dtype).tiny)

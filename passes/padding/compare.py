@@ -48,11 +48,9 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
 
 
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:
-    """Return whether an operator has an argument that depends on the batch size, such as the factor of a mean.
-
-    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result do
-    not count.
-    """
+    """Return whether an argument of the operator ``node`` depends on the batch size, such as the factor ``1 / batch``
+    of a mean. ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the
+    result do not count."""
     name, end = operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):
         return False
@@ -74,7 +72,7 @@ def _is_random(name: str) -> bool:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Return whether two arguments of an operator differ; nodes, also in lists, never differ."""
+    """Return whether ``a`` and ``b``, arguments of an operator, differ; nodes, also in lists, never differ."""
     if isinstance(a, fx.Node) or isinstance(b, fx.Node):
         return False  # operands are compared as nodes
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -88,9 +86,8 @@ def shapes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 
 def is_prefix(whole: Tensor, part: Tensor) -> bool:
-    """Return whether two tensors are equal in the indices that both have; one is the first part of the other along each
-    dim.
-    """
+    """Return whether ``part`` equals the first part of ``whole`` along each dim: whether the two tensors are equal in
+    the indices that both have."""
     if whole.dim() != part.dim():
         return False
     common = tuple(slice(min(a, b)) for a, b in zip(whole.shape, part.shape, strict=True))

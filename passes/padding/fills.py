@@ -57,9 +57,8 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
 
 
 def _number_of(argument: Any, known: dict[fx.Node, float | None]) -> float | None:
-    """Return the number of an operator's argument, a node or a constant; ``None`` if it is not known.
-
-    ``known``: the number of each operand, ``None`` if not known.
+    """Return the number that stands for an operator's ``argument``: the argument itself if it is a constant number, or
+    the entry of ``known`` if it is a node; ``None`` if there is none. ``known``: the known number of each operand node.
     """
     if isinstance(argument, fx.Node):
         return known.get(argument)
@@ -67,9 +66,8 @@ def _number_of(argument: Any, known: dict[fx.Node, float | None]) -> float | Non
 
 
 def _evaluate(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
-    """Return the result of a pointwise operator on one known number of each operand; ``None`` if it cannot be
-    computed.
-    """
+    """Return the number that the pointwise operator ``node`` computes from one number of each operand; ``None`` if it
+    cannot be computed. ``numbers``: these numbers in the order of the operands."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     tensors: list[Any] = [
         torch.tensor(number, dtype=get_meta_tensor(operand).dtype)

@@ -75,8 +75,8 @@ class _Axis:
 def _follow_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis
 ) -> dict[fx.Node, Values]:
-    """Return for each node of ``main``'s graph what is known of its results if the inputs are padded; one entry for
-    each result.
+    """Return, for each node of the graph of ``main``, a tuple with a description of each of its results, if the model's
+    inputs are padded: which dims grow, and which numbers padded elements have.
 
     ``other``: the model's graph for another batch size. ``pairs``: node of ``main`` -> node of ``other`` that does the
     same. ``axis``: the padding of the inputs.
@@ -96,9 +96,10 @@ def _follow_graph(
 
 
 def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
-    """Return what is known of the results of an operator if the inputs are padded; one entry for each result.
+    """Return a tuple with a description of each result of the operator ``node``, if the model's inputs are padded:
+    which dims grow, and which numbers padded elements have.
 
-    ``partner``: the same operator in the graph for the other batch size. ``values``: what is known of the results of
+    ``partner``: the same operator in the graph for the other batch size. ``values``: the descriptions of the results of
     earlier nodes. ``sizes``: the two batch sizes.
     """
     if operator_name(node) == "getitem":
@@ -117,9 +118,8 @@ def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Value
 
 
 def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
-    """Return what is known of the elements of the input with the path ``path``, if the inputs are padded as ``axis``
-    says.
-    """
+    """Return a description of the input with the placeholder ``node`` and the path ``path`` if the inputs are padded as
+    ``axis`` says: which dims grow with the batch, and which number the new elements have."""
     value = plain_value(shapes_of(node)[0])
     if path not in axis.dims:
         return value
@@ -127,7 +127,7 @@ def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
 
 
 def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> PaddedValue:
-    """Return what is known of the parameter, buffer or constant ``name`` if the inputs are padded as ``axis`` says.
+    """Return a description of the parameter, buffer or constant ``name`` if the inputs are padded as ``axis`` says.
 
     It gets a fault (a reason why padding may change results) if its value depends on the batch size. A constant that is
     the first part of a larger one, such as a table by position, has no fault. ``main``, ``other``: the model's graphs
@@ -145,10 +145,11 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> 
 
 
 def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
-    """Yield what is known of the values that padding must not change: the loss, new values of buffers, and outputs.
+    """Yield descriptions of the values of ``main`` that padding must not change: the loss, new values of buffers, and
+    outputs.
 
-    ``values``: what is known of each node's results. A loss that grows with the batch is yielded again, with a fault (a
-    reason why padding may change it).
+    ``values``: the description of each node's results under padding. A loss that grows with the batch is yielded again,
+    with a fault (a reason why padding may change it).
     """
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
@@ -159,11 +160,9 @@ def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[P
 
 
 def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[str, tuple[int, int]]:
-    """Return, by path of an output, (the dim that grows with the batch, by how much its size exceeds that of the
-    batch).
-
-    Outputs that do not grow are left out. ``values``: what is known of each node's results.
-    """
+    """Return a dict from the path of an output of ``main`` to (the dim that grows with the batch, by how much its size
+    exceeds that of the batch). Outputs that do not grow are left out. ``values``: the description of each node's
+    results under padding."""
     by_name = {node.name: found[0] for node, found in values.items()}
     found: dict[str, tuple[int, int]] = {}
     for output in main.outputs:
@@ -177,8 +176,8 @@ def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[
 
 
 def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
-    """Yield the choices of numbers in the new elements of the padded inputs, the safest first, each as path of an input
-    -> number.
+    """Yield the possible choices of numbers in the new elements of the padded inputs of ``main``, the safest first. A
+    choice is a dict from the path of an input to the number.
 
     Each input has a copy of its last element (``None``), a number that marks an ignored target, or zero. ``dims``: path
     of an input -> the dim that is padded.
@@ -204,9 +203,8 @@ _PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
 
 
 def _find_ignored(source: fx.Node) -> Iterator[float]:
-    """Yield the numbers with which a graph compares elements of the input ``source`` to leave them out, such as -100
-    for ignored targets.
-    """
+    """Yield the numbers that mark ignored elements of an input, such as -100 for targets: those with which the graph
+    compares the input in order to leave elements out. ``source``: the input's placeholder."""
     for reader in source.users:
         name = operator_name(reader) if reader.op == "call_function" else ""
         if name in _PASSED:

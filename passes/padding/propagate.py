@@ -40,9 +40,10 @@ Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 def propagate_padding(
     node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return what is known of each result of an operator if the batch is padded along one axis.
+    """Return a tuple with a description of each result of the operator ``node``, if the batch is padded along one axis
+    (samples or positions): which dims grow, and which numbers padded elements have.
 
-    ``operands``: what is known of each operand. ``other_shapes``: the shapes of the results in the model's graph for
+    ``operands``: the descriptions of the operands. ``other_shapes``: the shapes of the results in the model's graph for
     another batch size. ``sizes``: the batch sizes of the two graphs.
     """
     shapes = shapes_of(node)
@@ -61,23 +62,22 @@ def propagate_padding(
 
 
 def _explain(node: fx.Node, what: str) -> str:
-    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: operator, location and
-    ``what``.
-    """
+    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: the operator of ``node``, its
+    location, and ``what`` it does."""
     return f"{operator_name(node)} at {format_node_location(node)} {what}"
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Describe the result of an operator whose operands and result do not depend on the batch size."""
+    """Return the description of the first result of the operator ``node``, whose operands and result do not depend on
+    the batch size. ``operands``: the descriptions of the operands."""
     value = plain_value(shapes_of(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Return whether the sizes of the parts of each dim multiply to its size, at both batch sizes.
-
-    ``shape``, ``other``: the shape of the value in the graphs for the batch sizes ``sizes``.
-    """
+    """Return whether the description ``value`` of a tensor fits its shape: for each dim, the sizes of its parts
+    multiply to the dim's size, at both batch sizes. ``shape``, ``other``: the shapes of the tensor in the graphs for
+    the batch sizes ``sizes``."""
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -89,7 +89,8 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """Return the number that all elements of an operator's result have; ``None`` if they may differ."""
+    """Return the number that all elements of the result of the operator ``node`` have; ``None`` if they may differ.
+    ``operands``: descriptions of the operands, which say the same of these."""
     name = operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")
@@ -114,11 +115,12 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 def _by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Describe each result of an operator by its factor rule, which says which dims of operands and results are one
-    loop.
+    """Return a tuple with a description of each result of the operator ``node``, if the batch is padded. It follows
+    from the operator's factor rule, which says which dims of operands and results are one loop. A result gets a fault
+    (a reason why padding may change other elements) if the operator mixes padded elements with others.
 
-    A result gets a fault (a reason why padding may change other elements) if the operator mixes padded elements with
-    others. ``others``: the shapes of the results in the graph for another batch size. ``sizes``: the two batch sizes.
+    ``operands``: the descriptions of the operands. ``others``: the shapes of the results in the graph for another batch
+    size. ``sizes``: the two batch sizes.
     """
     shapes, fault = shapes_of(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
@@ -145,11 +147,9 @@ def _by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """Return the parts of an operand's dims by factor (a loop of the operator, such as ``b``); ``None`` if they do not
-    fit.
-
-    ``dims``: the factors of each dim of the operand. ``sizes``: the size of each factor.
-    """
+    """Return a dict from the name of each factor (a loop of the operator, such as ``b``) to the parts of it that the
+    operand described by ``value`` has; ``None`` if the operand's parts do not fit the factors. ``dims``: the factors of
+    each dim of the operand. ``sizes``: the size of each factor."""
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
         if not any(p.grows for p in parts):
@@ -163,11 +163,10 @@ def _map_factors(
 
 
 def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
-    """Return whether an operand is zero wherever its key index, along ``factor``, exceeds its query index, which the
-    result has.
+    """Return whether an operand, described by ``value``, is zero wherever its key index, along ``factor``, exceeds its
+    query index, which the result has. Padded keys then add nothing for a query of the batch.
 
-    Padded keys then add nothing for a query of the batch. ``operand``: the operand's index, from 0. ``rule``: which
-    dims of operands and results are one loop (a factor).
+    ``operand``: the operand's index, from 0. ``rule``: which dims of operands and results are one loop (a factor).
     """
     if value.causal is None or value.causal[2] != 0:
         return False
@@ -208,11 +207,11 @@ def _build_result(
     other: Sequence[int],
     sizes: Sizes,
 ) -> PaddedValue:
-    """Describe the result ``index`` (from 0) of an operator by its factor rule (which dims of operands and results are
-    one loop).
+    """Return the description of the result with the index ``index`` (from 0) of the operator ``node`` under padding, by
+    the operator's factor rule ``rule``, which says which dims of operands and results are one loop.
 
-    ``held``: for each operand, the parts of its dims by factor (loop). ``operands``: the described operands. ``other``:
-    the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes.
+    ``held``: for each operand, the parts of its dims by factor (loop). ``operands``: the descriptions of the operands.
+    ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes.
     """
     known: dict[str, Parts] = {}
     for of in held:
@@ -247,12 +246,9 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
-    """Return the part that makes up a dim of a result without growing parts. It grows if it has the first elements of a
-    longer dim.
-
-    ``size``, ``other``: the dim's sizes at the batch sizes ``sizes``, which a growing part follows. ``node``: a
-    ``slice``, if it grows.
-    """
+    """Return the description of a dim of the result of ``node`` that follows from no growing dim of an operand.
+    ``size``, ``other``: the dim's sizes in the graphs for the batch sizes ``sizes``. The dim grows with the batch only
+    if ``node`` is a ``slice`` from the start of a longer dim whose length follows the batch."""
     created = find_created_part(size, other, sizes)
     first = operator_name(node) == "slice" and not get_node_argument(node, "start")
     return created if first and created is not None else Part(size)
@@ -282,10 +278,11 @@ def _find_fill(
 def _with_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """Return ``value``, the description of an operator's result, with what is known of its elements from their indices.
+    """Return ``value``, the description of the result of the operator ``node`` under padding, with what is known of its
+    elements from their indices. For example, ``arange`` makes indices, and a comparison of two index tensors makes a
+    causal mask.
 
-    For example, ``arange`` makes indices, and a comparison of two index tensors makes a causal mask. ``rule``: which
-    dims of operands and results are one loop.
+    ``rule``: which dims of operands and results are one loop. ``operands``: the descriptions of the operands.
     """
     name = operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
@@ -321,12 +318,9 @@ def _with_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return 1 or 0 if a comparison holds or fails for every distance of a key to a query before it; ``None`` if it
-    depends.
-
-    ``name``: the comparison, such as ``lt``. ``sign``: 1 for distances of at least 1 (key minus query), -1 for at most
-    -1. ``number``: the number with which distances are compared.
-    """
+    """Return 1 or 0 if a comparison of distances with ``number`` holds or fails for every key behind its query;
+    ``None`` if it depends on the distance. ``name``: the comparison, such as ``lt``. ``sign``: 1 if a distance is key
+    index minus query index (at least 1), -1 if it is the negative (at most -1)."""
     if not isinstance(number, int | float):
         return None
     if sign < 0:  # as of the distance with its sign turned
@@ -342,10 +336,11 @@ ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge":
 def _combine_causal(
     node: fx.Node, operands: Sequence[PaddedValue], homes: Sequence[Mapping[int, int]]
 ) -> Causal | None:
-    """Return (dim of queries, dim of keys, number): a pointwise operator's result has the number where the key index is
-    larger.
+    """Return (dim of queries, dim of keys, number) for the result of the pointwise operator ``node``: it has this
+    number at every element whose key index is larger than its query index. Return ``None`` if there is no such number
+    or it is not known.
 
-    ``None`` if this number is not known. ``homes``: for each operand, its dims -> dims of the result.
+    ``operands``: the descriptions of the operands. ``homes``: for each operand, its dims -> dims of the result.
     """
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
@@ -359,7 +354,7 @@ def _combine_causal(
 
 
 def _is_short(node: fx.Node) -> bool:
-    """Return whether a cast gives a dtype that cannot represent every index exactly."""
+    """Return whether the cast ``node`` gives a dtype that cannot represent every index of a sequence exactly."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
 
@@ -382,10 +377,9 @@ def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
-    """Return (dim, dim, number) of an operand with the dims of the result; ``None`` if the result lacks one of them.
-
-    ``to``: dim of the operand -> dim of the result.
-    """
+    """Return ``pair`` with the dims of an operator's result in place of those of an operand; ``None`` if it is ``None``
+    or the result lacks one of the dims. ``pair``: (dim of queries, dim of keys, number) of the operand. ``to``: dim of
+    the operand -> dim of the result."""
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]
@@ -395,11 +389,9 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``slice`` if the batch is padded; ``None`` if no part of its dim grows with the batch.
-
-    It has a fault (a reason why padding may change other elements) if it takes elements whose place depends on the
-    padding.
-    """
+    """Return the description of the result of the ``slice`` node ``node`` if the batch is padded; ``None`` if no part
+    of the sliced dim grows with the batch. ``operands``: the descriptions of the operands. The result has a fault (a
+    reason why padding may change other elements) if the slice takes elements whose place depends on the padding."""
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -417,10 +409,9 @@ def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
 
 
 def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``constant_pad_nd`` if the batch is padded.
-
-    It has a fault (a reason why padding may change other elements) if it writes other numbers behind padded elements.
-    """
+    """Return the description of the result of the ``constant_pad_nd`` node ``node`` if the batch is padded.
+    ``operands``: the descriptions of the operands. The result has a fault (a reason why padding may change other
+    elements) if other numbers are written behind padded elements."""
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
     number = get_node_argument(node, "value", 0)
@@ -448,10 +439,9 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``cat`` if the batch is padded; ``None`` if no operand is padded along its dim.
-
-    It has a fault (a reason why padding may change other elements) unless only the last operand is padded there.
-    """
+    """Return the description of the result of the ``cat`` node ``node`` if the batch is padded; ``None`` if no operand
+    is padded along its dim. ``operands``: the descriptions of the operands. The result has a fault (a reason why
+    padding may change other elements) unless only the last operand is padded there."""
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -465,10 +455,9 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``select`` if the batch is padded; ``None`` if its dim is not padded.
-
-    It has a fault (a reason why padding may change other elements) unless the first element is selected.
-    """
+    """Return the description of the result of the ``select`` node ``node`` if the batch is padded; ``None`` if its dim
+    is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding may
+    change other elements) unless the first element is selected."""
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -479,10 +468,9 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``slice_scatter`` if the batch is padded; ``None`` if its dim is not padded.
-
-    It has a fault (a reason why padding may change other elements) unless the written slice ends with the dim.
-    """
+    """Return the description of the result of the ``slice_scatter`` node ``node`` if the batch is padded; ``None`` if
+    its dim is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding
+    may change other elements) unless the written slice ends with the dim."""
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -498,10 +486,9 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``select_scatter`` if the batch is padded; ``None`` if its dim is not padded.
-
-    It has a fault (a reason why padding may change other elements) unless the first element is written.
-    """
+    """Return the description of the result of the ``select_scatter`` node ``node`` if the batch is padded; ``None`` if
+    its dim is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding
+    may change other elements) unless the first element is written."""
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -511,10 +498,9 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``cumsum`` or ``diff`` if the batch is padded; ``None`` if its dim is not padded.
-
-    Padded elements come last, so the results before them do not depend on them.
-    """
+    """Return the description of the result of the ``cumsum`` or ``diff`` node ``node`` if the batch is padded; ``None``
+    if its dim is not padded. ``operands``: the descriptions of the operands. Padded elements come last, so the results
+    before them do not depend on them."""
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -526,11 +512,9 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``gather`` if the batch is padded.
-
-    It has a fault (a reason why padding may change other elements) unless the source is not padded along its dim, or
-    each element reads itself.
-    """
+    """Return the description of the result of the ``gather`` node ``node`` if the batch is padded. ``operands``: the
+    descriptions of the source and the index. The result has a fault (a reason why padding may change other elements)
+    unless the source is not padded along its dim, or each element reads itself."""
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
     fault, itself = x.fault or index.fault, False
@@ -555,7 +539,8 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe a branch of ``where`` whose condition has one value everywhere; ``None`` if the condition may differ."""
+    """Return the description of the result of ``where`` if its condition has one value everywhere, which is that of the
+    chosen operand; ``None`` if the condition may differ. ``operands``: the descriptions of the operands."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -565,11 +550,9 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``softmax`` if the batch is padded; ``None`` if its dim is not padded.
-
-    It has a fault (a reason why padding may change other elements) unless padded elements have very low scores or are
-    hidden by a causal mask.
-    """
+    """Return the description of the result of the ``softmax`` node ``node`` if the batch is padded; ``None`` if its dim
+    is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding may
+    change other elements) unless padded elements have very low scores or are hidden by a causal mask."""
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -585,10 +568,9 @@ def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Describe the result of an attention if the batch is padded.
-
-    It has a fault (a reason why padding may change other elements) unless padded keys are masked: by their number in
-    the mask, or by a causal mask, because they are behind every query of the batch.
+    """Return the description of the result of the attention ``node`` if the batch is padded. ``operands``: the
+    descriptions of the operands. The result has a fault (a reason why padding may change other elements) unless padded
+    keys are masked: by their number in the mask, or by a causal mask, because they are behind every query of the batch.
     """
     query, key, value, *masks = operands
     rank = len(query.dims)
@@ -618,13 +600,16 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _fits_rows(ids: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Whether document ids ``[batch, positions]`` grow as the rows of the queries and the positions of the keys do."""
+    """Return whether the dims of document ids ``[batch, positions]`` grow with the batch exactly where the rows of the
+    queries and the positions of the keys do. ``ids``, ``query``, ``key``: descriptions of these tensors under padding.
+    """
     pairs = zip(ids.dims, (query.dims[0], key.dims[-2]), strict=True)
     return all([p.kind for p in own if p.grows] == [p.kind for p in of if p.grows] for own, of in pairs)
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do."""
+    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do. ``mask``,
+    ``query``, ``key``: descriptions of these tensors under padding."""
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
@@ -634,9 +619,9 @@ def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> boo
 
 
 def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
-    """Return the parts of the dims before positions and features; ``None`` if they grow differently in queries, keys
-    and values.
-    """
+    """Return, for each dim of attention operands in front of positions and features (such as batch and heads), the
+    tuple of parts that it consists of; ``None`` if a dim grows differently in queries, keys and values. ``operands``:
+    descriptions of the three under padding."""
     dims: list[Parts] = []
     for d, parts in enumerate(operands[0].dims[:-2]):
         kinds = {tuple(p.kind for p in o.dims[d] if p.grows) for o in operands}
@@ -647,9 +632,8 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
-    """Return whether the mask of the attention ``node`` hides padded keys from every query of the batch.
-
-    ``ordered``: queries and keys grow alike, so that a causal mask also hides padded keys.
+    """Return whether the mask of the attention ``node`` hides padded keys from every query of the batch. ``mask``: its
+    description under padding. ``ordered``: queries and keys grow alike, so that a causal mask also hides padded keys.
     """
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)
@@ -662,11 +646,9 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Describe the result of ``any`` or ``all`` if the batch is padded; ``None`` if its dims are not padded.
-
-    It has a fault (a reason why padding may change other elements) unless padded elements are false (``any``) or true
-    (``all``).
-    """
+    """Return the description of the result of the ``any`` or ``all`` node ``node`` if the batch is padded; ``None`` if
+    its dims are not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why
+    padding may change other elements) unless padded elements are false (``any``) or true (``all``)."""
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0
     dims = as_dims(get_node_argument(node, "dim"), len(x.dims))

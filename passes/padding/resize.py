@@ -89,22 +89,18 @@ def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.No
 
 
 def _resize_shape(main: tuple[int, ...], other: tuple[int, ...], line: Line) -> tuple[int, ...]:
-    """Return the shape that is interpolated between those in two graphs of a model.
-
-    ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a size is not
-    linear in the batch size.
-    """
+    """Return a shape by linear interpolation between ``main`` and ``other``, the shapes of one tensor in graphs for two
+    batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a
+    size is not linear in the batch size."""
     if len(main) != len(other):
         raise _UnevenError
     return tuple(_resize_number(a, b, line) for a, b in zip(main, other, strict=True))
 
 
 def _resize_number(main: int, other: int, line: Line) -> int:
-    """Return the number at the third of the batch sizes ``line`` on the line through ``main`` (at the first) and
-    ``other`` (at the second).
-
-    Raise :class:`_UnevenError` if it is not an integer.
-    """
+    """Return the number on the straight line through ``main`` and ``other`` at a third batch size. ``line``: three
+    batch sizes: of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if the result is not an
+    integer."""
     first, second, between = line
     steps, left = divmod((main - other) * (between - second), first - second)
     if left:
@@ -113,10 +109,9 @@ def _resize_number(main: int, other: int, line: Line) -> int:
 
 
 def _resize_argument(main: Any, other: Any, line: Line) -> Any:
-    """Return an operator's argument for the third of the batch sizes ``line``, from those for the first and the second.
-
-    Raise :class:`_UnevenError` if the two arguments differ in anything but integers on a line.
-    """
+    """Return an operator's argument for a third batch size, by linear interpolation of the integers in ``main`` and
+    ``other``, which are the argument for two other ones. ``line``: the three batch sizes, that of the result last.
+    Raise :class:`_UnevenError` if the arguments differ in anything but integers, or a result is not an integer."""
     if isinstance(main, fx.Node):
         return main
     if isinstance(main, list | tuple) and isinstance(other, list | tuple):

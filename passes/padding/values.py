@@ -27,16 +27,14 @@ class Part:
     fill: float | None = None
 
     def at(self, sizes: tuple[int, int]) -> int:
-        """Return the size of this part if the batch has ``sizes[1]`` elements along the padded axis instead of
-        ``sizes[0]``.
-        """
+        """Return the number of elements of this part of a dim if the batch has ``sizes[1]`` elements along the padded
+        axis instead of ``sizes[0]``."""
         return self.size - sizes[0] + sizes[1] if self.grows else self.size
 
     @property
     def kind(self) -> tuple[int, bool, int]:
-        """Return (size, whether it grows with the batch, offset): parts of operands that an operator pairs must be
-        equal in these.
-        """
+        """Return (size, whether it grows with the batch, offset) of this part of a dim. Parts that an operator
+        combines, one of each operand, must be equal in these three."""
         return self.size, self.grows, self.offset
 
 
@@ -66,35 +64,30 @@ class PaddedValue:
 
     @property
     def grows(self) -> bool:
-        """Return whether any dim grows with the batch."""
+        """Return whether any dim of the described tensor grows with the batch."""
         return any(part.grows for parts in self.dims for part in parts)
 
     def growing_part(self, dim: int) -> Part | None:
-        """Return the part that makes up the dim ``dim`` if it grows with the batch; ``None`` if the dim has other parts
-        or does not grow.
-        """
+        """Return the part that makes up the dim ``dim`` of the described tensor if it grows with the batch; ``None`` if
+        the dim has several parts or does not grow."""
         parts = [p for p in self.dims[dim] if p.size > 1 or p.grows]
         return parts[0] if len(parts) == 1 and parts[0].grows else None
 
     def with_dim(self, dim: int, part: Part) -> PaddedValue:
-        """Return a copy in which ``part`` makes up the dim ``dim``. What is known of its elements is dropped, except a
-        uniform number.
-        """
+        """Return a copy of this description of a tensor in which ``part`` makes up the dim ``dim``. What is known of
+        the tensor's elements is dropped, except a number that all of them have."""
         dims = tuple((part,) if d == dim else parts for d, parts in enumerate(self.dims))
         return PaddedValue(dims, self.fault, self.uniform if part.fill == self.uniform else None)
 
     def with_fault(self, fault: str) -> PaddedValue:
-        """Return a copy with ``fault`` as the reason why elements may differ from those without padding; an earlier
-        reason stays.
-        """
+        """Return a copy of this description of a padded tensor with ``fault``, a reason in words why elements may
+        differ from those without padding; a reason that is there already stays."""
         return replace(self, fault=self.fault or fault)
 
 
 def plain_value(shape: Sequence[int], fault: str = "") -> PaddedValue:
-    """Return the description of a tensor of this shape that does not grow with the batch.
-
-    ``fault``: why its elements may differ from those without padding; empty if they do not.
-    """
+    """Return the description of a tensor of the shape ``shape`` that does not grow with the batch. ``fault``: why its
+    elements may differ from those without padding; empty if they do not."""
     return PaddedValue(tuple((Part(size),) for size in shape), fault)
 
 

@@ -181,18 +181,19 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def _context_forms(node: fx.Node) -> dict[str, Form]:
-    """Return the forms of an attention in which queries, keys and values are sharded along the sequence (dim 2), and
-    document ids, if it has them (dim 1), by name.
-    """
+    """Return a dict from the name of an algorithm to the way in which it runs the attention ``node`` over the ranks. In
+    each, queries, keys and values are sharded along the sequence (dim 2), and document ids, if the attention has them,
+    along dim 1."""
     ids = (1,) * (node.target is document_ops.document_attention.default)
     return {name: Form("q", (2, 2, 2, *ids), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 
 
 def _over_ranks(algorithm: str, local: Local) -> fx.Node:
-    """Append an attention over a sequence that is sharded over the ranks to the graph, and return its node (its first
-    result if the replaced operator has only one).
+    """Append an attention over a sequence that is sharded over the ranks, and return its node (its first result if the
+    replaced operator has only one).
 
-    ``algorithm``: how keys and values are exchanged, ``all_gather`` or ``ring``.
+    ``algorithm``: how keys and values are exchanged, ``all_gather`` or ``ring``. ``local``: the attention to replace,
+    its layouts, and the graph of one rank to append to.
     """
     seen = find_attention_band(local.node)
     assert seen is not None, local.node
@@ -254,7 +255,8 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
 
 
 def _own_experts(local: Local) -> fx.Node:
-    """Append a grouped product over the experts whose matrices this rank holds to the graph, and return its node.
+    """Append a grouped product over the experts whose matrices this rank holds, and return its node. ``local``: the
+    product to replace, its layouts, and the graph of one rank to append to.
 
     The rows of these experts are consecutive. They are moved to the front before the product and back after it; all
     other rows of the result are zero.

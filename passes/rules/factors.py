@@ -222,7 +222,7 @@ def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any
     rest = iter(operands)
 
     def replaced(argument: Any) -> Any:
-        """Return ``argument`` with each graph node in it, at any depth, replaced by the next new operand."""
+        """Return ``argument`` with each graph node in it, at any depth, replaced by the next of the new operands."""
         if isinstance(argument, fx.Node):
             return next(rest)
         if isinstance(argument, tuple):
@@ -266,9 +266,8 @@ def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
-    """Return, for each parameter name of the operator ``target``, its position (from 0; -1 if keyword-only) and its
-    default.
-    """
+    """Return a dict from the name of each parameter of the operator ``target`` to (its position from 0, or -1 if it is
+    keyword-only; its default)."""
     if target not in _parameters:
         schema = target._schema.arguments
         _parameters[target] = {a.name: (-1 if a.kwarg_only else i, a.default_value) for i, a in enumerate(schema)}
@@ -334,8 +333,11 @@ def build_factor_rule(
 
     ``operands`` and ``results``: for each tensor, the name of each dim's factor; ``None`` for a dim that is never
     sharded. Factor sizes are taken from the tensors. Dims of size 1 have no factor. A name that has two different
-    sizes, as in a gather whose index is shorter than its source, is dropped. The other arguments are fields of
-    :class:`OpFactors`.
+    sizes, as in a gather whose index is shorter than its source, is dropped.
+
+    ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands
+    of one set are partial sums, so are the results. ``lower``: factor -> special operators that run if it is sharded.
+    ``local``: appends the operator for the shapes on one rank. ``spans``: a factor that some tensors have in part.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}

@@ -35,10 +35,11 @@ rule("aten.one_hot", "... -> ... c!")
 
 def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
     """Convert indices into a dim that is sharded over the ranks to indices into this rank's part of it, which has
-    ``rows`` rows.
+    ``rows`` rows. Return two nodes: the local index (0 for rows of other ranks), and a mask that is true for rows of
+    other ranks.
 
-    ``index``: the node of the indices into the whole dim. Append the operators to the graph of ``local`` and return two
-    nodes: the local index (0 for rows of other ranks), and a mask that is true for rows of other ranks.
+    ``index``: the node of the indices into the whole dim. ``local``: the operator to replace, its layouts, and the
+    graph of one rank, to which operators are appended.
     """
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     shifted = local.call(aten.sub.Tensor, index, local.call(aten.mul.Tensor, rank, rows))
@@ -63,8 +64,8 @@ def shard_embedding(node: fx.Node) -> OpFactors:
 
 def _embedding_sharded(local: Local) -> fx.Node:
     """Append an embedding in this rank's rows of a weight whose vocabulary is sharded, with zeros for ids of other
-    ranks, and return its node.
-    """
+    ranks, and return its node. ``local``: the embedding to replace, its layouts, and the graph of one rank to append
+    to."""
     weight, index = local.operands
     own, elsewhere = own_rows(local, index, local.size("v"))
     found = local.call(aten.embedding.default, weight, own)
@@ -110,8 +111,7 @@ def shard_gather(node: fx.Node) -> OpFactors | None:
 
 def _gather_sharded(local: Local) -> fx.Node:
     """Append a gather from this rank's part of the read dim, with zeros for indices in other ranks' parts, and return
-    its node.
-    """
+    its node. ``local``: the gather to replace, its layouts, and the graph of one rank to append to."""
     source, index = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
     own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
@@ -135,8 +135,7 @@ def index_select(node: fx.Node) -> OpFactors:
 
 def _select_sharded(local: Local) -> fx.Node:
     """Append an ``index_select`` from this rank's part of the read dim, with zeros for indices in other ranks' parts,
-    and return its node.
-    """
+    and return its node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
     source, index = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
     own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
@@ -146,8 +145,7 @@ def _select_sharded(local: Local) -> fx.Node:
 
 def _zero_rows(local: Local, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
     """Append ``x`` with zeros where the mask ``where`` is true, and return its node. The dims of the mask are those of
-    ``x`` from ``dim`` on.
-    """
+    ``x`` from ``dim`` on. ``local``: has the graph of one rank to append to."""
     behind = len(get_meta_shape(x)) - dim - len(get_meta_shape(where))
     mask = local.call(aten.reshape.default, where, [*get_meta_shape(where), *[1] * behind]) if behind else where
     return local.call(aten.masked_fill.Scalar, x, mask, 0.0)
@@ -192,8 +190,8 @@ def shard_index(node: fx.Node) -> OpFactors | None:
 
 
 def _index_sharded(local: Local) -> fx.Node:
-    """Append ``x[:, i]`` with this rank's part of the indexed dim, with zeros for indices in other ranks' parts, and
-    return its node.
+    """Append ``x[:, i]`` with this rank's part of the indexed dim of ``x``, with zeros for indices in other ranks'
+    parts, and return its node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to.
     """
     source, places = local.operands
     dim = next(d for d, i in enumerate(get_node_argument(local.node, "indices")) if i is not None)

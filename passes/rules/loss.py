@@ -143,9 +143,8 @@ def cross_entropy(node: fx.Node) -> OpFactors:
 
 
 def _cross_entropy_sharded(local: Local) -> fx.Node:
-    """Append the cross entropy of logits whose classes are sharded to the graph, and return the node of the loss terms,
-    which every rank has in full.
-    """
+    """Append the cross entropy of logits whose classes are sharded, and return the node of the loss terms, which every
+    rank has in full. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
     logits, index = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(logits)))
     own, elsewhere = own_rows(local, index, get_meta_shape(logits)[dim])

@@ -272,9 +272,9 @@ def shard_arange(node: fx.Node) -> OpFactors:
 
 
 def _local_arange(local: Local) -> fx.Node:
-    """Append this rank's part of an ``arange`` to the graph, and return its node. With sections (parts that are each
-    divided over all ranks) or zigzag shards, several pieces are concatenated.
-    """
+    """Append this rank's part of an ``arange``, and return its node. With sections (parts that are each divided over
+    all ranks) or zigzag shards, several pieces are concatenated. ``local``: the ``arange`` to replace, its layout, and
+    the graph of one rank to append to."""
     val = local.node.meta["val"]
     start, step = get_node_argument(local.node, "start", 0), get_node_argument(local.node, "step", 1)
     if not val.dtype.is_floating_point:  # torch rounds start and step first

@@ -197,7 +197,8 @@ def shard_amax(node: fx.Node) -> OpFactors:
 
 
 def _largest_of_ranks(local: Local) -> fx.Node:
-    """Append an ``amax`` or ``amin`` over a sharded dim: this rank's extreme, then an all-reduce. Return its node."""
+    """Append an ``amax`` or ``amin`` over a sharded dim: the extreme of this rank's part, then an all-reduce. Return
+    its node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
     found, axis, size = local.copy(), local.axis, local.num_ranks
     if local.node.target == aten.amax.default:
         return local.call(collective.all_reduce_max.default, found, axis, size)
@@ -244,11 +245,11 @@ def _softmax_operand(local: Local) -> fx.Node:
 
 
 def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """Append the exponentials of ``x`` for a softmax along a sharded dim, shifted by the maximum over all ranks.
+    """Append the exponentials of ``x`` for a softmax along a sharded dim, shifted by the maximum over all ranks. Return
+    four nodes: ``x`` minus the maximum, the maximum, the exponentials, and their sum over all ranks.
 
-    Return four nodes: ``x`` minus the maximum, the maximum, the exponentials, and their sum over all ranks. ``grad``:
-    how the all-reduce of this sum treats its gradient: ``"reduce"`` sums it over the ranks, ``"copy"`` leaves it as it
-    is.
+    ``local``: the operator to replace, its layouts, and the graph of one rank to append to. ``grad``: how the
+    all-reduce of this sum treats its gradient: ``"reduce"`` sums it over the ranks, ``"copy"`` leaves it as it is.
     """
     axis, size = local.axis, local.num_ranks
     dims = list(dims_of(local.node))

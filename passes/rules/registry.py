@@ -41,7 +41,7 @@ class TextRule:
 
     ``name``: the operator's name, for messages. ``operands``, ``results``: the names in the dims of each tensor.
     ``whole``: the names marked ``!``, whose dims must not be sharded. ``linear``: sets of operand positions (from 0);
-    if exactly the operands of one set are partial sums, so are the results.
+    if exactly the operands of one set are partial sums, so are the results. ``text``: the text.
     """
 
     name: str
@@ -89,11 +89,12 @@ class TextRule:
         return OpFactors(sizes, sides[0], sides[1], self.whole & sizes.keys(), self.linear)
 
     def _expand_ellipsis(self, pattern: DimPattern, shape: tuple[int, ...], which: str, where: str) -> Dims:
-        """Return the factor names of each dim of a tensor of the given shape, with ``...`` replaced by names for the
-        leading dims. These names count from the right, so that tensors broadcast. Raise :class:`RuleError` if the
-        number of dims differs.
+        """Return the factor names of each dim of a tensor of the given ``shape``. ``pattern``: the names in the text of
+        the rule; a ``...`` in it is replaced by names for the leading dims, which count from the right, so that tensors
+        broadcast.
 
-        ``which``: the tensor, as in ``operand 0``, and ``where``: the name of the call, both for the message.
+        ``which``: the tensor, as in ``operand 0``, and ``where``: the name of the call, both for the message. Raise
+        :class:`RuleError` if the number of dims differs.
         """
         extra = len(shape) - len(pattern.dims)
         if extra < 0 or (extra and not pattern.ellipsis):
@@ -139,8 +140,7 @@ class TextRule:
 
 class _Parser:
     """Parses the text of a sharding rule, such as ``"b s (h d!), h d! -> b s h"``. ``name``: the operator's name, for
-    messages. ``whole``: the names marked ``!`` that were read so far.
-    """
+    messages. ``whole``: the names marked ``!`` that were read so far. ``text``: the text to parse."""
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name

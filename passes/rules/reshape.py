@@ -47,9 +47,8 @@ def find_shared_factors(
     whole: set[str] = set()
 
     def put(size: int, on: Sequence[_Side]) -> str:
-        """Create a factor of size ``size``, append it to the current dim of each shape in ``on``, and return
-        its name.
-        """
+        """Create a named factor of size ``size``, append it to the current dim of each of the shapes ``on``, and return
+        its name."""
         name = NAMES[len(sizes)] if len(sizes) < len(NAMES) else f"d{len(sizes)}"
         sizes[name] = size
         for side in on:
@@ -76,7 +75,7 @@ class _Side:
     """One of two shapes that are split into common factors from the outermost dim on, and how far it has been split.
 
     ``at``: the index of the current dim (-1 before the first). ``left``: the size of the current dim, divided by the
-    factors that were split off it. ``found``: the names of the factors of each dim so far.
+    factors that were split off it. ``found``: the names of the factors of each dim so far. ``sizes``: the shape.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -85,9 +84,8 @@ class _Side:
         self.at, self.left = -1, 1
 
     def advance_dim(self) -> bool:
-        """Go to the next dim of size greater than 1 if all factors of the current dim were split off; return whether
-        there is a dim to continue with.
-        """
+        """Go to the next dim of this shape whose size is greater than 1 if all factors of the current dim were split
+        off; return whether there is a dim to continue with."""
         while self.left == 1:
             self.at += 1
             if self.at == len(self.sizes):
@@ -97,7 +95,8 @@ class _Side:
         return True
 
     def take_factor(self, name: str, size: int) -> None:
-        """Split the factor ``name`` of size ``size`` off the current dim."""
+        """Split a factor off the current dim of this shape. ``name``, ``size``: the factor's name and size; the size
+        divides what is left of the dim."""
         self.found[self.at].append(name)
         self.left //= size
 
@@ -236,7 +235,8 @@ def shard_repeat(node: fx.Node) -> OpFactors:
 
 
 def _local_repeat(local: Local) -> fx.Node:
-    """Append a ``repeat`` of this rank's operand to its local result shape, and return its node."""
+    """Append a ``repeat`` of this rank's operand to the shape of the rank's result, and return its node. ``local``: the
+    operator to replace, its layouts, and the graph of one rank to append to."""
     made = local.result_shape()
     (x,) = local.operands
     padded = (1,) * (len(made) - len(get_meta_shape(x))) + get_meta_shape(x)

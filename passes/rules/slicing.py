@@ -72,7 +72,8 @@ def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]
 
 
 def _local_split(local: Local) -> fx.Node:
-    """Append the split of this rank's operand, each piece with its local size, and return its node."""
+    """Append the split of this rank's operand, each piece with its size on one rank, and return its node. ``local``:
+    the operator to replace, its layouts, and the graph of one rank to append to."""
     spans = local.factors.spans
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()
@@ -125,7 +126,8 @@ def shard_slice_operator(node: fx.Node) -> OpFactors | None:
 
 
 def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
-    """Return the start of a slice, as an index from 0 to ``size`` (the size of the sliced dim), and its step."""
+    """Return (start, step) of the slice ``node``. The start is an index from 0 to ``size``, the size of the sliced
+    dim."""
     start = get_node_argument(node, "start") or 0
     start = max(start + size, 0) if start < 0 else min(start, size)
     return start, get_node_argument(node, "step", 1)
@@ -152,8 +154,7 @@ def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, 
 
 def _local_slice(local: Local) -> fx.Node:
     """Append the slice of this rank's operand, with local start and end if the sliced dim is sharded, and return its
-    node.
-    """
+    node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
     (x,) = local.operands
     dim = as_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
     if not local.strategy.operands[0].is_shard or local.strategy.operands[0].dim != dim:
@@ -191,8 +192,7 @@ def slice_scatter(node: fx.Node) -> OpFactors:
 
 def _local_slice_scatter(local: Local) -> fx.Node:
     """Append the write of a range into this rank's operand, with local start and end if the written dim is sharded, and
-    return its node.
-    """
+    return its node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
     x, part = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(x)))
     spans = local.factors.spans
@@ -286,9 +286,8 @@ def pad_by_copies(node: fx.Node) -> OpFactors:
 
 
 def _find_padded_dims(node: fx.Node, amounts: Sequence[int]) -> list[int]:
-    """Return the indices of the dims that are padded, last dim first. ``amounts``: the padding before and after each
-    dim, from the last dim on.
-    """
+    """Return the list of indices of the dims of the operand of ``node`` that are padded, last dim first. ``amounts``:
+    the padding before and after each dim, from the last dim on."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     return [rank - 1 - i for i in range(len(amounts) // 2) if amounts[2 * i] or amounts[2 * i + 1]]
 

@@ -144,11 +144,9 @@ Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the fac
 
 
 def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
-    """Return, for each factor (named loop dimension) of a sharding rule, all dims that it is part of.
-
-    A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the dim's
-    factors).
-    """
+    """Return a dict from each factor (named loop dimension) of the sharding rule ``factors`` to a list of all dims that
+    it is part of. A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the
+    dim's factors)."""
     found: dict[str, list[Place]] = {}
     for i, dims in enumerate(factors.operands):
         for dim, names in enumerate(dims):
@@ -168,8 +166,8 @@ def _can_shard_zigzag(
     end of the dim.
 
     Its size must be among ``lengths``, the lengths of sequences, and be divisible by ``2 * num_ranks``, and the
-    operator must not need special local operators for one part. ``sections``: sizes of the parts of the dim that are
-    each divided over all ranks; empty for one part.
+    operator must not need special local operators for one part. ``factors``: the operator's sharding rule.
+    ``sections``: sizes of the parts of the dim that are each divided over all ranks; empty for one part.
     """
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
@@ -186,11 +184,11 @@ def _in_forms(
     num_ranks: int,
 ) -> list[Strategy]:
     """Return the strategies of an operator that shard several dims at once, such as attention with sharded queries and
-    keys.
+    keys. Each is offered with contiguous shards and with zigzag shards (one piece from each end), if the sizes are
+    divisible.
 
-    ``nodes``, ``results``: the operator's operands and result tensors. ``reads``: the layout of each operand that is
-    not sharded. Each way is offered with contiguous shards and with zigzag shards (one piece from each end), if the
-    sizes are divisible.
+    ``factors``: the operator's sharding rule. ``nodes``, ``results``: its operands and result tensors. ``reads``: the
+    layout of each operand that is not sharded. ``num_ranks``: the number of ranks that share them.
     """
     found = []
     for name, form in factors.forms.items():
@@ -272,10 +270,8 @@ def select_sections_within(sections: Sections, span: tuple[int, int]) -> Section
 
 
 def refine_sections(first: Sections, second: Sections) -> Sections:
-    """Return the coarsest division of a dim into consecutive pieces that has all borders of both arguments.
-
-    The arguments and the result are sizes of consecutive pieces of the same dim; ``()`` means one piece.
-    """
+    """Return the coarsest division of a dim into consecutive pieces that has all borders of the divisions ``first`` and
+    ``second``. A division is a tuple with the sizes of the pieces; ``()`` means one piece."""
     if not first or not second:
         return first or second
     borders = sorted({*accumulate(first), *accumulate(second)})
@@ -287,8 +283,8 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
     all ranks. Each way is a tuple of sizes, ``()`` for one part.
 
     They have the borders that the operator itself needs and, in further choices, those of each of ``wanted`` and of all
-    of them together. ``wanted``: the sections that neighbouring operators prefer. Ways with a section that is not
-    divisible by ``num_ranks`` are left out.
+    of them together. ``wanted``: the sections that neighbouring operators prefer. ``factors``: the operator's sharding
+    rule. Ways with a section that is not divisible by ``num_ranks`` are left out.
     """
     spans = factors.spans
     if not wanted and spans is None:
@@ -308,11 +304,11 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
 
 
 def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
-    """Return, for each factor (named loop dimension), the sections that give the layouts that neighbouring operators
-    prefer. Sections are the sizes of the parts of a dim that are each divided over all ranks.
+    """Return a dict from each factor (named loop dimension) of the sharding rule ``factors`` to the list of its
+    sections that give the layouts which neighbouring operators prefer.
 
-    ``wanted``: the preferred layouts; key ``i`` is operand ``i``, ``~k`` is result ``k``. Layouts that no sections give
-    are left out.
+    Sections are the sizes of the parts of a dim that are each divided over all ranks. ``wanted``: the preferred
+    layouts; key ``i`` is operand ``i``, ``~k`` is result ``k``. Layouts that no sections give are left out.
     """
     found: dict[str, list[Sections]] = {}
     for position, layouts in wanted.items():

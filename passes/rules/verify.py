@@ -108,31 +108,27 @@ class _CollectiveFunction(torch.autograd.Function):
 
 
 def _sum_over_ranks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return the sum of the ranks' tensors, once for each rank. ``options``: the arguments of the collective, which are
-    not needed.
-    """
+    """Return the sum of the tensors ``ranks``, one of each rank, as a list with one copy for each rank. ``options``:
+    the arguments of the collective, which are not needed."""
     return [torch.stack(ranks).sum(0) for _ in ranks]
 
 
 def _take_own_chunks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each rank, its own part of its tensor, which is cut along ``options["dim"]`` into as many equal parts
-    as ranks.
-    """
+    """Return, for each rank, its own part of its tensor in ``ranks``. The tensor is cut along ``options["dim"]`` into
+    as many equal parts as there are ranks."""
     return [x.chunk(len(ranks), options["dim"])[r] for r, x in enumerate(ranks)]
 
 
 def _pad_with_zeros(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each rank, its tensor at the rank's position along ``options["dim"]``, with zeros in place of the
-    other ranks.
-    """
+    """Return, for each rank, its tensor in ``ranks`` at the rank's position along ``options["dim"]`` of a longer
+    tensor, with zeros in place of the tensors of the other ranks."""
     zeros = [[torch.zeros_like(x)] * len(ranks) for x in ranks]
     return [torch.cat([*zeros[r][:r], x, *zeros[r][r + 1 :]], options["dim"]) for r, x in enumerate(ranks)]
 
 
 def _exchange_chunks(ranks: Ranks, split: int, concat: int) -> Ranks:
-    """Return, for each rank, what an all-to-all gives it. ``split``: the dim along which each rank's tensor is cut.
-    ``concat``: the dim along which the received parts are concatenated.
-    """
+    """Return, for each rank, what it gets from an all-to-all of the tensors ``ranks``, one of each rank. ``split``: the
+    dim along which each rank's tensor is cut. ``concat``: the dim along which the received parts are concatenated."""
     pieces = [x.chunk(len(ranks), split) for x in ranks]
     return [torch.cat([p[r] for p in pieces], concat) for r in range(len(ranks))]
 
@@ -198,19 +194,15 @@ def check_strategies(
 def node_of(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool | Collection[int] = True
 ) -> tuple[fx.Node, list[Tensor]]:
-    """Return a graph node for an operator call with real tensors, and the list of these tensors in the order of the
-    node's operands.
-
-    ``grad``: whether floating-point tensors get gradients, or the positions (from 0) among the tensors of those that
-    do.
-    """
+    """Return a graph node for a call of the operator ``target`` with real tensors among ``args`` and ``kwargs``, and
+    the list of these tensors in the order of the node's operands. ``grad``: whether floating-point tensors get
+    gradients, or the positions (from 0) among the tensors of those that do."""
     graph = fx.Graph()
     tensors: list[Tensor] = []
 
     def placeholder(leaf: Any) -> Any:
-        """Return a placeholder with meta data in place of a tensor, and append the tensor to the list; return other
-        values unchanged.
-        """
+        """Return ``leaf``, a value in the arguments of the call: for a tensor a placeholder with its meta data, after
+        appending the tensor to the list of tensors; any other value unchanged."""
         if not isinstance(leaf, Tensor):
             return leaf
         node = graph.placeholder(f"x{len(tensors)}")
@@ -263,9 +255,8 @@ class OperatorReference:
     """
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
-        """Run the operator once on ``tensors`` with random gradients of its results, and keep the results and
-        gradients.
-        """
+        """Run the operator ``node`` once on ``tensors``, its operands, with random gradients of its results, and keep
+        the results and gradients."""
         self.node = node
         self.operands = tensors
         self.needs = [bool(o.meta["grad"]) for o in operands_of(node)]
@@ -316,10 +307,9 @@ class OperatorReference:
     def _check_gradients(
         self, strategy: Strategy, leaves: list[Ranks], outputs: list[Any], num_ranks: int
     ) -> list[str]:
-        """Return a message for each operand whose gradient on the simulated ranks differs from the one on one device.
-
-        ``leaves``: for each operand, the tensor of each rank. ``outputs``: for each rank, the results of the operator.
-        """
+        """Return a message for each operand whose gradient on the simulated ranks, run with the layouts of
+        ``strategy``, differs from the one on one device. ``leaves``: for each operand, the tensor of each rank.
+        ``outputs``: for each rank, the results of the operator. ``num_ranks``: the number of simulated ranks."""
         if not self.node.meta["grad"]:
             return []
         results: list[Tensor] = []

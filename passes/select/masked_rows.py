@@ -49,8 +49,9 @@ aten = torch.ops.aten
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``scatter_add`` of rows that a mask selects: rows that it does not select add zero at index 0. Return the
-    new node. Raise :class:`Unselectable` if the operands have another form.
+    """Rewrite ``scatter_add(x, dim, index, source)``, where one mask selects the rows of ``index`` and ``source``: rows
+    that it does not select add zero at index 0. Return the new node. Raise :class:`Unselectable` if the operands have
+    another form.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -399,11 +400,12 @@ class SelectedRows:
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
     def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
-        """Append an operator that works on each row by itself, according to its sharding rule (see ``passes/rules``),
-        and return its result: a node or a tuple of nodes, whose mask is noted. Raise :class:`Unselectable` if the
-        operator combines rows other than by a sum.
+        """Append the operator ``target``, which works on each row by itself according to its sharding rule (see
+        ``passes/rules``), and return its result: a node or a tuple of nodes, whose mask is noted. Raise
+        :class:`Unselectable` if the operator combines rows other than by a sum.
 
-        ``plain``: whether the result is a value without a mask even if an operand has one.
+        ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: whether the result is a value
+        without a mask even if an operand has one.
         """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
@@ -483,7 +485,7 @@ class SelectedRows:
         return made
 
     def _raise_unselectable(self) -> Any:
-        """Raise :class:`Unselectable`; a function, so that an expression can raise it."""
+        """Raise :class:`Unselectable`. It is a method so that an expression can raise the error."""
         raise Unselectable
 
     # -- helpers ----------------------------------------------------------------------------------------------------
@@ -563,9 +565,8 @@ class SelectedRows:
         return self._ordered_as(found, mask)
 
     def _ordered_as(self, mask: fx.Node, other: fx.Node) -> fx.Node:
-        """Return ``mask``, and note that its rows are in another order than in the model if those of the mask ``other``
-        are.
-        """
+        """Return the mask ``mask``, after noting that its rows are in another order than in the model if those of the
+        mask ``other`` are."""
         if other in self.unordered:
             self.unordered.add(mask)
         return mask

@@ -35,7 +35,8 @@ def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) ->
     """Rewrite the mean over all dims of ``x``, rows that a mask selects, so that it leaves out other rows. Return the
     new node.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``build``: the rewriter, to whose graph operators are appended. ``dtype``: the dtype to which ``x`` is cast first;
+    ``None`` for none.
     """
     return _mean_over(build, x, None, dtype=dtype)
 
@@ -44,7 +45,8 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
     """Rewrite the mean of ``x``, rows that a mask selects, over ``dims`` (all if empty), so that it leaves out other
     rows. Return the new node; ``None`` if the mean is not over the rows.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``build``: the rewriter, to whose graph operators are appended. ``keepdim``: whether the reduced dims stay with size
+    1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none.
     """
     over = _find_reduced_dims(build, x, dims)
     if over is None:
@@ -96,7 +98,8 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         """Append the variance or deviation of ``x`` over ``dims`` (all if ``None``), and return its node, with that of
         the mean if the operator returns it; ``None`` if it is not over the selected rows.
 
-        ``unbiased``: subtract 1 from the number of elements; ``correction``: subtract this number instead.
+        ``unbiased``: subtract 1 from the number of elements; ``correction``: subtract this number instead. ``keepdim``:
+        whether the reduced dims stay with size 1.
         """
         if isinstance(dims, bool):  # the form for all dims
             dims, unbiased = None, dims
@@ -168,16 +171,16 @@ def _make_filled_reduction(
 
 
 def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
-    """Return a function that rewrites ``max`` or ``min`` along a dim of rows that a mask selects. It sets other rows to
-    the lowest or highest number, and the index in the result counts only selected rows.
+    """Return a function that rewrites ``target``, which is ``max`` or ``min`` along a dim, over rows that a mask
+    selects. It sets other rows to the lowest or highest number, and the index in the result counts only selected rows.
 
     ``number``: returns the lowest or highest number of a tensor's dtype.
     """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
         """Append the extreme of ``x`` along ``dim``, and return the nodes of its value and index; ``None`` if ``dim``
-        is not that of the selected rows.
-        """
+        is not that of the selected rows. ``build``: the rewriter, to whose graph operators are appended. ``keepdim``:
+        whether the dim stays with size 1."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
@@ -188,16 +191,16 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
 
 
 def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
-    """Return a function that rewrites ``argmax`` or ``argmin`` over rows that a mask selects. It sets other rows to the
-    lowest or highest number, and the index in the result counts only selected rows.
+    """Return a function that rewrites ``target``, which is ``argmax`` or ``argmin``, over rows that a mask selects. It
+    sets other rows to the lowest or highest number, and the index in the result counts only selected rows.
 
     ``number``: returns the lowest or highest number of a tensor's dtype.
     """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
-        """Append the index of the extreme of ``x`` and return its node; ``None`` if it is not over the selected rows.
-        Raise :class:`Unselectable` for an index into all elements of several dims.
-        """
+        """Append the index of the extreme of ``x`` along ``dim`` and return its node; ``None`` if it is not over the
+        selected rows. ``keepdim``: whether the dim stays with size 1. Raise :class:`Unselectable` for an index into all
+        elements of several dims."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         if dim is None and x.meta["val"].dim() != 1:
@@ -245,14 +248,13 @@ def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., An
 
 
 def _make_softmax_rule(target: Any) -> Callable[..., Any]:
-    """Return a function that rewrites softmax or log-softmax along rows that a mask selects: it gives other rows a
-    score of minus infinity.
-    """
+    """Return a function that rewrites ``target``, softmax or log-softmax, along rows that a mask selects: it gives
+    other rows a score of minus infinity."""
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
         """Append the softmax of ``x`` along ``dim`` and return its node, with zeros in rows that the mask does not
-        select; ``None`` if ``dim`` is not that of the selected rows.
-        """
+        select; ``None`` if ``dim`` is not that of the selected rows. ``dtype``: the dtype to which ``x`` is cast first;
+        ``None`` for none."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, -math.inf), dim, dtype)
@@ -263,8 +265,9 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
 
 
 def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
-    """Append the running sum along rows that a mask selects, where other rows count as zero, and return its node;
-    ``None`` if ``dim`` is another dim. Raise :class:`Unselectable` if the rows are in another order than in the model.
+    """Append the running sum of ``x`` along ``dim``, where rows that its mask does not select count as zero, and return
+    its node; ``None`` if ``dim`` is not that of the rows. Raise :class:`Unselectable` if the rows are in another order
+    than in the model.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -306,11 +309,8 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
 
 
 def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
-    """Append the sum or mean of ``terms``, as torch's code ``reduction`` says, and return its node; ``terms`` itself if
-    the code means no reduction.
-
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    """Append the reduction of the loss terms ``terms`` and return its node. ``reduction``: torch's code; 0 returns
+    ``terms`` itself, 1 is the mean, 2 the sum. ``build``: the rewriter, to whose graph operators are appended."""
     if reduction == NONE:
         return terms
     return build.apply_operator(aten.sum.default if reduction == SUM else aten.mean.default, terms)
@@ -333,8 +333,9 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
         """Append the loss of the scores ``x`` and the target ``classes`` (class numbers or probabilities), and return
         its node; ``None`` for probabilities without a reduction.
 
-        ``reduction``: torch's code of the reduction. ``ignored``: the class number that the loss ignores. Raise
-        :class:`Unselectable` if different masks select the rows of scores and classes.
+        ``weight``: the weight of each class, or ``None``. ``reduction``: torch's code of the reduction. ``ignored``:
+        the class number that the loss ignores. Raise :class:`Unselectable` if different masks select the rows of scores
+        and classes.
         """
         value: Tensor = classes.meta["val"]
         if value.is_floating_point():

@@ -56,9 +56,9 @@ def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
     plain = ShapeEnv.evaluate_expr
 
     def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a symbolic condition as torch does. If it cannot be decided, and one of torch's own functions asks
-        whether a number of classes equals an integer, assume that it does.
-        """
+        """Return the truth of the symbolic condition ``expr``, as torch's own method does. If it cannot be decided, and
+        one of torch's own functions asks whether a number of classes equals an integer, assume that it does. ``env``:
+        torch's record of symbolic sizes."""
         try:
             return plain(env, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -90,9 +90,8 @@ class _Selections(TorchFunctionMode):
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
     def needs(self, expr: Any) -> bool:
-        """Return whether the condition ``expr`` asks if a data-dependent number of classes equals an integer, on behalf
-        of a function of torch. A comparison by the user's own code does not count.
-        """
+        """Return whether ``expr``, a symbolic condition of the trace, asks if a data-dependent number of classes equals
+        an integer, on behalf of a function of torch. A comparison by the user's own code does not count."""
         sides = expr.args if isinstance(expr, sympy.Eq) else ()
         if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
             return False
@@ -186,9 +185,8 @@ def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *
 
 
 def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
-    """Return ``one_hot`` of ``input``. Without a given number of classes, which torch would read from the data, an
-    operator that can be traced computes it.
-    """
+    """Return ``one_hot`` of ``input`` with ``num_classes`` classes. If the number is -1, so that torch would read it
+    from the data, an operator that can be traced computes the result. ``func``: torch's own function."""
     if num_classes != -1 or not isinstance(input, FakeTensor):
         return func(input, num_classes)
     made: Tensor = ONE_HOT(input.to(torch.int64))
@@ -198,9 +196,9 @@ def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) 
 def _compute_logsumexp(
     func: Callable[..., Tensor], input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any
 ) -> Tensor:
-    """Return ``logsumexp`` of ``input`` over ``dim``. If the number of rows depends on the data, it is computed without
-    torch's check whether there are any rows.
-    """
+    """Return ``logsumexp`` of ``input`` over ``dim``; with ``keepdim`` the dim stays with size 1. If the number of rows
+    depends on the data, it is computed without torch's check whether there are any rows. ``func``: torch's own
+    function."""
     if not _is_open(input) or kwargs:
         return func(input, dim, keepdim=keepdim, **kwargs)
     largest = input.detach().amax(dim, keepdim=True)
@@ -210,7 +208,8 @@ def _compute_logsumexp(
 
 
 def _gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, var: Any, **kwargs: Any) -> Tensor:
-    """Return ``gaussian_nll_loss`` without torch's check for negative variances; these give a loss of NaN."""
+    """Return ``gaussian_nll_loss`` of ``input``, ``target`` and the variances ``var`` without torch's check for
+    negative variances; these give a loss of NaN. ``func``: torch's own function."""
     if isinstance(var, Tensor):
         var = torch.where(var < 0, torch.nan, var)
     with mock.patch.object(torch, "any", return_value=False):

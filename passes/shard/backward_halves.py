@@ -98,9 +98,8 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether ``node``, which is not among the saved nodes ``kept``, is a view of a saved value or of a
-    placeholder, so that computing it again costs nothing.
-    """
+    """Return whether ``node`` is a view of a saved value or of a placeholder, so that computing it again costs nothing.
+    ``kept``: the nodes whose values are saved for backward; ``node`` is not among them."""
     if node in kept or node.op == "placeholder":
         return False
     while node not in kept and node.op == "call_function" and _is_view(node):

@@ -72,9 +72,9 @@ class _Accumulation:
     """
 
     def __init__(self, model: FoldedModel, axis: str, parts: int) -> None:
-        """Copy the tables of ``model`` and find the nodes that depend on samples of several parts. ``axis``: the mesh
-        axis of the parts of the global batch. ``parts``: their number.
-        """
+        """Copy the dicts of ``model``, so that they can be changed, and find the nodes that depend on samples of
+        several parts of the global batch. ``axis``: the mesh axis whose ranks stand for these parts. ``parts``: their
+        number."""
         self.model, self.axis, self.parts = model, axis, parts
         self.blocks, self.calls, self.values = dict(model.blocks), list(model.calls), dict(model.values)
         self.producer = {v: (c.block, k) for c in self.calls for k, v in enumerate(c.outputs)}
@@ -379,7 +379,7 @@ class _Accumulation:
         return made[0], made[1]
 
     def _find_output_node(self, output: tuple[str, int]) -> fx.Node:
-        """Return the node of an output of a block. ``output``: (name of the block, index of the output)."""
+        """Return the graph node of an output of a block. ``output``: (name of the block, index of the output)."""
         block, place = output
         return self.blocks[block].outputs[place]
 

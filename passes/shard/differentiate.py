@@ -175,7 +175,7 @@ class JointGraph:
 
     ``graph``: maps (states, inputs, gradients of outputs) to (outputs, gradients of states and inputs). States are
     parameters, buffers and constants. ``needs``: for each state, then each input, whether it gets a gradient.
-    ``with_grad``: the indices of the outputs that have a gradient.
+    ``with_grad``: the indices of the outputs that have a gradient. ``block``: the block.
     """
 
     graph: fx.Graph
@@ -288,7 +288,8 @@ def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
 
 
 def _trace_function(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
-    """Return ``function``, called on ``arguments``, as a graph of plain operators."""
+    """Return the graph of plain operators that ``function`` runs when it is called with the tensors ``arguments``, as a
+    graph module with an input for each of them."""
     return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
 
 
@@ -297,9 +298,8 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return ``traced`` as a graph without operators that write into their operands. ``arguments``: tensors like its
-    inputs.
-    """
+    """Return the graph ``traced`` rewritten so that no operator writes into its operands. ``arguments``: tensors like
+    its inputs."""
 
     def run(*flat: Tensor) -> list[Tensor | None]:
         interpreter = fx.Interpreter(traced)
@@ -347,9 +347,12 @@ def _select_fused_kernel(node: fx.Node) -> Any:
 
 
 def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return a result in the place of the fused RMS norm of accelerators, which cannot be traced without one.
+    """Return a tensor that stands for the result of the fused RMS norm of accelerators, which cannot be traced on
+    another device. It saves values of the same size for backward but computes other numbers, so it is for analysis
+    only.
 
-    It saves values of the same size but computes other numbers, so it is for analysis only.
+    ``shape``: the sizes of the last dims of ``x`` that are normalised. ``weight``: their factors, or ``None``. ``eps``:
+    the number that is added to the mean square.
     """
     alike: Sequence[Tensor] = aten.native_layer_norm(x, shape, weight, None, eps or 0.0)
     return alike[0]
@@ -366,9 +369,9 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention computed with the fused kernels of accelerators, which can be traced without an accelerator. The
-    arguments are those of ``scaled_dot_product_attention``.
-    """
+    """Return attention of queries ``q``, keys ``k`` and values ``v``, computed with the fused kernels of accelerators,
+    which can be traced without an accelerator. The other arguments are those of torch's
+    ``scaled_dot_product_attention``, by its names."""
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
         return flash[0]
@@ -383,9 +386,8 @@ def _fused_attention(
 
 
 def _settle_sizes(graph: fx.Graph) -> None:
-    """Replace sizes in ``node.meta["val"]`` that depend on the routing of rows to experts by the sizes under even
-    routing, in place. ``node.meta["open"]`` is set to whether a node had such a size.
-    """
+    """Replace, in ``node.meta["val"]`` of the nodes of ``graph``, sizes that depend on the routing of rows to experts
+    by the sizes under even routing, in place. ``node.meta["open"]`` is set to whether a node had such a size."""
     even: dict[Any, int] = {}
     for node in graph.nodes:
         if collective_name(node.target) == "route":
@@ -413,9 +415,8 @@ def _settle_sizes(graph: fx.Graph) -> None:
 
 
 def _simplify_views(graph: fx.Graph) -> None:
-    """Remove aliases, pairs of transposes that cancel, and views of views, in place, because each costs time in
-    every run.
-    """
+    """Remove aliases, pairs of transposes that cancel, and views of views from ``graph``, in place, because each costs
+    time in every run."""
     for node in graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None:
@@ -449,7 +450,8 @@ def _list_user_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def _assign_source_locations(graph: fx.Graph) -> None:
-    """Give backward nodes the module path and source line of the forward operators that they belong to, in place."""
+    """Give each backward node of ``graph`` the module path and source line of the forward operator that it belongs to,
+    in place."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
         node.meta.update(node.meta.pop("custom", {}))

@@ -73,7 +73,7 @@ def fold(captured: Captured) -> FoldedModel:
 
 
 def _join_results(graph: fx.Graph) -> None:
-    """Move each ``getitem``, in place, next to the operator with several results that it reads."""
+    """Move each ``getitem`` of ``graph``, in place, next to the operator with several results that it reads."""
     last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem:
@@ -83,9 +83,8 @@ def _join_results(graph: fx.Graph) -> None:
 
 
 def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
-    """Insert a copy of each parameter or buffer that the model returns unchanged. Return a map from the name of the
-    state's node to the name of the copy.
-    """
+    """Insert into ``graph`` a copy of each parameter or buffer that the model returns unchanged. Return a dict from the
+    name of the parameter's or buffer's node to the name of the copy."""
     output = graph.output_node()
     moved: dict[str, str] = {}
     for node in output.all_input_nodes:
@@ -114,9 +113,8 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
-    """Merge operators among ``free`` that compute the same, in place; return a map from removed node names to the kept
-    ones.
-    """
+    """Merge those of the operators ``free`` of ``graph`` that compute the same, in place; return a dict from the name
+    of each removed node to the name of the kept one."""
     seen: dict[Any, fx.Node] = {}
     merged: dict[str, str] = {}
     for node in list(graph.nodes):
@@ -133,7 +131,7 @@ def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
 
 
 def _freeze_argument(argument: Any) -> Any:
-    """Return a hashable key of an operator's argument that is equal for equal arguments."""
+    """Return a hashable key of ``argument``, an operator's argument, that is equal for equal arguments."""
     if isinstance(argument, tuple | list):
         return tuple([_freeze_argument(a) for a in argument])
     if isinstance(argument, slice):
@@ -256,9 +254,8 @@ class _Folder:
                 self.value_of[node] = captured.placeholders[node.name]
 
     def make_calls(self) -> None:
-        """Create the calls (runs of one graph with its own parameters and inputs) for all groups of operators, shared
-        ones first.
-        """
+        """Create the calls of the model, one for each group of operators, shared ones first. A call is a run of one
+        graph with its own parameters and inputs; equal groups share a graph."""
         for group in self.shared:
             self.make_call(Unit(_SHARED, group), shared=True)
         for unit in self.units:

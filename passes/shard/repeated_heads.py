@@ -74,9 +74,8 @@ class RepeatedHeads:
     times: int
 
     def build(self, graph: fx.Graph) -> fx.Node:
-        """Append to ``graph`` the operators that compute the keys or values without copies of their heads, and return
-        the last node.
-        """
+        """Append to ``graph`` the operators that compute these keys or values without copies of their heads, and return
+        the last node."""
         made, given = self.source, self.source.meta.get("grad")
         for step in self.steps:
             if isinstance(step, fx.Node):
@@ -178,9 +177,8 @@ def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _Repeate
 
 
 def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
-    """Return the node of shape ``dims`` among ``node`` and the nodes that it was reshaped from; ``None`` if there is
-    none.
-    """
+    """Return, among ``node`` and the nodes that it was reshaped from, the one of shape ``dims``; ``None`` if there is
+    none."""
     while get_meta_shape(node) != dims:
         if node.op != "call_function" or node.target not in _RESHAPES:
             return None
@@ -261,9 +259,8 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
 
 
 def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
-    """Append operators that compute the keys or values ``value`` with each head repeated ``times`` times, instead of as
-    often as the model repeats it; return the node.
-    """
+    """Append to ``graph`` operators that compute the keys or values ``value`` with each head repeated ``times`` times,
+    instead of as often as the model repeats it; return the last node."""
     found = repeated_heads(value)
     assert found is not None, value
     made = found.build(graph)

@@ -47,8 +47,8 @@ class Recurrences:
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite, in place, the buffer updates in the graph of one group of samples so that the values of all groups can
-    be summed in any order. Return the updates.
+    """Rewrite, in place, the buffer updates in the graph of ``group``, the model of one group of samples, so that the
+    values of all groups can be summed in any order. Return the updates.
 
     ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
     they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose update needs the result
@@ -208,8 +208,8 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape that an input of the model has for ``count`` groups of samples together. ``path``: its place
-        in forward's arguments.
+        """Return the shape of an input of the model for ``count`` groups of samples together; its dim of samples is
+        ``count`` times as large as in the graph of one group. ``path``: the place of the input in forward's arguments.
         """
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
@@ -262,9 +262,8 @@ def _result_shapes(captured: Captured) -> dict[str, list[int]]:
 
 
 def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
-    """Return the nodes that depend on samples or on random numbers. ``paths``: the inputs that have a dim of samples,
-    by their path in forward's arguments.
-    """
+    """Return the nodes of the model ``captured`` that depend on samples or on random numbers. ``paths``: the inputs
+    that have a dim of samples, by their path in forward's arguments."""
     values = {i.value for i in captured.inputs if i.path in paths}
     found: set[fx.Node] = set()
     for node in captured.graph.nodes:
@@ -324,9 +323,8 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Offset the element indices that random operators read by the index of the group of samples, in place, so that
-    every group draws other numbers. ``num_groups``: the number of groups in a step.
-    """
+    """Offset the element indices that random operators of ``graph`` read by the index of the group of samples, in
+    place, so that every group draws other numbers. ``num_groups``: the number of groups in a step."""
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:
             continue

@@ -49,9 +49,8 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _number_operators(nodes: Sequence[fx.Node]) -> np.ndarray[Any, Any]:
-    """Return an array with an integer for each operator, equal for operators with equal targets, constants and
-    shapes.
-    """
+    """Return an array with an integer for each of the operators ``nodes``. Integers are equal for operators with equal
+    targets, constants and shapes."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(_build_operator_key(n), len(numbers)) for n in nodes])
 
@@ -145,7 +144,7 @@ class _ModuleCall:
     ``name``: the module's path, with a number behind ``@`` for a repeated call. ``parent``: the call around it.
     ``children``: the calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``parameters``:
     how often its operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: an integer
-    that is equal for calls of equal structure.
+    that is equal for calls of equal structure. ``class_name``: the name of the module's class.
     """
 
     name: str
@@ -171,7 +170,7 @@ class _ModuleCall:
 
     @property
     def parts(self) -> list[_ModuleCall]:
-        """Return the calls of submodules that read parameters."""
+        """Return those of this module call's calls of submodules that read parameters."""
         return [c for c in self.children.values() if c.parameters]
 
 
@@ -262,9 +261,8 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bo
 
 
 def _is_unit_container(call: _ModuleCall) -> bool:
-    """Return whether a module that occurs once is divided into its submodules, which become calls of their own, instead
-    of being one call.
-    """
+    """Return whether ``call``, the call of a module that occurs once, is divided into its submodules, which become
+    calls of the model's graph, instead of being one such call."""
     parts = call.parts
     if not parts:
         return False

@@ -76,7 +76,7 @@ class BlockSharding:
 
     @property
     def key(self) -> Hashable:
-        """Return a hashable key that is equal for equal layouts."""
+        """Return a hashable key of the layouts of one block; it is equal for equal layouts."""
         return *(tuple(of.items()) for of in (self.strategies, self.inputs, self.states)), self.outputs
 
 
@@ -119,7 +119,8 @@ class _Rewriter:
         self.produced: dict[fx.Node, tuple[Layout, ...]] = {}
 
     def add_placeholder(self, node: fx.Node, layout: Layout) -> None:
-        """Append a placeholder for ``node`` with the shape that ``layout`` has on one rank."""
+        """Append a placeholder for ``node``, a placeholder of the whole graph, to the graph that one rank runs. It has
+        the shape that ``layout`` gives one rank."""
         local = self.graph.create_node("placeholder", node.name, name=node.name)
         local.meta.update(node.meta)
         shape = local_shape(layout, tuple(node.meta["val"].shape), self.num_ranks)
@@ -147,18 +148,17 @@ class _Rewriter:
         self.made[node, strategy.results[0]] = local
 
     def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
-        """Return the node of the rank's graph with the value of ``node`` in the layout ``to``; insert collectives if it
-        was computed in another layout.
-        """
+        """Return the node, in the graph that one rank runs, with the value of ``node`` (a node of the whole graph) in
+        the layout ``to``. Insert collectives if it was computed in another layout."""
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
             self.made[node, to] = self.insert_reshard(node, self.made[node, layout], layout, to)
         return self.made[node, to]
 
     def insert_reshard(self, node: fx.Node, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append the operators that change ``local`` from the layout ``source`` to ``to``, and return the last node.
-        ``node``: the node of the whole graph, for the message.
-        """
+        """Append the operators that change the layout of a tensor to the graph of one rank, and return the last node.
+        ``local``: the node of the rank's part of the tensor. ``source``, ``to``: the layouts before and after.
+        ``node``: the node of the whole graph, for the message."""
         assert (source.kind, to.kind) in RESHARDS, f"{node.name}: no way from {source} to {to}"
         return _STEPS[source.kind, to.kind](self, local, source, to)
 
@@ -172,7 +172,8 @@ class _Rewriter:
 
     def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """Append a reordering of the sharded dim of a whole tensor so that an even split into contiguous parts gives
-        each rank its shard of ``layout``; return the node.
+        each rank its shard of ``layout``; return the node. ``local``: the node of the whole tensor in the graph of one
+        rank.
 
         Only a layout with sections (parts that are each divided over all ranks) or a zigzag layout needs this;
         otherwise ``local`` is returned.
@@ -183,9 +184,9 @@ class _Rewriter:
         return self.reorder_parts(local, layout.dim, parts, order)
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """Append a reordering of a gathered dim, whose parts are in the order of ranks, to the dim's own order, and
-        return the node. ``layout``: the layout before the gather.
-        """
+        """Append a reordering of a gathered dim from the order of ranks to the dim's own order, and return the node.
+        ``local``: the node of the gathered tensor. ``layout``: its layout before the gather; ``local`` itself is
+        returned unless this has sections (parts that are each divided over all ranks) or is zigzag."""
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
@@ -195,36 +196,37 @@ class _Rewriter:
         return self.reorder_parts(local, layout.dim, [parts[piece] for piece in order], back)
 
     def reorder_parts(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
-        """Append operators that cut ``dim`` of ``local`` into pieces and join them in another order; return the node.
-        ``parts``: the sizes of the pieces. ``order``: their indices in the new order.
-        """
+        """Append operators that cut the dim ``dim`` of the node ``local`` into pieces and join them in another order;
+        return the last node. ``parts``: the sizes of the pieces, in elements. ``order``: for each place in the new
+        order, the index of the piece."""
         split = insert_operator_node(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
         pieces = [insert_operator_node(self.graph, operator.getitem, (split, i), like=local) for i in order]
         return insert_operator_node(self.graph, aten.cat.default, (pieces, dim), like=local)
 
     def gather_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-gather of the shards ``local`` and return its node. Its gradient is summed over the ranks if
-        ``to`` says that each rank has a part of it.
-        """
+        """Append an all-gather of the shards of a tensor and return its node. ``local``: the node of this rank's shard.
+        ``source``: its layout. ``to``: the layout of the result, whole on every rank; if it is ``R'``, each rank has a
+        part of the gradient, which is then summed over the ranks."""
         grad = "reduce" if to.kind == "R'" else "slice"
         whole = self.insert_collective("all_gather", local, source.dim, self.axis, self.num_ranks, grad)
         return self.section_major(whole, source)
 
     def slice_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append the operator that takes this rank's shard of the whole tensor ``local`` in the layout ``to``, and
-        return its node.
-        """
+        """Append the operator that takes this rank's shard of a tensor that is whole on every rank, and return its
+        node. ``local``: the node of the whole tensor. ``source``, ``to``: the layouts before (``R`` or ``R'``) and
+        after (sharded)."""
         name = "shard_narrow" if source.kind == "R'" else "shard_slice"
         return self.insert_collective(name, self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
     def scatter_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append a reduce-scatter of the partial sums ``local`` to shards in the layout ``to``, and return its node."""
+        """Append a reduce-scatter of partial sums and return its node. ``local``: the node of this rank's partial sum.
+        ``source``: its layout. ``to``: the sharded layout of the result."""
         return self.insert_collective("reduce_scatter", self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
     def exchange_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-to-all that changes the sharded dim from that of ``source`` to that of ``to``, or, for other
-        sections of the same dim, a gather and a slice; return the last node.
-        """
+        """Append an all-to-all that changes which dim of a tensor is sharded, and return the last node. For a change of
+        the sections of one dim (parts that are each divided over all ranks), append a gather and a slice instead.
+        ``local``: the node of this rank's shard. ``source``, ``to``: the sharded layouts before and after."""
         if source.dim == to.dim:  # other sections of the same dim
             return self.slice_whole(self.gather_shards(local, source, REPLICATED), REPLICATED, to)
         local = self.rank_major(local, to)
@@ -232,29 +234,30 @@ class _Rewriter:
         return self.section_major(local, source)
 
     def reduce_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-reduce of the partial sums ``local`` and return its node. Its gradient is summed over the ranks
-        if ``to`` says that each rank has a part of it.
-        """
+        """Append an all-reduce of partial sums and return its node. ``local``: the node of this rank's partial sum.
+        ``source``: its layout. ``to``: the layout of the result, whole on every rank; if it is ``R'``, each rank has a
+        part of the gradient, which is then summed over the ranks."""
         return self.insert_collective(
             "all_reduce", local, self.axis, self.num_ranks, "reduce" if to.kind == "R'" else "copy"
         )
 
     def copy_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append the collective ``copy``, which returns the whole tensor ``local`` and sums its gradient over the
-        ranks; return its node.
-        """
+        """Append the collective ``copy``, which returns its operand and sums the gradient over the ranks; return its
+        node. ``local``: the node of a tensor that is whole on every rank. ``source``, ``to``: the layouts before and
+        after."""
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
     def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append operators that turn the tensor ``local``, which is whole on every rank, into a partial sum: each rank
-        divides it by the number of ranks. Return the node. ``source``, ``to``: the layouts before and after.
-        """
+        """Append operators that turn a tensor that is whole on every rank into a partial sum: each rank divides it by
+        the number of ranks. Return the node. ``local``: the node of the whole tensor. ``source``, ``to``: the layouts
+        before and after."""
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
 
     def keep_value(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Return ``local``, because the change of layout from ``source`` to ``to`` needs no operator."""
+        """Return ``local``, the node of this rank's part of a tensor, because the change of its layout from ``source``
+        to ``to`` needs no operator."""
         return local
 
 
@@ -309,9 +312,9 @@ def fuse_bias(block: Block) -> Block:
 
 
 def _can_fuse_bias(product: object, bias: object, node: fx.Node) -> bool:
-    """Return whether ``node``, the sum of ``product`` and ``bias``, can become one operator with the product: nothing
-    else reads the product, and the bias is a vector over its last dim, of the same type.
-    """
+    """Return whether the matrix product ``product`` and the addition ``node`` of ``bias`` to it can become one
+    operator. This is so if nothing else reads the product, and the bias is a vector over its last dim, of the same
+    type."""
     if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or len(product.users) != 1:
         return False
     if product.target not in (aten.linear.default, aten.mm.default) or len(product.args) != 2:

@@ -109,7 +109,7 @@ def _is_independent_total(
     batch.
 
     ``call``: the run of a block (a graph) that contains ``node``. ``producers``: for each value by name, the index of
-    the call that computes it, and the value's index among the call's outputs.
+    the call that computes it, and the value's index among the call's outputs. ``model``: has all calls.
     """
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
@@ -147,6 +147,7 @@ def _totals_block(
 
     ``call``: the run of a block that contains the nodes ``totals``. ``name``: the new block's name. ``producers``: for
     each value by name, the index of the call that computes it, and the value's index among the call's outputs.
+    ``model``: has all calls.
     """
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
@@ -241,8 +242,8 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 
 
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
-    """Move collectives from the axis ``data`` (all parts of the global batch) to ``dp`` (the data-parallel ranks) if
-    each rank runs one microbatch, in place.
+    """Move collectives in the graphs of ``model`` from the axis ``data`` (all parts of the global batch) to ``dp`` (the
+    data-parallel ranks) if each rank runs one microbatch, in place.
 
     ``num_microbatches``: the number of microbatches of each rank. With several, replace slices by an index of the
     microbatch, and raise :class:`UnsupportedError` for a collective that communicates.
@@ -284,10 +285,9 @@ _MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
 
 
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
-    """Return the first operator that reads the result of the collective ``node``, in ``block`` (the graph that contains
-    it) or in one that runs later; ``None`` if there is none. Operators that belong to the collective itself are
-    skipped.
-    """
+    """Return the first operator of ``model`` that reads the result of the collective ``node``, in ``block`` (the graph
+    that contains it) or in one that runs later; ``None`` if there is none. Operators that belong to the collective
+    itself are skipped."""
     place = node.meta.get("path"), node.meta.get("source")
     waiting: list[tuple[Block, fx.Node]] = [(block, node)]
     seen: set[fx.Node] = set()
@@ -304,9 +304,8 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
 
 
 def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
-    """Return (block, placeholder) for each placeholder through which a later call reads the node ``output``, an output
-    of ``block``. A block is a graph, such as that of a layer, and a call is one run of it.
-    """
+    """Return (block, placeholder) for each placeholder through which a later call of ``model`` reads the node
+    ``output``, an output of ``block``. A block is a graph, such as that of a layer, and a call is one run of it."""
     number = block.outputs.index(output)
     values = {c.outputs[number] for c in model.calls if c.block == block.name}
     found = []
@@ -318,9 +317,8 @@ def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace the shard slice ``node`` by an index look-up, in place, because its start depends on which microbatch
-    runs.
-    """
+    """Replace, in ``graph``, the node ``node`` that takes a rank's shard of the batch by an index look-up, in place,
+    because its start depends on which microbatch runs."""
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):

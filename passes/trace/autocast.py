@@ -59,8 +59,12 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
         plain_init(self, own, *args, **kwargs)
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        """Trace one operator call in place of torch's own function: cast its operands as autocast would, or, if
-        autocast casts inside of it, trace the operators that it consists of. Return its result.
+        """Trace a call of the operator ``func`` with ``args`` and ``kwargs``, in place of torch's own function, and
+        return its result. Operands are cast as autocast would; if autocast casts inside of the operator, the operators
+        that it consists of are traced.
+
+        ``mode``: torch's trace. ``pre_dispatch``: whether the trace records operators before autograd and autocast
+        handle them; otherwise nothing is cast.
         """
         asked = _read_autocast_request(device)
         with _disable_torch_autocast():
@@ -286,7 +290,8 @@ def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: As
 
 
 def _is_listed(name: str, device: str) -> bool:
-    """Return whether autocast has a rule for the operator ``name`` on the device type ``device``."""
+    """Return whether autocast has a rule for the operator with the name ``name`` on the device type ``device``, such as
+    ``"cuda"``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device.upper()}")
 
 
@@ -347,7 +352,8 @@ class _AutocastLog(TorchDispatchMode):
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, record it with its dtypes unless it only moves numbers, and return its result."""
+        """Run the operator ``func`` on ``args`` and ``kwargs`` and return its result. Record its name, and the
+        floating-point dtypes that it reads and returns, unless it only moves numbers."""
         made = func(*args, **(kwargs or {}))
         read, gives = _list_floating_dtypes((args, kwargs or {})), _list_floating_dtypes(made)
         if gives and func.overloadpacket not in _MOVES and not func.is_view:

@@ -78,14 +78,14 @@ torch.library.register_fake("partition::own", lambda x, *_: torch.empty_like(x),
 
 
 def _keep_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
-    """Store in ``ctx`` the numbers of loss terms and of inputs of the operator ``partition::own``, for its backward."""
+    """Store in ``ctx``, for the backward of the operator ``partition::own``, how many loss terms and inputs it has.
+    ``inputs``: its arguments (tensor, loss terms, inputs). ``output``: its result, which is not read."""
     ctx.counts = len(inputs[1]), len(inputs[2])
 
 
 def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[None]]:
-    """Return the gradients of the operator ``partition::own``: ``grad`` for its result, none for its loss terms and
-    inputs.
-    """
+    """Return the gradients of the operator ``partition::own``: ``grad`` for the tensor that it returns, and ``None``
+    for each of its loss terms and inputs, whose numbers are stored in ``ctx``."""
     terms, inputs = ctx.counts
     return grad, [None] * terms, [None] * inputs
 
@@ -221,16 +221,15 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
-    """Return a scalar that is zero if ``change`` is zero, and whose gradient with respect to ``change`` is
-    ``constant``.
-    """
+    """Return a 0-dimensional tensor that is zero if ``change`` is zero, and whose gradient with respect to ``change``
+    is ``constant``."""
     if change.is_complex():
         return (constant.conj() * change).real.sum()
     return (constant * change).sum()
 
 
 def _select_needing_gradient(args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
-    """Return those of ``args`` for which ``needs`` is true."""
+    """Return those of the arguments ``args`` for which the flag at the same position of ``needs`` is true."""
     return [a for a, need in zip(args, needs, strict=True) if need]
 
 
@@ -384,7 +383,8 @@ class _SettingGrad(TorchFunctionMode):
         self.cls = cls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and return its result, unless it assigns ``tensor.grad``."""
+        """Run the torch function ``func`` and return its result. Raise :class:`UnsupportedError` if it assigns
+        ``tensor.grad``."""
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.grad:
             raise UnsupportedError(
                 f"{_format_class_name(self.cls)}.backward sets the gradient of a tensor as a side effect, "
@@ -535,9 +535,8 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         """
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
-            """Note ``hook`` without registering it, and return a handle. Raise :class:`UnsupportedError` if it may do
-            more than observe.
-            """
+            """Note ``hook``, which forward wants to register on ``owner``, without registering it, and return a handle.
+            Raise :class:`UnsupportedError` if it may do more than observe."""
             reason = what_it_does(hook, given)
             if reason is not None:
                 raise UnsupportedError(
@@ -625,7 +624,8 @@ class LeftToPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return one text for the user on each kind of place that was found."""
+        """Return one text for the user on each kind of place in forward that controls memory by itself and that a plan
+        replaces, such as activation checkpointing."""
         told = (
             (CHECKPOINT_NOTE, self.checkpointed),
             (OFFLOAD_NOTE, self.offloaded),
@@ -647,8 +647,7 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
 
     def entered(hooks: Any) -> Any:
         """Replace ``saved_tensors_hooks.__enter__``: note ``save_on_cpu`` without entering it, and raise
-        :class:`UnsupportedError` for hooks of the user.
-        """
+        :class:`UnsupportedError` for hooks of the user. ``hooks``: the context that is entered."""
         if isinstance(hooks, graph.save_on_cpu):
             left.offloaded.add(_format_user_line())
             return None
@@ -752,9 +751,8 @@ class _HookState:
 
     @staticmethod
     def of(hook: Any) -> _HookState:
-        """Return the snapshot of what ``hook`` can reach: closure variables, default arguments, globals, attributes of
-        these objects, and containers one level deep in them.
-        """
+        """Return a snapshot of what ``hook`` can reach and change: closure variables, default arguments, globals,
+        attributes of these objects, and containers one level deep in them."""
         function = getattr(hook, "func", hook)
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
@@ -770,7 +768,8 @@ class _HookState:
         return _HookState(cells, [*containers, *inner])
 
     def restore(self) -> bool:
-        """Restore the variables and containers of the snapshot. Return whether anything had changed."""
+        """Set the variables and containers that a hook can reach back to their state in this snapshot. Return whether
+        anything had changed."""
         changed = False
         for cell, held in self.cells:
             if cell.cell_contents is not held:
@@ -836,7 +835,7 @@ def with_terms_added(captured: Captured) -> Captured:
 
 
 def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node]) -> fx.Node:
-    """Append the sum of ``loss`` and all ``terms``, cast to its dtype, and return the node."""
+    """Append to ``graph`` the sum of ``loss`` and all ``terms``, cast to its dtype, and return the node."""
     with graph.inserting_before(graph.output_node()):
         for term in terms:
             added = _insert_call_like(graph, aten._to_copy.default, (term,), {"dtype": loss.meta["val"].dtype}, loss)
@@ -847,18 +846,16 @@ def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node])
 def _insert_call_like(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
 ) -> fx.Node:
-    """Append the operator ``target`` with its meta value, and the module path, source line and module stack of
-    ``like``; return its node.
-    """
+    """Append to ``graph`` the operator ``target`` with its meta value, and the module path, source line and module
+    stack of ``like``; return its node."""
     node = insert_operator_node(graph, target, args, kwargs, like=like)
     node.meta["stack"] = like.meta.get("stack", ())
     return node
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes, among ``marks`` and those that depend on them, that autograd reaches from ``loss``, even by a
-    zero gradient.
-    """
+    """Return the nodes of ``graph``, among ``marks`` and those that depend on them, that autograd reaches from
+    ``loss``, even by a zero gradient."""
     behind = set(marks)
     for node in graph.nodes:
         if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

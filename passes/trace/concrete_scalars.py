@@ -109,9 +109,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _compute_tensor_numbers(self, tensors: list[Tensor], tracer: Any) -> list[Tensor] | None:
-        """Return the traced ``tensors`` with their real numbers; ``None`` if these depend on more than constants and
-        buffers.
-        """
+        """Return copies of the traced ``tensors`` with real numbers; ``None`` if these depend on more than constants
+        and buffers. ``tracer``: records the operators of the trace."""
         slots = [get_proxy_slot(t, tracer, None) for t in tensors]
         buffers, wanted = self.placeholders, [slot.proxy.node for slot in slots if slot is not None]
         if not wanted or len(wanted) < len(tensors):
@@ -253,8 +252,8 @@ def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Return ``module`` unchanged, in place of ``nn.Module._apply``. Raise :class:`UnsupportedError` if
-        ``function`` would change the dtype or device of one of its tensors.
-        """
+        ``function``, which converts a tensor, would change the dtype or device of a parameter or buffer of it or its
+        submodules. ``recurse`` is not read."""
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), _disable_current_modes():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 made = function(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))

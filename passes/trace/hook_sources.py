@@ -44,7 +44,7 @@ class HookValue:
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
     def joined(self, other: HookValue) -> HookValue:
-        """Return what an expression can be that has either this value or ``other``."""
+        """Return the kind of value that an expression has which is either this value or ``other``."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -88,9 +88,9 @@ def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
 
 
 def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
-    """Return the function behind a partial, a bound method or a callable object, and the positional and keyword
-    arguments that this object passes in addition, as kinds of values for the analysis of hooks.
-    """
+    """Return three values for ``called``, a partial, a bound method or a callable object: the function behind it, and
+    the positional and keyword arguments that the object passes in addition, as kinds of values for the analysis of
+    hooks."""
     first: list[HookValue] = []
     named: dict[str, HookValue] = {}
     for _ in range(_MOST_DEPTH):
@@ -319,7 +319,8 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
-        """Set the kind of value of each parameter's name from ``args``, ``named`` and the defaults."""
+        """Set the kind of value of each parameter of the analysed function. ``args``, ``named``: the kinds of the
+        positional and the keyword arguments; defaults count for the rest."""
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -332,22 +333,22 @@ class _HookReader:
                 self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
 
     def create_side_effect(self, what: str, node: ast.AST) -> _SideEffect:
-        """Return the exception that says ``what`` the function may do, with the line of the syntax tree node
-        ``node``.
-        """
+        """Return the exception that says ``what`` the analysed function may do. ``node``: the syntax tree node, for its
+        line."""
         return _SideEffect(f"{what} (line {getattr(node, 'lineno', '?')})")
 
     # statements
 
     def read_statements(self, body: Sequence[ast.stmt]) -> None:
-        """Analyse all statements of ``body``. Raise :class:`_SideEffect` if one may change something."""
+        """Analyse all statements of ``body`` without running them. Raise :class:`_SideEffect` if one may change
+        something."""
         for statement in body:
             self.read_statement(statement)
 
     def read_statement(self, node: ast.stmt) -> None:
-        """Analyse one statement: set the kinds of values of the names that it assigns, and of what it returns. Raise
-        :class:`_SideEffect` if it may change something, raise an error, or cannot be analysed.
-        """
+        """Analyse the statement ``node`` of a hook's source: set the kinds of values of the names that it assigns, and
+        of what it returns. Raise :class:`_SideEffect` if it may change something, raise an error, or cannot be
+        analysed."""
         match node:
             case ast.Return():
                 found = NONE if node.value is None else self.evaluate_node(node.value)
@@ -396,7 +397,8 @@ class _HookReader:
                 raise self.create_side_effect(f"has a statement that is not read ({type(node).__name__.lower()})", node)
 
     def _bind_imported_names(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Set the value of each name that an import statement binds; unknown if its module is not loaded."""
+        """Set the value of each name that the import statement ``node`` of a hook's source binds; unknown if its module
+        is not loaded."""
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             if isinstance(node, ast.Import):
@@ -467,7 +469,8 @@ class _HookReader:
         return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _join_held_values(parts)
 
     def evaluate_either(self, *nodes: ast.expr) -> HookValue:
-        """Return what kind of value one of the expressions ``nodes`` has; ``NONE`` only if all of them are ``None``."""
+        """Return what kind of value an expression has that is one of the expressions ``nodes``, such as ``a if c else
+        b``; ``NONE`` only if all of them are ``None``."""
         found = [self.evaluate_node(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE
@@ -646,7 +649,7 @@ def _iterate_function_nodes(tree: ast.Module) -> Iterator[Definition]:
 
 
 def _first_line(node: Definition) -> int:
-    """Return the first line (from 1) of a function definition, with its decorators."""
+    """Return the first line (from 1) of the function definition ``node``, with its decorators."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
     return min([node.lineno, *(d.lineno for d in decorators)])
 

@@ -121,7 +121,8 @@ class _InnerGradients:
         return _plain_requires_grad_(tensor, flag)
 
     def assign_requires_grad(self, tensor: Tensor, flag: bool) -> None:
-        """Replace the assignment ``tensor.requires_grad = flag``."""
+        """Replace the assignment ``tensor.requires_grad = flag``: note where in the graph the tensor begins to require
+        a gradient."""
         self.request_gradient(tensor, flag)
 
     def run_engine(
@@ -137,8 +138,10 @@ class _InnerGradients:
         """Replace the autograd engine: return a tuple with the gradient of ``outputs`` with respect to each of
         ``inputs``, computed by traced operators; ``None`` for an input on which no output depends.
 
-        The arguments are those of the engine. Raise :class:`UnsupportedError` for ``backward()``, which stores
-        gradients on tensors, and :class:`RuntimeError` for an unused input unless ``allow_unreachable``.
+        ``grad_outputs``: the gradient of each output. ``create_graph``: whether the results can be differentiated
+        again. ``allow_unreachable``: whether ``None`` is allowed; if not, raise :class:`RuntimeError` for it.
+        ``accumulate_grad``: whether gradients are to be stored on tensors, as ``backward()`` does; then raise
+        :class:`UnsupportedError`. ``keep_graph`` is not read in a trace.
         """
         tracer = _find_active_tracer()
         if tracer is None:
@@ -179,7 +182,8 @@ class _InnerGradients:
             )
 
     def create_error(self, does: str, why: str) -> UnsupportedError:
-        """Return the error that forward ``does`` something at its present line which ``why`` says cannot be traced."""
+        """Return the error that says that forward cannot be traced. ``does``: what it does at its present line.
+        ``why``: the reason."""
         return UnsupportedError(f"forward {does}{self.line()}, which {why}")
 
 
@@ -293,7 +297,8 @@ class _GradientBody:
 
     @staticmethod
     def _read_again(tracer: Any, tensor: Tensor, again: Tensor) -> None:
-        """Make all later reads of ``tensor`` in the trace read ``again``, which has equal values."""
+        """Make all later reads of ``tensor`` in the trace read ``again``, a tensor with equal values. ``tracer``:
+        records forward's operators."""
         track_tensor(tensor, get_proxy_slot(again, tracer).proxy, constant=None, tracer=tracer)
 
 
@@ -314,9 +319,8 @@ def _make_empty_like(value: Tensor) -> Tensor:
 
 
 def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
-    """Return a new tensor that stands for the result of ``node`` in the trace. ``value``: a tensor of the same shape,
-    strides and type.
-    """
+    """Return a new tensor that stands for the result of ``node`` in the trace of ``tracer``. ``value``: a tensor of the
+    same shape, strides and type."""
     made = _make_empty_like(value)
     if made.is_floating_point() or made.is_complex():
         _plain_requires_grad_(made)
@@ -418,9 +422,8 @@ def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.
 
 
 def _take_out_detached(traced: fx.GraphModule) -> None:
-    """Remove ``detach`` operators from the graph of a derivative, in place. They come from tensors that autograd saved,
-    and would stop a gradient of the derivative.
-    """
+    """Remove ``detach`` operators from ``traced``, the graph of a derivative, in place. They come from tensors that
+    autograd saved, and would stop a gradient of the derivative."""
     for node in list(traced.graph.nodes):
         if node.target in _DETACHES:
             node.replace_all_uses_with(node.args[0])
@@ -464,8 +467,9 @@ def _gradient_of_input(
     """Decompose ``convolution_backward`` into a transposed convolution if only the input's gradient is wanted: return
     (gradient, ``None``, ``None``). Return ``NotImplemented`` if other gradients are wanted too.
 
-    ``how``: stride, padding, dilation, whether the convolution is transposed, output padding, number of groups, and the
-    three wanted gradients as booleans.
+    ``grad``: the gradient of the convolution's result. ``input``, ``weight``: its operands. ``bias_sizes``: the shape
+    of its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
+    number of groups, and the three wanted gradients as booleans.
     """
     stride, padding, dilation, transposed, _, groups, wanted = how
     if list(wanted) != [True, False, False]:
@@ -535,7 +539,9 @@ def _compute_output_and_jvp(
     """Replace ``torch.func.jvp``: return the output of ``func`` and its directional derivative along ``tangents``; with
     ``has_aux`` also the further result of ``func``.
 
-    A vector-Jacobian product is linear in its cotangents, so its own gradient is the Jacobian-vector product.
+    ``primals``: the arguments of ``func``. ``tangents``: a direction for each. ``argnums``: the index or indices of the
+    arguments that are differentiated. ``strict``: not read. A vector-Jacobian product is linear in its cotangents, so
+    its own gradient is the Jacobian-vector product.
     """
     output, pull_back, *aux = _compute_output_and_vjp(func, *primals, argnums=argnums, has_aux=has_aux)
     ends, spec = pytree.tree_flatten(output)
@@ -548,8 +554,8 @@ def _compute_output_and_jvp(
 
 def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
     """Replace ``torch.vmap(func)`` by a loop over the rows of the arguments (dim 0); torch.func computes Jacobians with
-    it. Return the function; it stacks the results of the rows along ``out_dims``.
-    """
+    it. Return the function that runs the loop; it stacks the results of the rows along ``out_dims``. ``in_dims`` is not
+    read; torch.func passes 0."""
 
     def mapped(*args: Any) -> Any:
         """Call ``func`` for each row of ``args`` and return its results, stacked."""

@@ -201,7 +201,7 @@ class _TensorNamingMode(TorchFunctionMode):
         return name if written is None else self._assign_key_number((name, written))
 
     def _assign_key_number(self, key: Any) -> int:
-        """Return the integer of ``key``; equal keys have equal integers."""
+        """Return the integer that stands for ``key``, a key of a computation; equal keys have equal integers."""
         return self.names.setdefault(key, len(self.names))
 
     def __torch_function__(
@@ -264,20 +264,20 @@ class _TensorNamingMode(TorchFunctionMode):
         return fake
 
     def _record_same_numbers(self, made: Tensor, source: Tensor) -> None:
-        """Give ``made`` the identifier of ``source``, because it has equal values."""
+        """Give the tensor ``made`` the identifier of ``source``, because it has equal values."""
         if id(made) not in self._by_id:
             self._held.append(made)
             self._by_id[id(made)] = self.of(source)
 
     def _build_argument_key(self, value: Any) -> Any:
-        """Return a hashable key of an argument that is equal for equal arguments in two runs of forward."""
+        """Return a hashable key of ``value``, an argument of a torch function, that is equal for equal arguments in two
+        runs of forward."""
         return build_value_key(value, lambda tensor: ("tensor", self.of(tensor)))
 
 
 def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
-    """Return the operand whose values ``result`` has, as for a clone, or a concatenation of one tensor with empty ones;
-    ``None`` if there is none.
-    """
+    """Return the operand of a call of the torch function ``func`` whose values its ``result`` has, as for a clone, or a
+    concatenation of one tensor with empty ones; ``None`` if there is none. ``args``: the arguments of the call."""
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):
         return first

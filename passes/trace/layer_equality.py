@@ -45,7 +45,8 @@ class Unread:
         self.kept = kept  # the value
 
     def _refuse_attribute_use(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise :class:`Unlike`."""
+        """Raise :class:`Unlike`, in place of any use of an attribute's value that differs between modules which should
+        be equal."""
         raise Unlike("forward reads an attribute that each layer has for itself")
 
     __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = (
@@ -278,14 +279,14 @@ class _Frozen:
         return kind, id(value)
 
     def _build_dict_key(self, value: dict[Any, Any]) -> Any:
-        """Return a hashable key of a dict: its type, and the keys of its items in order."""
+        """Return a hashable key of the dict ``value``: its type, and the keys of its items in order."""
         columns = tuple(value), tuple(value.values())
         if all(_EXACT.issuperset(map(type, column)) for column in columns):  # labels may be tens of thousands
             return type(value), columns, tuple([tuple(map(type, column)) for column in columns])
         return type(value), tuple([(self.of(k), self.of(v)) for k, v in value.items()])
 
     def _fields(self, value: Any) -> Any:
-        """Return a hashable key of a dataclass instance: its type, and the keys of its fields in order."""
+        """Return a hashable key of the dataclass instance ``value``: its type, and the keys of its fields in order."""
         return type(value), self.of(tuple([_read_stored_field(value, f.name) for f in dataclasses.fields(value)]))
 
 
@@ -318,7 +319,8 @@ class _ParkedParameterDict(dict[str, Any]):
         return False
 
     def _list_as_empty_dict(self) -> dict[str, Any]:
-        """Return an empty dict. Raise :class:`ParkedParameterError` while the model runs."""
+        """Return an empty dict in place of a module's removed parameters. Raise :class:`ParkedParameterError` while the
+        model runs."""
         if self._running():
             raise ParkedParameterError("a layer's weights are listed outside of its call")
         return {}
@@ -345,7 +347,7 @@ class ParkedParameters:
 
     ``names``: for the ``id`` of each such module, the names of its parameters in the order of its submodules, and
     ``None`` for each buffer. ``numbers``: a number (from 0) for each such module, by its ``id``. ``parameters``: the
-    removed parameters, by name.
+    removed parameters, by name. ``model``: the model.
     """
 
     model: nn.Module
@@ -387,14 +389,15 @@ class ParkedParameters:
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def close(self) -> None:
-        """Remove the selected parameters from their modules, until :meth:`open` puts them back."""
+        """Remove the parameters that were selected for the time of a trace from their modules, until :meth:`open` puts
+        them back."""
         for held in self._held.values():
             for part, _, own in held:
                 names = [n for n, p in own.items() if p is not None]
                 part.__dict__["_parameters"] = _ParkedParameterDict(names, lambda: self._running)
 
     def open(self) -> None:
-        """Put all removed parameters back into their modules."""
+        """Put all parameters that :meth:`close` removed back into their modules."""
         for held in self._held.values():
             for part, _, own in held:
                 part.__dict__["_parameters"] = own

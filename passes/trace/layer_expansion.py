@@ -174,10 +174,9 @@ class _Restored:
 
 
 def _parse_layer_call(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
-    """Return the arguments of a ``partition::layer`` node, which stands for a call of a layer: the nodes of its
+    """Return four values for ``call``, a ``partition::layer`` node that stands for a call of a layer: the nodes of its
     operands, those of its results (empty if the call was not run), the number of the group of equal calls, and the
-    number of the module whose parameters were removed (-1 if none were).
-    """
+    number of the module whose parameters were removed (-1 if none were)."""
     operands, results, number, member = cast(Any, call.args)
     return list(operands), list(results), int(number), int(member)
 
@@ -228,7 +227,8 @@ def _build_body_key(
         place[node] = ("node", i)
 
     def encoded(argument: Any) -> Any:
-        """Return a hashable key of an operator's argument, with a node given by its position in the call."""
+        """Return a hashable key of ``argument``, an argument of an operator inside a layer, with a node given by its
+        position in the call of the layer."""
         if isinstance(argument, fx.Node):
             return place[argument]
         if isinstance(argument, tuple | list):

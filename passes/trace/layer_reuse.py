@@ -74,7 +74,7 @@ class Journal(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, record the call, and return its result."""
+        """Run the torch function ``func``, record the call in this journal, and return its result."""
         kwargs = kwargs or {}
         asked = self._build_argument_key(args), self._build_argument_key(kwargs)
         self.needs_trace |= autocast_on() is not None
@@ -83,9 +83,8 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return (number of entries so far, number of known tensors); :meth:`sum_up` replaces the entries after
-        that.
-        """
+        """Return two counts that mark the present position of this journal: the number of entries so far, and the
+        number of known tensors. :meth:`sum_up` replaces the entries after the mark."""
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -129,9 +128,8 @@ class Journal(TorchFunctionMode):
         return None
 
     def _build_argument_key(self, value: Any) -> Any:
-        """Return a hashable key of an argument that is equal for corresponding arguments of two calls. Unknown objects
-        are keyed by their ``id``.
-        """
+        """Return a hashable key of ``value``, an argument of a torch function, that is equal for corresponding
+        arguments of two calls of equal modules. Unknown objects are keyed by their ``id``."""
         return build_value_key(value, self._build_tensor_key)
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
@@ -250,7 +248,8 @@ class Repeats:
 
     @classmethod
     def of(cls, model: nn.Module) -> Repeats:
-        """Return the groups of equal modules of ``model`` that are large enough to be traced once."""
+        """Return a record of the groups of equal modules of ``model`` that are large enough to be traced once, without
+        facts about calls."""
         return cls(find_equal_layers(model, _LEAST))
 
     def put_away(self, model: nn.Module) -> Repeats:
@@ -314,10 +313,9 @@ class Repeats:
     def _run_or_reuse_call(
         self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``module``, a member of the group number ``index`` of equal modules, and return its output. It is run or
-        traced if this is one of the first calls or cannot stand for others; otherwise the operator ``partition::layer``
-        stands for it.
-        """
+        """Call ``module``, a member of the group number ``index`` of equal modules, with ``args`` and ``kwargs``, and
+        return its output. It is run or traced if this is one of the first calls or cannot stand for others; otherwise
+        the operator ``partition::layer`` stands for it. ``forward``: the module's own forward."""
         if self.away is not None and id(module) in self.away.names:
             return self._stand_in(self.away, index, module, args, kwargs)
         again = id(module) in self._called
@@ -529,7 +527,7 @@ class _RepeatedCall:
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 
     def unchanged(self) -> bool:
-        """Return whether the call, which has been run, wrote to none of its tensors, lists and dictionaries."""
+        """Return whether this module call, which has been run, wrote to none of its tensors, lists and dictionaries."""
         leaves = pytree.tree_leaves(self.given)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]
@@ -554,9 +552,11 @@ def _identify_storage(tensor: Tensor) -> int:
 
 
 def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
-    """Store in ``memo`` the structure of a call's output, and return the list of tensors that the call made. Raise
-    :class:`Unlike` if the output contains a view of an operand or an object that is no plain value, or differs from
-    that of the first equal call.
+    """Store the structure of ``output``, what the module call ``call`` returned, in ``memo``, and return the list of
+    tensors that the call made.
+
+    Raise :class:`Unlike` if the output contains a view of an operand or an object that is no plain value, or differs
+    from that of the first equal call.
     """
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []

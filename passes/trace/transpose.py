@@ -126,9 +126,8 @@ class _Traced:
 
     @property
     def constant(self) -> tuple[int, ...]:
-        """Return the indices of the returned gradients that have a part which does not depend on the incoming
-        gradients.
-        """
+        """Return the indices, among the gradients that the traced ``backward`` returns, of those that have a part which
+        does not depend on the incoming gradients."""
         return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
 
     def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
@@ -230,7 +229,8 @@ class _AtZero:
         self.known = {n: value for n, value in env.items() if not parts[n].depends}
 
     def value(self, node: fx.Node | None) -> Any:
-        """Return the value of ``node`` for incoming gradients of zero."""
+        """Return the value that ``node``, a node of the graph of a ``backward`` function, has for incoming gradients of
+        zero."""
         assert node is not None
         if node not in self.known:
             self.known[node] = (
@@ -339,8 +339,8 @@ def _spelled_out() -> dict[Any, Callable[..., Any]]:
 
 class ConvolutionGeometry(NamedTuple):
     """Parameters of a convolution, in the order in which torch's operators take them. ``stride``, ``padding``,
-    ``dilation`` and ``output_padding`` have one entry for each dim of positions.
-    """
+    ``dilation`` and ``output_padding`` have one entry for each dim of positions. ``transposed``: whether it is a
+    transposed convolution. ``groups``: the number of groups."""
 
     stride: list[int]
     padding: list[int]
@@ -354,8 +354,9 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
     """Decompose ``convolution_backward`` into a convolution that does not read the input if only the input's gradient
     is wanted: return (gradient, ``None``, ``None``). Return ``NotImplemented`` if other gradients are wanted too.
 
-    ``how``: stride, padding, dilation, whether the convolution is transposed, output padding, number of groups, and the
-    three wanted gradients as booleans.
+    ``grad``: the gradient of the convolution's result. ``x``, ``weight``: its operands. ``bias_sizes``: the shape of
+    its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
+    number of groups, and the three wanted gradients as booleans.
     """
     *geometry, output_mask = how
     if list(output_mask) != [True, False, False]:
@@ -370,7 +371,8 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
 
 
 class _KeepingValues(fx.Interpreter):
-    """Interpreter of a graph in which attributes (``get_attr`` nodes) are read from the tensors ``held``, by name."""
+    """Interpreter of a graph in which attributes (``get_attr`` nodes) are read from the tensors ``held``, by name.
+    ``module``: the graph."""
 
     def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
         super().__init__(module)

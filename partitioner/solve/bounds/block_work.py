@@ -64,9 +64,11 @@ class BlockCallTime:
     spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
-        """Return a lower bound in seconds on a call for the fraction ``share`` of the batch, divided over ``tp`` ranks.
-        ``several``: 1 if the microbatch has more than one sample, else 0. The traffic of all weights is divided over
-        ``ep`` ranks too, since some may belong to experts.
+        """Return a lower bound in seconds on one call of a block with the fraction ``share`` of the batch, divided over
+        ``tp`` ranks.
+
+        ``several``: 1 if the microbatch has more than one sample, else 0. ``ep``: the number of ranks over which,
+        besides ``tp``, the reading and writing of all weights is divided, since some may belong to experts.
         """
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
@@ -235,8 +237,8 @@ def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
     """Return the least bytes that one call of ``block`` keeps for backward: the smaller numbers of those without
-    recomputation and those with selective recomputation of the kind ``how`` (``None``: without only).
-    """
+    recomputation and those with selective recomputation of the kind ``how`` (``None``: without only). ``train``: the
+    call has a backward."""
     kept = kept_by(block, train)
     if how is None or not train:
         return kept
@@ -260,9 +262,9 @@ def _for_inputs(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _bound_kernel_seconds(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> BlockCallTime:
-    """Return the seconds of ``kernels`` on ``device``, in parts that depend differently on batch and sharding.
-    ``spared``: the kernels of copies and sums that a sharded graph may not need.
-    """
+    """Return lower bounds on the seconds of ``kernels`` on ``device``, divided into parts: kernel launches, work that
+    grows with the batch, and reading and writing of weights. ``spared``: the kernels of copies and sums that a sharded
+    graph may not need."""
     batch = weights = 0.0
     for kernel in kernels:
         rate = memory_rate(kernel.kind, device)
@@ -298,14 +300,14 @@ class DeviceKinds:
 
     @property
     def differ(self) -> bool:
-        """Return whether the topology has several device types."""
+        """Return whether the topology, on whose devices the blocks are timed, has several device types."""
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
-        """Return lower bounds on the forward and the backward seconds of one microbatch in each block: two arrays of
-        shape ``[blocks, candidates]``. ``blocks``: block name -> its work on one device type. The first dim is in the
-        order of ``self.often``.
-        """
+        """Return lower bounds on the forward and the backward seconds of one call of each block with one microbatch:
+        two arrays of shape ``[blocks, candidates]``. ``blocks``: block name -> its work on one device type.
+        ``candidates``: mesh sizes and schedules. The blocks are in the order of ``self.often``, which counts the calls
+        of each."""
         fields = ("cp", "tp", "ep", "microbatch_size")
         cp, tp, ep, size = (np.array([getattr(p, a) for p in candidates], dtype=np.float64) for a in fields)
         share, several = size / self.samples / cp, (size > 1).astype(np.float64)

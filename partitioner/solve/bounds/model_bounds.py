@@ -89,9 +89,8 @@ Vector = NDArray[np.float64]
 
 
 class BoundOptions(TypedDict, total=False):
-    """Options of the computation of a lower bound on stage times. ``cutoff_s``: a bound of this many seconds is tight
-    enough. ``quick``: do not compute entries for long stages.
-    """
+    """Options of the computation of lower bounds on stage times. ``cutoff_s``: a bound of this many seconds is tight
+    enough. ``quick``: leave out stages that take much longer than an even share of the work."""
 
     cutoff_s: float
     quick: bool
@@ -113,8 +112,7 @@ def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -
 class ModelBounds:
     """Computes lower bounds on the time and memory of mesh candidates for one model on one topology. The bounds hold
     for every sharding, placement and cut into stages. ``samples``: the number of samples that the model's graphs are
-    for.
-    """
+    for. ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements of a mesh."""
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
@@ -148,7 +146,8 @@ class ModelBounds:
         self._capacities: dict[tuple[int, int], tuple[int, ...]] = {}  # by stages and number of communication groups
 
     def with_job(self, job: PlannedJob) -> ModelBounds:
-        """Return a copy of these bounds for another job with the same model, batch and topology."""
+        """Return a copy of these bounds for ``job``, another job with the same model, batch and topology but other
+        constraints."""
         other = copy(self)
         other.job = job
         return other
@@ -249,29 +248,30 @@ class ModelBounds:
         return found
 
     def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
-        """Return the groups of ranks that do a candidate's work, with upper bounds on their speeds. A group is the
-        ranks that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or a whole stage.
-        ``speeds``: speed of each device type relative to the best one.
-        """
+        """Return upper bounds on the speeds of the groups of ranks that do a candidate's work: the distinct speeds,
+        fastest first, the number of groups of each, and the number of pipelines that they form. A group is the ranks
+        that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or a whole stage. ``speeds``:
+        speed of each device type relative to the best one."""
         apart = self.may_differ(candidate)
         size = candidate.tp * candidate.cp if apart else self.topology.num_devices // candidate.pp
         return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
 
     def may_differ(self, candidate: MeshCandidate) -> bool:
-        """Return whether faster ranks of ``dp`` may compute more microbatches than slower ones."""
+        """Return whether the ranks of ``dp`` of ``candidate`` may compute different numbers of microbatches, more on
+        faster devices."""
         return self._kinds.differ and self.job.goes_apart(candidate)
 
     def rounds(self, candidate: MeshCandidate) -> float:
-        """Return the number of microbatches of the rank with the most. If faster ranks may compute more, return the
-        mean over the ranks instead, which is a lower bound."""
+        """Return the number of microbatches that one rank of ``candidate`` computes in a step. If faster ranks may
+        compute more than slower ones, return the mean over the ranks of ``dp``, which is at most the greatest number.
+        """
         of_all = candidate.parts(self.global_batch) / candidate.dp
         return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
 
     def _bound_fill_and_drain(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return lower bounds on the times in which the pipeline fills and drains: two fractions, of a microbatch's
-        forward seconds and of its backward seconds. Both are 0 if they depend on numbers of microbatches that differ
-        between ranks.
-        """
+        """Return lower bounds on the times in which the pipeline of ``candidate`` fills and drains, as two numbers:
+        fractions of a microbatch's forward seconds and of its backward seconds. Both are 0 if they depend on numbers of
+        microbatches that differ between ranks."""
         if self.may_differ(candidate) and not is_formula(candidate.schedule):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)
@@ -324,15 +324,15 @@ class ModelBounds:
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
     def _bound_reduction_seconds(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound in seconds on reducing the gradients of all stages one after the other. Gradients of
-        experts are left out if ``ep`` > 1."""
+        """Return a lower bound in seconds on reducing the gradients of all stages of ``candidate``, one stage after the
+        other. Gradients of experts are left out if ``ep`` > 1."""
         experts = self.job.experts if candidate.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
 
     def share_of_states(self, candidate: MeshCandidate) -> StateCosts:
-        """Return a lower bound on the bytes of each parameter and buffer on one rank, by name. It is assumed that they
-        are sharded evenly."""
+        """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, a lower
+        bound in bytes. It is assumed that they are sharded evenly."""
         key = candidate.states_kind
         if key not in self._shares:
             experts = self.job.experts
@@ -353,26 +353,26 @@ class ModelBounds:
         ]
 
     def state_bytes(self, candidate: MeshCandidate) -> float:
-        """Return the bytes of parameters, gradients and optimizer states on a rank if all stages have equally many."""
+        """Return the bytes of parameters, gradients and optimizer states on a rank of ``candidate`` if all stages have
+        equally many."""
         key = candidate.states_kind
         if key not in self._state_bytes:
             self._state_bytes[key] = sum(_shard_state_cost(*state, candidate).total for state in self._placed_states)
         return self._state_bytes[key] / candidate.pp
 
     def check_states(self, candidate: MeshCandidate) -> None:
-        """Raise :class:`CapacityError` if parameters, gradients and optimizer states alone exceed the memory of all
-        ranks together. The check is quick. A single stage may lack more bytes than the error says."""
+        """Raise :class:`CapacityError` if the parameters, gradients and optimizer states of ``candidate`` alone exceed
+        the memory of all ranks together. The check is quick. A single stage may lack more bytes than the error says."""
         needed, room = self.state_bytes(candidate), sum(self._find_capacity(candidate)) / candidate.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, candidate: MeshCandidate) -> int:
-        """Return the usable bytes of the largest device that a rank of any placement could have."""
+        """Return the usable bytes of the largest device that a rank of ``candidate`` has on any placement."""
         return max(self._find_capacity(candidate))
 
     def _find_capacity(self, candidate: MeshCandidate) -> tuple[int, ...]:
-        """Return for each pipeline stage the usable bytes of the largest device that a rank of any placement could
-        have. If all devices are equal, no placement is enumerated.
-        """
+        """Return, for each pipeline stage of ``candidate``, the usable bytes of the largest device that a rank of the
+        stage has on any placement. If all devices are equal, no placement is enumerated."""
         if not self._equal_rooms:
             return self._find_best_case_mesh(candidate).capacity
         grid = candidate.grid
@@ -383,13 +383,13 @@ class ModelBounds:
 
     @cached_property
     def _equal_rooms(self) -> bool:
-        """Return whether programs may use equally many bytes on all devices."""
+        """Return whether the usable memory in bytes is equal on all devices of the topology."""
         kinds = {self.topology.types[kind].communicator for kind, _ in self.topology.paces[0]}
         return len(kinds) == 1 and bool(self.topology.usable.min() == self.topology.usable.max())
 
     def speeds(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return upper bounds on the speed of the fastest stage and on the summed speed of all stages. A stage on
-        devices of the best type has speed 1."""
+        """Return two numbers: upper bounds on the speed of the fastest pipeline stage of ``candidate``, and on the
+        summed speed of all its stages. A stage on devices of the best type has speed 1."""
         if not self._kinds.differ:
             return 1.0, float(candidate.pp)
         pool = self._group_device_speeds(candidate, self._kinds.speeds([candidate])[:, 0])
@@ -439,8 +439,8 @@ class ModelBounds:
         return self.least(candidate, self.model, calls, self.share_of_states(candidate), **how)
 
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
-        """Return, for each block by name, a lower bound on the cost of one call with one microbatch on the best device
-        type."""
+        """Return a dict from block name to a lower bound on the cost of one call of the block with one microbatch of
+        ``candidate``, on the best device type. A block is a piece of the model, such as a decoder layer."""
         key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:
             share, several = candidate.microbatch_size / self.samples / candidate.cp, candidate.microbatch_size > 1
@@ -449,14 +449,14 @@ class ModelBounds:
         return self._calls[key]
 
     def check_microbatch(self, candidate: MeshCandidate) -> None:
-        """Raise :class:`CapacityError` if one call with one microbatch needs more memory than any device has. The check
-        is quick."""
+        """Raise :class:`CapacityError` if one block call with one microbatch of ``candidate`` needs more memory than
+        any device has. The check is quick."""
         needed = self.layer_bytes(candidate)
         check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(candidate))
 
     def layer_bytes(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound on the bytes that a rank needs while one microbatch runs through the call that needs
-        most."""
+        """Return a lower bound on the bytes that a rank of ``candidate`` needs while one microbatch runs through the
+        block call that needs most."""
         kept = "activations" not in (self.job.constraints.offload or ())
         key = (kept, candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._layer_bytes:
@@ -519,15 +519,15 @@ class ModelBounds:
         ) * _ROUNDING
 
     def followed(self, candidate: MeshCandidate, pipeline_s: float) -> float:
-        """Return a lower bound in seconds on a step of ``candidate``, if its pipeline takes at least ``pipeline_s``
-        seconds. The optimizer's update is added."""
+        """Return a lower bound in seconds on a step of ``candidate`` whose pipeline takes at least ``pipeline_s``
+        seconds: these plus the optimizer's update and what else must follow the pipeline."""
         return (
             pipeline_s + float(self._bound_seconds_after_pipeline([candidate], np.array([math.inf]))[0])
         ) * _ROUNDING
 
     def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
-        """Return a lower bound in seconds on the forward of one microbatch through all stages, on the fastest devices.
-        ``floor``: known lower bounds on each block's seconds."""
+        """Return a lower bound in seconds on the forward of one microbatch of ``candidate`` through all stages, on the
+        fastest devices. ``floor``: known lower bounds on each block's seconds, or ``None``."""
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
             n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()

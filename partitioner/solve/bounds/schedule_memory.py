@@ -38,8 +38,8 @@ class ActivationBytes:
         self._sizes, self._seconds = np.cumsum(pairs[:, order], axis=1)
 
     def within(self, seconds: float) -> float:
-        """Return the greatest number of activation bytes of any set of calls (or fractions of calls) that take at most
-        ``seconds`` together."""
+        """Return the greatest number of activation bytes of one microbatch that any set of block calls (or fractions of
+        calls) has if the calls take at most ``seconds`` together."""
         return float(np.interp(seconds, [0.0, *self._seconds], [0.0, *self._sizes]))
 
 
@@ -96,9 +96,12 @@ class RankCapacity:
     states: float
 
     def room(self, needed: ActivationBytes, limit_s: float) -> float:
-        """Return an upper bound on the bytes of one microbatch that fit on all ranks, if the calls of each rank take at
-        most ``limit_s`` seconds. Parameters and optimizer states first take memory that the time limit leaves free, and
-        then the memory of the ranks that hold most microbatches."""
+        """Return an upper bound on the bytes of one microbatch's activations that fit on all ranks of a pipeline, if
+        the calls of each rank take at most ``limit_s`` seconds. ``needed``: bytes and seconds of all calls.
+
+        Parameters and optimizer states first take memory that the time limit leaves free, and then the memory of the
+        ranks that hold most microbatches.
+        """
         most = needed.within(limit_s)
         over = float(np.maximum(0.0, self.capacity - most / self.shares).sum())
         rest = max(0.0, self.states - over) * float(self.shares.min())

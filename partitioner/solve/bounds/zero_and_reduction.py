@@ -49,9 +49,9 @@ class BlockLowerBound:
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """Return a copy in which the function ``change`` is applied to the dict ``seconds`` and to each dict in
-        ``of_kind``.
-        """
+        """Return a copy of these lower bounds on the seconds of blocks in which every dict, that of ``seconds`` and
+        those of ``of_kind``, is replaced by ``change(dict)``. The dicts map a block name to (forward seconds, backward
+        seconds)."""
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
@@ -67,7 +67,7 @@ class _WeightReads:
 
 class Gathers:
     """Lower bounds on the time of gathering weights and scattering gradients under ZeRO, for each block of a job.
-    ``device``: the best device type of the topology."""
+    ``device``: the best device type of the topology. ``placements``: finds the placements of a mesh."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
@@ -98,18 +98,19 @@ class Gathers:
     def _beside(
         self, seconds: tuple[float, float], gathers: tuple[float, float], copies: tuple[float, float]
     ) -> tuple[float, float]:
-        """Return the forward and backward seconds of a block with its ZeRO-3 collectives. All arguments are pairs
-        (forward, backward) of seconds: of the block alone, of gathers and scatters, and of copies of gathered weights.
+        """Return (forward seconds, backward seconds) of a block together with its ZeRO-3 collectives.
+
+        All arguments are such pairs: ``seconds`` of the block alone, ``gathers`` of the gathers of weights and scatters
+        of gradients, and ``copies`` of copying gathered weights.
         """
         return self._add_exposed_gathers(seconds[0] + copies[0], gathers[0]), self._add_exposed_gathers(
             seconds[1] + copies[1], gathers[1]
         )
 
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
-        """Return ``seconds`` (of a block) plus the part of ``gathers_s`` (seconds of collectives) that computation does
-        not hide. ``seconds`` may contain communication, which hides nothing; assuming that it hides gathers keeps the
-        result a lower bound.
-        """
+        """Return the seconds of a block and of the part of its ZeRO-3 collectives that computation does not hide.
+        ``seconds``: those of the block alone. ``gathers_s``: those of the collectives. ``seconds`` may contain other
+        communication, which hides nothing; counting it as if it did keeps the result a lower bound."""
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
@@ -128,9 +129,9 @@ class Gathers:
         return self._floors[key]
 
     def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
-        """Return, by block name, a lower bound on the seconds (forward, backward) of copying weights out of the buffers
-        of ZeRO-3 gathers and gradients into those of scatters, without kernel launches.
-        """
+        """Return a dict from block name to a lower bound on the seconds (forward, backward) of copies that ZeRO-3 makes
+        under ``candidate``: of weights out of the buffers of gathers, and of gradients into those of scatters. Kernel
+        launches are not included."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
@@ -151,7 +152,7 @@ class Gathers:
         through all stages. The backwards of a stage hide as many seconds of scatters as they take, so the shorter the
         step, the less is hidden. The bound is computed for the mean over all stages, which is at most the slowest
         stage, because the exposed seconds are a convex function and nothing waits for the exposed seconds of earlier
-        stages.
+        stages. ``candidate``: the mesh sizes and the schedule.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
@@ -167,8 +168,8 @@ class Gathers:
         return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
 
     def _bound_scatter_seconds(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound on the seconds of scattering all gradients once, without the start-up of each
-        collective."""
+        """Return a lower bound on the seconds of scattering all gradients of ``candidate`` once, without the start-up
+        of each collective."""
         key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
         if key not in self._scatters:
             shards, experts = self._find_sharing_groups(candidate)
@@ -183,10 +184,9 @@ class Gathers:
         return self._scatters[key]
 
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
-        """Return two lists of groups of ranks, over all placements that are tried: those that share weights under ZeRO,
-        and those that share experts' weights. If not all placements are known, each list has one group that is at least
-        as fast as any real group.
-        """
+        """Return two lists of groups of ranks over all placements of ``candidate`` that are tried: those that share
+        weights under ZeRO, and those that share experts' weights. If not all placements are known, each list has one
+        group that is at least as fast as any real group."""
         if not self.placements.complete(candidate.grid):
             sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]
@@ -198,10 +198,9 @@ class Gathers:
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
-        """Return, by block name, a lower bound on the seconds (forward, backward) of ZeRO-3 collectives over the
-        fastest group. ``shards``: the possible groups that share weights. ``experts``: the possible groups that share
-        experts' weights.
-        """
+        """Return a dict from block name to a lower bound on the seconds (forward, backward) of the ZeRO-3 collectives
+        of ``candidate`` over the fastest group. ``shards``: the possible groups that share weights. ``experts``: the
+        possible groups that share experts' weights."""
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0
@@ -222,8 +221,7 @@ class Gathers:
 def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:
     """Return the bytes of the weights, and of their gradients, that the block called ``name`` reads, without small
     weights that ZeRO-3 does not shard. ``experts``: names of the experts' parameters. ``short_gradients``: a gradient
-    is no larger than its parameter.
-    """
+    is no larger than its parameter. ``model``: the model as calls of blocks."""
     block = model.blocks[name]
     placeholders = {node.name: node for node in block.placeholders}
     names = next((call.states for call in model.calls if call.block == name), ())
@@ -240,8 +238,8 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 class LeastReduced:
     """Computes lower bounds in seconds on the gradient reduction of mesh candidates, and caches them. ``device``: the
-    best device type of the topology.
-    """
+    best device type of the topology. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
+    placements of a mesh."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device
@@ -250,7 +248,8 @@ class LeastReduced:
     def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
         """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other.
         ``states``: a function that returns lower bounds on the bytes of the parameters on a rank. The bound is 0 with
-        one replica, under ZeRO-3 and under hybrid sharding."""
+        one replica, under ZeRO-3 and under hybrid sharding. ``candidate``: the mesh sizes, the schedule and the ZeRO
+        stage."""
         if (
             candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard
         ):  # a reduction within nodes may take next to no time
@@ -271,10 +270,11 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Return two dicts for a gradient reduction in which all ranks with equal weights form one axis ``dp``: the bytes
-    that are reduced, by (collective, axes, ZeRO stage, axes of an earlier reduce-scatter); and axes of a reduce-scatter
-    -> whether it is the last reduction. ``states``: costs of parameters; it contains few distinct objects, because
-    equal parameters share one.
+    """Return two dicts about the gradient reduction, in which all ranks with equal weights form one axis ``dp``.
+
+    The first maps (collective, axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes that are reduced in
+    this way. The second maps the axes of a reduce-scatter to whether it is the last reduction. ``states``: costs of
+    parameters; it contains few distinct objects, because equal parameters share one.
     """
     costs = list(states)
     often = Counter(map(id, costs))

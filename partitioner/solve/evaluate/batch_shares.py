@@ -63,7 +63,7 @@ class BatchSharing:
     graphs of one rank. ``costs``: the costs of their calls by device.
 
     Arguments ``machine`` of the methods are placements: topologies with the mesh laid over them and the settings of the
-    candidate. Results are cached by the identity of the machine.
+    candidate. Results are cached by the identity of the machine. ``job``: the model, batch, cluster and constraints.
     """
 
     job: Job
@@ -74,15 +74,14 @@ class BatchSharing:
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Return whether it is useful to give the ranks of ``dp`` unequal numbers of microbatches on this placement:
-        their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers.
-        """
+        """Return whether it is useful to give the ranks of ``dp`` unequal numbers of microbatches on the placement
+        ``machine``: their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers."""
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
         return free and len(machine.distinct_pipelines) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        """Return the divisions of the batch to try first, each as a tuple with the number of microbatches of every rank
-        of ``dp``.
+        """Return the divisions of the batch to try first on the placement ``machine``, each as a tuple with the number
+        of microbatches of every rank of ``dp``.
 
         If the numbers may differ, there are up to three: for pipelines whose stages are cut in proportion to their
         speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one, which a
@@ -94,9 +93,9 @@ class BatchSharing:
         return self._first[key]
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
-        """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines with a
-        given cut into stages. ``calls``: for each stage, the indices of its block calls in the model of one rank.
-        """
+        """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines on the
+        placement ``machine`` with a given cut into stages. ``calls``: for each stage, the indices of its block calls in
+        the model of one rank."""
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
         for seats in machine.distinct_pipelines:
@@ -109,11 +108,11 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return, for each pipeline stage, a dict from block name to the cost of a call.
+        """Return, for each pipeline stage, a dict from block name to the cost of a call on the placement ``machine``.
 
-        If pipelines have different speeds, the costs of each pipeline are scaled as if it had as many microbatches as
-        the pipeline with the most and took the same time in total. The longest scaled costs of all pipelines are
-        returned. ``shares``: the number of microbatches of each rank of ``dp``.
+        If pipelines have different speeds, the costs of each are scaled as if it had as many microbatches as the
+        pipeline with the most and took the same time in total; the result has the greatest scaled costs. ``shares``:
+        the number of microbatches of each rank of ``dp``.
         """
         candidate, pipelines = self.candidate, machine.pipelines
         if len(machine.distinct_pipelines) == 1 or not self.job.goes_apart(candidate):
@@ -131,17 +130,16 @@ class BatchSharing:
         return [combine_longest_costs(of_stage) for of_stage in paced]
 
     def least(self, machine: PlacedMesh) -> float:
-        """Return a lower bound in seconds on the step of every plan on ``machine``, for any division of the batch among
-        pipelines and any cut into stages."""
+        """Return a lower bound in seconds on the step of every plan on the placement ``machine``, for any division of
+        the batch among pipelines and any cut into stages."""
         key = SameObject(machine)
         if key not in self._least:
             self._least[key] = self._found_least(machine)
         return self._least[key]
 
     def _found_first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        """Compute the divisions of the batch to try first on ``machine``, each as the number of microbatches of every
-        rank of ``dp``.
-        """
+        """Compute the divisions of the batch to try first on the placement ``machine``, and return each as a tuple with
+        the number of microbatches of every rank of ``dp``."""
         candidate = self.candidate
         even = candidate.data_shares(self.job.global_batch)
         if not self.is_free(machine):
@@ -154,14 +152,13 @@ class BatchSharing:
         return list(dict.fromkeys(shared if candidate.pp == 1 else [*shared, alike]))
 
     def _share_out_batch(self, seconds: Sequence[float]) -> Shares:
-        """Return the number of microbatches of each pipeline. ``seconds``: for each pipeline, the time of one
-        microbatch on its slowest stage."""
+        """Return the number of microbatches of each pipeline with which the last pipeline ends as early as possible.
+        ``seconds``: for each pipeline, the time of one microbatch on its slowest stage."""
         return share_out(self.candidate.parts(self.job.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _found_least(self, machine: PlacedMesh) -> float:
-        """Compute a lower bound in seconds on the step of every plan on ``machine``, for any division of the batch
-        among pipelines and any cut into stages.
-        """
+        """Compute, without the cache, a lower bound in seconds on the step of every plan on the placement ``machine``,
+        for any division of the batch among pipelines and any cut into stages; return it."""
         candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.job.global_batch)
         overlap = self.job.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
@@ -194,16 +191,15 @@ class BatchSharing:
         return pipelines.least(work, num_microbatches, plain=is_formula(self.candidate.schedule))
 
     def _compute_stage_seconds(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
-        """Return, for each stage of a pipeline, the seconds that all block calls of one microbatch would take on it.
-        ``seats``: for each stage, the distinct profiles (device, speed and groups) of its ranks.
-        """
+        """Return, for each stage of one pipeline, the seconds that all block calls of one microbatch would take on it.
+        ``seats``: for each stage, the distinct profiles of its ranks (device, speed and groups). ``machine``: the
+        placement, a topology with the mesh laid over it."""
         costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
         return [max(sum(self._sum_call_seconds(of)), _TINY_S) for of in costs]
 
     def _sum_call_seconds(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
-        """Return the forward and backward seconds of one microbatch through all calls. ``of``: block name -> cost of a
-        call.
-        """
+        """Return (forward seconds, backward seconds) of one microbatch through all block calls of the model. ``of``:
+        block name -> cost of a call."""
         ahead, back = (sum(n * getattr(of[b], name) for b, n in self._calls_by_block.items()) for name in _TOTALS)
         return ahead, back if self.job.train else 0.0
 

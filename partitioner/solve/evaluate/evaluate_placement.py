@@ -56,10 +56,9 @@ class PlacementResult(NamedTuple):
 
 
 def virtual_ranks(candidate: MeshCandidate) -> tuple[int, ...]:
-    """Return the pipeline rank of each virtual stage for a schedule that is simulated action by action (an action is a
-    forward or backward of one microbatch on one virtual stage). Return an empty tuple for a schedule whose step time is
-    a closed formula.
-    """
+    """Return the pipeline rank of each virtual stage of ``candidate``, if its schedule is simulated action by action
+    (an action is a forward or backward of one microbatch on one virtual stage). Return an empty tuple for a schedule
+    whose step time is a closed formula."""
     return (
         () if is_formula(candidate.schedule) else ranks_of(candidate.schedule, candidate.pp, candidate.virtual_stages)
     )
@@ -185,10 +184,9 @@ class PlacementEvaluator:
         return step, best
 
     def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
-        """Return the divisions of the batch to try first, as pairs: a quick lower bound in seconds on the step, and a
-        tuple with the number of microbatches of each rank of ``dp``. They are in increasing order of the bounds. A
-        bound of 0 means that none was computed.
-        """
+        """Return the divisions of the batch to try first on the placement ``machine``, as pairs in increasing order: a
+        quick lower bound in seconds on the step, and a tuple with the number of microbatches of each rank of ``dp``. A
+        bound of 0 means that none was computed."""
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -196,17 +194,15 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Return whether a quick lower bound on the step time exists: the schedule is simulated and has one stage on
-        each rank.
-        """
+        """Return whether the step time of the candidate has a quick lower bound: the schedule is simulated action by
+        action, and each rank has one stage."""
         return not is_formula(self.candidate.schedule) and is_plain(
             self.candidate.schedule, self.candidate.virtual_stages
         )
 
     def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
-        """Find the best plan in which the ranks of ``dp`` have the numbers of microbatches ``shares``. Return its step
-        time in seconds, the plan, and a lower bound in seconds on all such plans.
-        """
+        """Find the best plan on the placement ``machine`` in which the ranks of ``dp`` have the numbers of microbatches
+        ``shares``. Return its step time in seconds, the plan, and a lower bound in seconds on all such plans."""
         job, candidate = self.job, self.candidate
         problem, held, shares = self._build_stage_problem(machine, shares)
         ranks = virtual_ranks(candidate)
@@ -240,10 +236,10 @@ class PlacementEvaluator:
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """Return three values: the problem of cutting block calls into stages on ``machine``; the costs of the
-        parameters and buffers there, by name; and the number of microbatches of each rank of ``dp`` (empty if all have
-        equally many). ``shares``: the requested number of microbatches of each rank of ``dp``.
-        """
+        """Return three values for the placement ``machine``: the problem of cutting block calls into stages there; a
+        dict from the name of each parameter and buffer to its cost; and the number of microbatches of each rank of
+        ``dp`` (empty if all have equally many). ``shares``: the requested number of microbatches of each rank of
+        ``dp``."""
         job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
         costs_by_stage = self._batch_sharing.by_stage(machine, shares)
@@ -270,8 +266,9 @@ class PlacementEvaluator:
         return problem, held, shares
 
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a lower bound in seconds on the step of every plan on ``machine``; infinite if no cut into stages fits
-        in memory. The bound is refined only if this is quick and needed to decide whether it reaches ``cutoff_s``."""
+        """Return a lower bound in seconds on the step of every plan on the placement ``machine``; infinite if no cut
+        into stages fits in memory. The bound is refined only if this is quick and needed to decide whether it reaches
+        ``cutoff_s``."""
         dressed = self.dressed(machine)
         return (
             self._batch_sharing.least(dressed)
@@ -280,10 +277,10 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a probable lower bound in seconds on the step on ``machine``. It is not proven: it assumes that no
-        division of the batch is faster by more than a fixed fraction than those that are tried first. It is at least
-        the proven bound. ``cutoff_s``: a bound of this many seconds is tight enough.
-        """
+        """Return a probable lower bound in seconds on the step on the placement ``machine``. It is at least the proven
+        bound, but not proven itself: it assumes that no division of the batch among the ranks of ``dp`` is faster by
+        more than a fixed fraction than those that are tried first. ``cutoff_s``: a bound of this many seconds is tight
+        enough."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:
@@ -293,10 +290,9 @@ class PlacementEvaluator:
         return max(quick, first * left)
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on a step under a simulated schedule if the ranks of ``dp`` have the numbers
-        of microbatches ``shares``; infinite if no cut into stages fits in memory. ``cutoff_s``: a bound of this many
-        seconds is tight enough.
-        """
+        """Return a lower bound in seconds on a step under a simulated schedule on the placement ``machine``, if the
+        ranks of ``dp`` have the numbers of microbatches ``shares``; infinite if no cut into stages fits in memory.
+        ``cutoff_s``: a bound of this many seconds is tight enough."""
         problem, held, _ = self._build_stage_problem(machine, shares)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)
@@ -307,9 +303,8 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """Return ``machine`` with the settings of the candidate (experts, ZeRO) and of the job. The same object is
-        returned for the same machine.
-        """
+        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings of the candidate,
+        such as ZeRO and distributed experts, and those of the job. The same object is returned for the same machine."""
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

@@ -45,12 +45,14 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 class SolvedCandidate:
     """The best plan of a mesh candidate before its program is emitted.
 
-    ``local``: the graphs of one rank. ``stages``: the cut into stages. ``context_model``: the model before its sequence
-    is sharded over ``cp``. ``stage_of_call``: the stage index of each call of ``local.model``. ``devices``: the device
+    ``num_microbatches``: the number of the rank of ``dp`` with the most. ``local``: the graphs of one rank. ``stages``:
+    the cut into stages. ``estimate``: time and memory of a step. ``context_model``: the model before its sequence is
+    sharded over ``cp``. ``stage_of_call``: the stage index of each call of ``local.model``. ``devices``: the device
     index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``: indices of those
-    that recompute selectively. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have
-    equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the
-    cutoff that the search was given if that is smaller.
+    that recompute selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how gradients are
+    reduced. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have equally many.
+    ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the cutoff of the
+    search if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -71,8 +73,9 @@ class SolvedCandidate:
 
 @dataclass
 class CandidateEvaluator:
-    """Finds the best plan of single candidates of a job, and computes lower bounds on them. Results that candidates
-    share, such as shardings, are computed once and cached."""
+    """Finds the best plan of single candidates of ``job``, and computes lower bounds on them. Results that candidates
+    share, such as shardings, are computed once and cached. ``host_lacks``: whether a host's memory was too small for
+    the data that some candidate offloads."""
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
@@ -162,10 +165,13 @@ class CandidateEvaluator:
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
-        """Return a function that estimates a placement by the seconds of its step under the 1F1B schedule, which is
-        quick to compute; infinite if the candidate does not fit there. Placements differ in devices, links and
-        collectives. The end of the step is another one than under the candidate's own schedule, where reductions of
-        gradients start earlier."""
+        """Return a function ``seconds(machine)`` that estimates a placement (a topology with the mesh of ``candidate``
+        laid over it) by the seconds of its step under the 1F1B schedule, which is quick to compute; infinite if the
+        candidate does not fit there.
+
+        Placements differ in devices, links and collectives. The step ends in another way than under the candidate's own
+        schedule, where reductions of gradients start earlier, so the estimate serves to compare placements only.
+        """
         placement_evaluator = self._build_placement_evaluator(
             replace(candidate, schedule="1f1b", virtual_stages=1), proven=False
         )
@@ -187,8 +193,9 @@ class CandidateEvaluator:
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
         """Return whether no placement of ``candidate`` that would be tried is expected to take less than ``cutoff_s``
-        seconds per step. Always false if all placements are covered, since other bounds are tight there. Raises
-        :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
+        seconds per step. Return ``False`` if all placements would be tried, since other bounds are tight there.
+
+        Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
         """
         if self.placements.complete(candidate.grid):
             return False  # the bounds are exact enough
@@ -271,9 +278,11 @@ class CandidateEvaluator:
         return key, (candidate, size, whole)
 
     def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """Return three values: the graphs of one rank; block name -> lower bound on the cost of a call on any
-        placement; and name -> cost of a parameter or buffer of a rank. Raises :class:`PlanError` or
-        :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded in this way.
+        """Return three values for ``candidate``: the graphs of one rank; block name -> lower bound on the cost of a
+        call on any placement; and name -> cost of a parameter or buffer of a rank.
+
+        Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
+        in this way.
         """
         local, costs, states = self.own(candidate)
         return local.model, combine_fastest_costs(self._list_stage_costs(candidate, costs)), states
@@ -318,15 +327,14 @@ class CandidateEvaluator:
             check_disks(topology, devices, [stage.disk for stage in held])
 
     def _split_of(self, candidate: MeshCandidate) -> FoldedModel:
-        """Return the model of one microbatch before its sequence is sharded over ``cp``."""
+        """Return the model of one microbatch of ``candidate`` before its sequence is sharded over ``cp``."""
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
     def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements that are
-        tried. If these are not all placements, return the costs on every device type with the best groups that any
-        placement could have.
-        """
+        tried for ``candidate``. If these are not all placements, return the dicts for every device type with the best
+        groups that any placement could have. ``costs``: the cache from which call costs are taken."""
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -334,9 +342,8 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return, for each device type, a dict from block name to the cost of a call with the best groups that any
-        placement could have.
-        """
+        """Return, for each device type, a dict from block name to the cost of a call of ``candidate``, with the best
+        groups that any placement could have. ``costs``: the cache from which call costs are taken."""
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
         best = partial(self.placements.best_group, everywhere=all_wait)
@@ -354,9 +361,8 @@ class CandidateEvaluator:
         return len(self.job.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
-        """Return whether lower bounds on calls assume the devices and groups that the shardings are optimized for. Only
-        then can bounds be scaled from one microbatch size to another.
-        """
+        """Return whether lower bounds on the block calls of ``candidate`` assume the devices and groups of ranks that
+        its sharding is optimized for. Only then can bounds be scaled from one microbatch size to another."""
         if self.placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
@@ -365,9 +371,9 @@ class CandidateEvaluator:
         )
 
     def _compute_block_bound(self, candidate: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
-        """Return lower bounds on the seconds of each block for microbatches of ``size`` samples; ``None`` if the model
-        cannot be sharded in this way. ``whole``: whether all samples of a rank are one microbatch.
-        """
+        """Return lower bounds on the seconds of each block of ``candidate`` for microbatches of ``size`` samples;
+        ``None`` if the model cannot be sharded in this way. ``whole``: whether all samples of a rank are one
+        microbatch."""
         wanted = self._wanted(candidate, size, whole)
         try:
             local = self.locals.at(*wanted)
@@ -396,10 +402,9 @@ class CandidateEvaluator:
         return whole and self.locals.coupled
 
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
-        """Return the cache key of the sharded graphs of one rank from which lower bounds on blocks are computed for
-        microbatches of ``size`` samples, and the number of microbatches of a rank. ``whole``: whether all samples of a
-        rank are one microbatch.
-        """
+        """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` from which lower bounds
+        on blocks are computed for microbatches of ``size`` samples, and the number of microbatches of a rank.
+        ``whole``: whether all samples of a rank are one microbatch."""
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
         return self.locals.key(candidate, parts, whole or parts == 1), parts // dp
@@ -431,9 +436,8 @@ class CandidateEvaluator:
         self._spread.add((candidate.ep, key))
 
     def _compute_state_costs(self, candidate: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
-        """Return the cost of each parameter and buffer on one rank, by name. It does not depend on the placement.
-        ``key``: the cache key of ``local``, the graphs of one rank.
-        """
+        """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, which does
+        not depend on the placement. ``key``: the cache key of ``local``, the graphs of one rank."""
         held = (
             candidate.dp > 1,
             candidate.kind,

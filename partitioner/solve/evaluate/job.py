@@ -36,6 +36,8 @@ class Job:
       estimates.
     - ``layout``: if another program of the same plan exists already, the layout of its parameters and buffers, which
       has to be kept; else ``None``.
+
+    ``topology``: the cluster. ``constraints``: what the user fixed. ``optimizer``: its name, such as ``"adam"``.
     """
 
     model: FoldedModel
@@ -91,13 +93,14 @@ class Job:
         return self.constraints.group_size or self.global_batch
 
     def goes_apart(self, candidate: MeshCandidate) -> bool:
-        """Return whether the ranks of ``dp`` wait for each other only at the end of a step, so that faster ranks may
-        compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in each microbatch.
-        """
+        """Return whether the ranks of ``dp`` of ``candidate`` wait for each other only at the end of a step, so that
+        faster ranks may compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in
+        each microbatch."""
         return not self.model.updates and candidate.dp > 1 and candidate.zero < 2 and candidate.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:
-        """Return the layouts that split the batch if the experts are distributed over ``ep`` ranks."""
+        """Return the layouts that split the batch into microbatches and data-parallel parts if the experts are
+        distributed over ``ep`` ranks."""
         return self.batch if ep == 1 else self.expert_batch
 
     @cached_property

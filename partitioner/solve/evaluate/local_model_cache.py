@@ -117,7 +117,8 @@ class LocalModels:
         return None if self._aside is None else self._aside.take(name)
 
     def end(self) -> None:
-        """Stop the second process, and forget which models and results were announced."""
+        """Stop the second process that computes sharded graphs ahead, and forget which graphs and results were
+        announced."""
         self._expected, self._readings = {}, []
         if self._aside is not None:
             self._aside.end()
@@ -273,9 +274,9 @@ class LocalModels:
         return self._contexts[key[:5]]
 
     def _rounds(self, key: LocalKey) -> int:
-        """Return the number of microbatches among which costs that occur once per step are divided when shardings are
-        compared. This is the least number that any candidate with the cache key ``key`` may have, so the sharding does
-        not depend on which candidate is solved first.
+        """Return the number of microbatches by which costs that occur once per step are divided when shardings are
+        compared. This is the least number of a rank that any candidate with the cache key ``key`` may have, so that the
+        sharding does not depend on which candidate is solved first.
 
         It is at least two: a gradient that is reduced once per step can be reduced in a bucket and to shards, one that
         is reduced inside a graph cannot.
@@ -300,8 +301,9 @@ class LocalModels:
 
 
 def _rank_group_slowness(group: Group) -> tuple[float, ...]:
-    """Return a sort key that is greater for slower groups: first by bandwidth, then by the start-up time of an
-    all-reduce, then by the seconds of all collectives and of messages between the ranks."""
+    """Return a sort key of ``group``, a group of ranks, that is greater for slower groups. It is a tuple of the
+    negative bandwidth, the start-up time of an all-reduce, and the seconds of all collectives and of messages between
+    the ranks."""
     times = [collective_time(op, num_bytes, group) for op in COLLECTIVES for num_bytes in _SENT]
     hops = [
         max(each.hops[k].time(num_bytes) for each in group.every) for k in range(len(group.hops)) for num_bytes in _SENT

@@ -32,9 +32,9 @@ class PinnedLayout:
 
     @staticmethod
     def of(local: LocalModel, stage_of_call: Sequence[int], program: Program) -> PinnedLayout:
-        """Return the layout of ``program``, whose calls are those of ``local``. ``stage_of_call``: the stage index of
-        each call.
-        """
+        """Return the layout that further programs have to keep, that of ``program``, the first program of a plan.
+        ``local``: the graphs of one rank from which it was written. ``stage_of_call``: the stage index of each of their
+        calls."""
         stages: dict[str, list[int]] = defaultdict(list)
         readers: dict[str, set[int]] = defaultdict(set)
         for call, stage in zip(local.model.calls, stage_of_call, strict=True):

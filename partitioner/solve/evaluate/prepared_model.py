@@ -55,10 +55,12 @@ class PreparedModel:
     place of the module.
 
     The model is captured when it is first planned, once for each combination of global batch, size of groups of
-    samples, and device type. ``notes``: sentences about parts of the given module that are left out. ``given``: returns
-    the normal graph of the inputs, if it follows from other graphs; ``None``: the model is captured. ``documents``: the
-    typical lengths of packed documents in positions, which the cost model reads; empty: those in ``inputs``, if these
-    have values.
+    samples, and device type. ``model``, ``inputs``: the model, and one batch of its arguments. ``loss``: computes the
+    loss from the output; ``None``: the output has it. ``objective``: ``train`` or ``infer``. ``precision``: such as
+    ``bf16``; ``None``: that of the parameters. ``notes``: sentences about parts of the given module that are left out.
+    ``given``: returns the normal graph of the inputs, if it follows from other graphs; ``None``: the model is captured.
+    ``documents``: the typical lengths of packed documents in positions, which the cost model reads; empty: those in
+    ``inputs``, if these have values.
     """
 
     model: nn.Module | ExportedProgram
@@ -107,10 +109,12 @@ class PreparedModel:
         return self
 
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
-        """Return the model for groups of samples, the layouts that split its batch, and the batch size. Its graphs are
-        for one group of ``size`` samples, and its loss is that group's part of the mean over all groups.
-        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``device``: the device type
-        to capture for.
+        """Return three values: the model for groups of samples as calls of blocks, the layouts that split its batch,
+        and the global batch size. Its graphs are for one group of ``size`` samples, and its loss is that group's part
+        of the mean over all groups.
+
+        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: check that
+        the batch is a whole number of groups. ``device``: the device type to capture for, such as ``"cpu"``.
         """
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
@@ -222,7 +226,8 @@ def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
 
 
 def _acts_by_mode(module: nn.Module) -> bool:
-    """Return whether the forward of a module reads ``self.training``. Dropout with probability 0 does not count."""
+    """Return whether the forward of ``module`` reads ``self.training``, so that it acts differently in evaluation.
+    Dropout with probability 0 does not count."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "training" in code.co_names and getattr(module, "p", None) != 0
 
@@ -264,12 +269,20 @@ def prepare(
     precision: str | None = None,
     documents: Sequence[int] = (),
 ) -> PreparedModel:
-    """Prepare ``model`` to be planned many times: for several clusters, batches or constraints. The arguments have the
-    meaning that they have in :func:`partitioner.partition`.
+    """Prepare ``model`` to be planned many times: for several clusters, batches or constraints. The model is captured
+    once, which takes most of the time of a small plan. If layers, types, or the choice of trained parameters change
+    afterwards, prepare the module again; its weights may change.
 
-    The model is captured once, which takes most of the time of a small plan. If layers, types, or the choice of trained
-    parameters change afterwards, prepare the module again; its weights may change. Raises :class:`InputsError` if
-    ``model`` is no model, or if it was prepared with other arguments.
+    Args:
+        model: a module, an exported program, or a model that is prepared already, which is returned.
+        inputs: one global batch, as a tuple or dict of arguments; ``None``: an exported program's own, or dummy inputs.
+        loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.
+        objective: what a step is: ``train`` or ``infer``.
+        precision: such as ``bf16``, ``fp32`` or ``fp8``; ``None``: that of the parameters.
+        documents: typical lengths of packed documents in positions, for the cost model; (): those of inputs that have
+            values.
+
+    Raises :class:`InputsError` if ``model`` is no model, or if it was prepared with other arguments.
     """
     if not isinstance(model, nn.Module | ExportedProgram | PreparedModel):
         raise InputsError(

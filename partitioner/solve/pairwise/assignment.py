@@ -196,9 +196,9 @@ def solve_assignment(
 
 
 def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
-    """Return an order in which dynamic programming can eliminate ``nodes``, the node indices of a connected component.
-    Return ``None`` if its tables would have more than ``most_work`` entries, or if the component has resource limits.
-    """
+    """Return an order in which dynamic programming can eliminate ``nodes``, the node indices of a connected component
+    of the assignment problem ``reduction``. Return ``None`` if its cost tables would have more than ``most_work``
+    entries, or if the component has resource limits."""
     if any(reduction.usage[i] for i in nodes):
         return None
     sizes = {i: len(reduction.costs[i]) for i in nodes}
@@ -206,8 +206,9 @@ def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], mos
 
 
 def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float]:
-    """Remove choices that no optimal assignment has from connected components that are too large for dynamic
-    programming, that is, whose tables would have more than ``most_work`` entries.
+    """Remove, from the assignment problem ``reduction``, choices that no optimal assignment has. This is done in
+    connected components that are too large for dynamic programming, whose tables would have more than ``most_work``
+    entries.
 
     Return a good choice for each node of these components (node index -> index among the node's original choices), and
     a lower bound on the cost of every assignment of the whole problem.
@@ -230,10 +231,9 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
 def _find_known_choices(
     reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
 ) -> dict[int, int] | None:
-    """Return, for each of ``nodes``, its choice in ``near`` as an index into the choices that the presolve left.
-    ``near``: node index -> index among the node's original choices. Return ``None`` if any of these choices was
-    removed.
-    """
+    """Return a dict from each of ``nodes`` to its choice in ``near``, as an index into the choices that are left in the
+    reduced problem ``reduction``. ``near``: node index -> index among the node's original choices. Return ``None`` if
+    any of these choices was removed."""
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
 
@@ -241,15 +241,15 @@ def _find_known_choices(
 def _extract_component_costs(
     reduction: ReducedProblem, nodes: Sequence[int]
 ) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
-    """Return two dicts: node -> costs of its choices for each of ``nodes``, and (i, j) -> cost table of each edge
-    between them, with i < j.
-    """
+    """Return two dicts from the reduced assignment problem ``reduction``: node -> costs of its choices for each of
+    ``nodes``, and (i, j) -> table of the costs of each pair of choices of two connected nodes, with i < j."""
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 
 
 def _find_components(reduction: ReducedProblem) -> list[list[int]]:
-    """Return the nodes that the presolve left, in groups that no edge and no resource limit connects."""
+    """Return the undecided nodes of the assignment problem ``reduction`` as lists of node indices, one for each group
+    that no edge and no resource limit connects with other nodes."""
     seen, groups = set[int](), []
     for root in reduction.nodes:
         if root in seen:
@@ -268,8 +268,7 @@ def _find_components(reduction: ReducedProblem) -> list[list[int]]:
 
 class _MixedIntegerProgram:
     """The mixed-integer program of one connected component, stored as arrays and converted to a MathOpt proto.
-    ``nodes``: indices of the nodes of the component.
-    """
+    ``nodes``: indices of the nodes of the component. ``reduction``: the reduced assignment problem."""
 
     def __init__(self, reduction: ReducedProblem, nodes: Sequence[int]) -> None:
         sizes = [len(reduction.costs[i]) for i in nodes]
@@ -350,7 +349,7 @@ class _MixedIntegerProgram:
         return float(result.termination.objective_bounds.dual_bound) / self.scale
 
     def _build_model_proto(self) -> model_pb2.ModelProto:
-        """Return the program as a MathOpt proto. Costs are multiplied by ``self.scale``."""
+        """Return this mixed-integer program as a MathOpt proto. Costs are multiplied by ``self.scale``."""
         proto = model_pb2.ModelProto()
         ids = np.arange(self.num_variables)
         proto.variables.ids.extend(ids.tolist())

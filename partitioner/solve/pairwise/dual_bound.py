@@ -63,9 +63,8 @@ class Reparametrization:
             self.unary[node] = unary
 
     def _gather_messages(self, node: int) -> Vector:
-        """Return the costs of the choices of ``node`` with the minima of all its edge tables added, and subtract these
-        minima from the tables.
-        """
+        """Move the minima of all cost tables of ``node`` into the costs of its choices: subtract them from the tables,
+        and return the costs of the choices of ``node`` with the minima added."""
         unary = self.unary[node]
         for pair, dim, _ in self.near[node]:
             table = self.tables[pair]
@@ -120,9 +119,9 @@ class Reparametrization:
 
 
 def sum_of_minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> float:
-    """Return the sum of the minima of all node costs and tables, a lower bound on the cost of every assignment.
-    ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair of their choices.
-    """
+    """Return a lower bound on the cost of every assignment (one choice per node): the sum of the least cost of each
+    node and the least entry of each table. ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs
+    of each pair of their choices."""
     return sum(float(c.min()) for c in (*costs.values(), *tables.values()))
 
 

@@ -120,10 +120,11 @@ def eliminate_nodes(
 
 
 def _sum_cost_tables(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
-    """Return the sum of the costs of a node and of ``terms`` as one array with the dims (node, *scope).
+    """Return the costs of a node of an assignment problem as one array with the dims (node, *scope): the sum of the
+    costs of its choices and of all its tables.
 
     ``cost``: the cost of each choice of the node. ``terms``: pairs of the other nodes of a table, and the table with
-    the dims (node, *others). ``scope``: the other nodes of all terms.
+    the dims (node, *others). ``scope``: the other nodes of all tables.
     """
     joined = cost.reshape(-1, *[1] * len(scope))
     for others, table in sorted(terms, key=lambda term: term[1].size):

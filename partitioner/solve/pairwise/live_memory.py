@@ -28,7 +28,8 @@ class MemoryConstraint:
     limit: float
 
     def peak(self, choice: Sequence[int]) -> float:
-        """Return the largest total memory at any time if node i takes choice ``choice[i]``."""
+        """Return the largest total memory, in bytes, that an assignment needs at any time, if node i takes choice
+        ``choice[i]``."""
         change: dict[int, float] = {}
         for (start, end), usage, p in zip(self.intervals, self.usages, choice, strict=True):
             if start < end:
@@ -54,9 +55,9 @@ class Stretch:
         return np.diff(self.breaks)
 
     def worst(self, profile: Vector) -> Vector:
-        """Return the maximum of ``profile``, an array with a number for each row (set of nodes in memory together), in
-        each segment of rows.
-        """
+        """Return the maximum of ``profile`` within each segment of rows, one number per segment. ``profile``: a number
+        for each row (a set of nodes that are in memory together). A segment is consecutive rows in which this node
+        takes constant memory."""
         first, last = int(self.breaks[0]), int(self.breaks[-1])
         worst: Vector = np.maximum.reduceat(profile[first:last], self.breaks[:-1] - first)
         return worst
@@ -71,7 +72,8 @@ class Stretch:
 
 
 class Usage:
-    """The memory of many nodes over the rows (maximal sets of nodes that are in memory together), in flat arrays.
+    """The memory of many nodes of an assignment problem over the rows (a row is a maximal set of nodes that are in
+    memory together), in flat arrays.
 
     Choices of all nodes are numbered consecutively; ``starts[r]`` is the number of the first choice of node r.
     ``stretches``: the memory of each node, by node. ``num_choices``, ``num_rows``: the numbers of choices and of rows.
@@ -134,6 +136,7 @@ def build_memory_stretches(
 
     A root is a node whose choice decides the choices of others. ``roots[i]``: the root of node i. ``maps[i]``: the
     choice of node i for each choice of ``roots[i]``. The memory of a root includes that of all nodes it decides.
+    ``memory``: the limit and the memory of each choice.
     """
     live = [i for i, (start, end) in enumerate(memory.intervals) if start < end and np.any(memory.usages[i])]
     events = sorted(e for i in live for e in ((memory.intervals[i][0], 1), (memory.intervals[i][1], 0)))

@@ -101,15 +101,15 @@ class ReducedProblem:
 
     @property
     def nodes(self) -> list[int]:
-        """Return the indices of the nodes that are not yet decided."""
+        """Return the indices of the nodes of the assignment problem that are not yet decided."""
         return [i for i, done in enumerate(self._done) if not done]
 
     def run(self, *, dominance: bool = True) -> None:
-        """Apply reduction steps until none applies. Raise :class:`InfeasibleAssignmentError` if a node has no choice
-        left.
+        """Reduce this assignment problem (choose one of several choices for each node at least cost) until no reduction
+        step applies. Raise :class:`InfeasibleAssignmentError` if a node has no choice left.
 
-        ``dominance``: whether to include the removal of dominated choices, the most expensive step. A later call with
-        ``dominance`` continues from the present state.
+        ``dominance``: whether to remove dominated choices too, the most expensive step. A later call with ``dominance``
+        continues from the present state.
         """
         for node in self.nodes:
             self._drop_choices(node, np.isfinite(self.costs[node]))
@@ -135,13 +135,14 @@ class ReducedProblem:
                     self._drop_dominated_choices(node)
 
     def keep(self, node: int, choices: NDArray[np.bool_]) -> None:
-        """Remove from ``node`` the choices for which the mask ``choices`` is false."""
+        """Remove choices of ``node`` from the assignment problem. ``choices``: a mask over its remaining choices, false
+        for those to remove."""
         self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """Return a list with the choice of every node in the original problem, as an index among its original choices.
-        ``choice``: for each node i that was left to solve, an index into ``costs[i]``.
-        """
+        """Return a list with the choice of every node of the original assignment problem, as an index among its
+        original choices. ``choice``: for each node i that was left to solve, an index into ``costs[i]``, its remaining
+        choices."""
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}
         for step in reversed(self._undo):
             where = tuple(
@@ -153,9 +154,9 @@ class ReducedProblem:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
-        """Move the row and column minima of changed cost tables of ``node`` into the costs of its nodes, drop tables of
-        zeros, and drop impossible choices. Return whether choices of ``node`` were dropped.
-        """
+        """Move costs from the tables of ``node`` (costs of pairs of choices) that have changed into the costs of single
+        nodes: the minimum of each row and column. Then drop tables of zeros, and choices with infinite cost. Return
+        whether choices of ``node`` were dropped."""
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:
@@ -183,9 +184,9 @@ class ReducedProblem:
         return self._drop_choices(node, np.isfinite(self.costs[node]))
 
     def _fix_forced_choice(self, node: int) -> bool:
-        """Decide ``node`` if it has a single choice: add its costs to the neighbours and subtract its usage from the
-        limits. Return whether this was done.
-        """
+        """Decide ``node`` of the assignment problem if it has a single choice left: add the costs of its pairs with
+        each neighbour's choices to the costs of these choices, and subtract its resource usage from the limits. Return
+        whether this was done."""
         if len(self.costs[node]) != 1:
             return False
         for other, table in self.tables[node].items():
@@ -197,9 +198,9 @@ class ReducedProblem:
         return True
 
     def _eliminate_node(self, node: int) -> bool:
-        """Replace ``node``, if it has at most two neighbours and uses no limited resource, by a table of minima over
-        these. Return whether this was done.
-        """
+        """Eliminate ``node`` from the assignment problem if it has at most two neighbours and uses no limited resource.
+        The least cost of ``node``, given the neighbours' choices, is added to the costs of the one neighbour, or to the
+        table of the pair of neighbours. Return whether this was done; it is not if the table would be too large."""
         neighbours = list(self.tables[node])
         if self.usage[node] or len(neighbours) > 2:
             return False
@@ -228,9 +229,9 @@ class ReducedProblem:
         return True
 
     def _follow(self, node: int) -> bool:
-        """Merge ``node`` into a neighbour whose choice decides the choice of ``node``. Return whether there is such a
-        neighbour.
-        """
+        """Merge ``node`` of the assignment problem into a neighbour of which each choice allows only one choice of
+        ``node``: costs and resource usage are added to those of the neighbour's choices. Return whether there is such a
+        neighbour."""
         leader = next((j for j, t in self.tables[node].items() if (np.isfinite(t).sum(axis=0) == 1).all()), None)
         if leader is None:
             return False
@@ -249,9 +250,8 @@ class ReducedProblem:
         return True
 
     def _drop_dominated_choices(self, node: int) -> bool:
-        """Remove choices of ``node`` that are never better than another choice, whatever the neighbours choose
-        (Goldstein's criterion). Return whether any was removed.
-        """
+        """Remove choices of ``node`` of the assignment problem that are never better than another of its choices,
+        whatever the neighbours choose (Goldstein's criterion). Return whether any was removed."""
         cost, tables = self.costs[node], list(self.tables[node].values())
         if len(cost) > _MAX_CHOICES:
             return False
@@ -300,8 +300,8 @@ class ReducedProblem:
         self._enqueue_node(second)
 
     def _drop_choices(self, node: int, keep: NDArray[np.bool_]) -> bool:
-        """Remove from ``node`` the choices for which the mask ``keep`` is false. Return whether any was removed. Raise
-        :class:`InfeasibleAssignmentError` if none is left.
+        """Remove choices of ``node`` from the assignment problem, and return whether any was removed. ``keep``: a mask
+        over its remaining choices, false for those to remove. Raise :class:`InfeasibleAssignmentError` if none is left.
         """
         if keep.all():
             return False
@@ -322,9 +322,9 @@ class ReducedProblem:
         return True
 
     def _check_row(self, row: int) -> None:
-        """Simplify resource limit number ``row``: subtract what each node uses under all of its choices, remove choices
-        that exceed the limit alone, and remove the limit if it cannot be exceeded. Raise
-        :class:`InfeasibleAssignmentError` if it always is."""
+        """Simplify a resource limit of the assignment problem: subtract what each node uses under all of its choices,
+        remove choices that exceed the limit alone, and remove the limit if it cannot be exceeded. ``row``: the index of
+        the limit. Raise :class:`InfeasibleAssignmentError` if it is always exceeded."""
         for node in list(self.members[row]):
             usage = self.usage[node][row]
             least = float(usage.min())
@@ -352,9 +352,9 @@ class ReducedProblem:
             self._enqueue_node(node)
 
     def _finish_node(self, step: _Function) -> None:
-        """Mark the node of ``step`` as decided, store ``step`` so that the choice can be restored, and remove the
-        node's tables and resource usage.
-        """
+        """Mark a node of the assignment problem as decided, and remove its cost tables and resource usage. ``step``:
+        the node, and its choice as a function of its neighbours' choices; it is stored, so that the choice can be
+        restored later."""
         node = step.node
         self._done[node] = True
         self._undo.append(step)
@@ -367,9 +367,8 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a boolean matrix whose entry ``[p, q]`` says whether row ``p`` of ``possible`` is true somewhere where row
-    ``q`` is false. BLAS is not used, because its threads wait for each other.
-    """
+    """Return a boolean matrix whose entry ``[p, q]`` says whether row ``p`` of the boolean matrix ``possible`` is true
+    in some column where row ``q`` is false. BLAS is not used, because its threads wait for each other."""
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]
     if len(packed) * packed.size <= _ALWAYS_COMPARED:

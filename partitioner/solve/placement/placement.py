@@ -349,7 +349,8 @@ def identify_equal_cost(machine: PlacedMesh) -> Hashable:
 
 
 def _in_groups(machine: PlacedMesh) -> float:
-    """Return the summed seconds of an all-reduce of 1 MB over every group along every mesh axis except ``pp``."""
+    """Return the summed seconds of an all-reduce of 1 MB over every group of ranks along every mesh axis except ``pp``,
+    on the placement ``machine`` (a topology with the mesh laid over it)."""
     total, rows_of = 0.0, np.asarray(machine.devices)
     for axis in AXES:
         if axis != "pp" and machine.mesh.get(axis, 1) > 1:

@@ -125,7 +125,8 @@ def _list_axis_factors(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterato
 
 @cache
 def _list_factorings(sizes: tuple[int, ...], product: int) -> tuple[tuple[int, ...], ...]:
-    """Return all tuples with one divisor of each of ``sizes`` that multiply to ``product``."""
+    """Return all tuples that have, for each number in ``sizes``, one of its divisors, such that the divisors multiply
+    to ``product``."""
     if not sizes:
         return ((),) if product == 1 else ()
     found = []

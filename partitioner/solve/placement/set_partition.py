@@ -80,8 +80,8 @@ def _find_interchangeable_devices(bandwidth: Floats, known: Sequence[Hashable]) 
 
 
 def _rank_distinct_values(values: Sequence[float]) -> list[int]:
-    """Return the rank of each value among the distinct values, starting with 0 for the least. Values that agree in nine
-    digits count as equal."""
+    """Return, for each of ``values``, its rank among the distinct values, starting with 0 for the least. Values that
+    agree in nine digits count as equal."""
     rounded = [float(f"{value:.9g}") for value in values]
     order = {value: k for k, value in enumerate(sorted(set(rounded)))}
     return [order[value] for value in rounded]

@@ -189,8 +189,7 @@ def _find_textbook_layouts(
     """Return the layouts that every report compares with: ``"data parallel"`` (plain data parallelism, without expert
     parallelism) and ``"megatron"`` (the layout that Megatron-LM's authors recommend). The value is that one of
     ``candidates`` of this kind which fits in memory and has the least lower bound on its step time; ``None`` if there
-    is none.
-    """
+    is none. ``space``: the search space. ``bounds``: computes lower bounds on candidates."""
     found = find_baseline_candidates(space, candidates, bounds.times, _build_fit_check(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
     return {**found, "data parallel": find_least_bound_candidate(plain, bounds.times, _build_fit_check(bounds))}
@@ -200,8 +199,8 @@ def _list_leaner_candidates(
     space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
     """Yield variants of ``candidate`` that need less memory: smaller microbatches, then (with ``tp``) also more
-    pipeline stages. ``known``: the candidates of the search, to which variants without ZeRO must belong.
-    """
+    pipeline stages. ``known``: the candidates of the search, to which variants without ZeRO must belong. ``space``: the
+    search space."""
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
         if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
@@ -297,9 +296,11 @@ def _tune_standard_layout(
     evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     until: float,
 ) -> Candidate | None:
-    """Return the best outcome of a layout's family that is found until ``until`` (:func:`time.monotonic`):
-    ``textbook``, one of ``rows`` (the outcomes of the search), or one that is planned now by ``evaluate``. ``None`` if
-    the layout has no candidates.
+    """Return the best outcome of the family of the layout ``standard`` that is found until ``until``
+    (:func:`time.monotonic`); ``None`` if the layout has no candidates.
+
+    It is ``textbook``, the outcome of the layout itself, one of ``rows`` (the outcomes of the search), or one that is
+    planned now. ``evaluate``: plans a candidate, given the seconds to beat.
     """
     family, best = standard.family, textbook
     if family is None:
@@ -361,9 +362,11 @@ def _plan_interleaved_layouts(
     plan: Callable[[MeshCandidate], Candidate | None],
 ) -> None:
     """Plan the fastest pipelines of ``tried`` again with several virtual stages on each rank, which leave about an
-    eighth of the pipeline bubble. The most promising come first, and the total effort is limited. ``tried``: pairs of
-    an outcome and its candidate. ``best_s``: returns the seconds of the best plan so far. ``plan``: plans one
-    candidate.
+    eighth of the pipeline bubble. The most promising come first, and the total effort is limited. Results are handled
+    by ``plan``.
+
+    ``family``: the layouts of one kind to which they belong. ``tried``: pairs of an outcome and its candidate.
+    ``best_s``: returns the seconds of the best plan so far. ``plan``: plans one candidate.
     """
     filled = sorted(
         (_read_step_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried
@@ -435,10 +438,12 @@ def _list_candidates_if_any(space: SearchSpace) -> list[MeshCandidate]:
 
 
 def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
-    """Return a cached function that says whether a candidate may fit in memory, by its lower bounds."""
+    """Return a cached function ``fits(candidate)`` that says whether a candidate may fit in memory, by the lower bounds
+    ``bounds``."""
 
     @cache
     def fits(candidate: MeshCandidate) -> bool:
+        """Return whether no lower bound shows that ``candidate`` has no plan, such as for lack of memory."""
         try:
             bounds.check_states(candidate)
             bounds.refine(candidate)
@@ -450,8 +455,9 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
 
 def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
-    """Return the best candidate in which all ranks are data-parallel and share parameters, gradients and optimizer
-    states (ZeRO-3); ``None`` if the batch does not divide over the ranks."""
+    """Return the best candidate of ``space`` in which all ranks are data-parallel and share parameters, gradients and
+    optimizer states (ZeRO-3), by its lower bound in ``bounds``; ``None`` if the batch does not divide over the ranks.
+    """
     world = space.world_size
     if space.units % world:
         return None

@@ -37,7 +37,7 @@ class Bounds(Protocol):
     """Interface of the object that computes lower bounds, in seconds, on the step times of a candidate's plans."""
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Return a lower bound in seconds for each of ``candidates``, shape ``[candidates]``."""
+        """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``."""
 
     def family(self, candidate: MeshCandidate) -> Hashable:
         """Return a key that is equal for candidates that are bounded together, such as those that differ in ZeRO alone.
@@ -63,7 +63,8 @@ class Bounds(Protocol):
         if the candidate has no plan."""
 
     def again_s(self, candidate: MeshCandidate) -> float:
-        """Return the approximate seconds of recomputation in a step. This is not a bound."""
+        """Return the approximate seconds in a step of ``candidate`` that recomputation of activations takes. This is
+        not a bound."""
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
         """Return the exact memory shortage of a candidate for which only a lower bound on the missing bytes is known;
@@ -91,11 +92,12 @@ class SearchProgress:
         return f"SearchProgress({', '.join(f'{name}={value}' for name, value in self._list_figures())})"
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook displays."""
+        """Return the HTML by which a notebook displays this progress report of a search: its numbers with their
+        names."""
         return format_html_figures("Search in progress", self._list_figures())
 
     def _list_figures(self) -> list[tuple[str, str]]:
-        """Return the numbers that a progress report shows, as pairs (name, number as text)."""
+        """Return the numbers that this progress report of a search shows, as pairs (name, number as text)."""
         return [
             ("solved", f"{self.num_evaluated:,}"),
             ("bounds", f"{self.num_bounded:,}"),
@@ -149,6 +151,8 @@ class BestFirstSearch:
     search skips such groups, and their bounds stay as they are. ``cutoff_s``: plans that take at least this many
     seconds are of no interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the best plan so far is
     returned with its gap. ``progress``: called before each evaluation, and from time to time between evaluations.
+    ``bounds``, ``planner``: compute lower bounds and plans of candidates. ``outcomes``: candidate -> what became of it.
+    ``incumbent``: the candidate with the best plan so far.
     """
 
     bounds: Bounds
@@ -439,7 +443,8 @@ class BestFirstSearch:
 
 
 def _has_virtual_stages(candidate: MeshCandidate) -> bool:
-    """Return whether a rank has several stages, or the number of microbatches that it holds has no closed formula."""
+    """Return whether a rank of ``candidate`` has several stages, or the number of microbatches that it holds has no
+    closed formula."""
     return not is_plain(candidate.schedule, candidate.virtual_stages)
 
 
@@ -466,8 +471,8 @@ class ZeroInfeasibility:
     )
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
-        """Return ``solve(candidate)``. Raises :class:`CapacityError` if ``solve`` does, and also without calling it if
-        another candidate, which differs only in ZeRO and needs no more memory, did not fit.
+        """Return ``solve(candidate)``, the plan of ``candidate``. Raises :class:`CapacityError` if ``solve`` does, and
+        also without calling it if another candidate, which differs only in ZeRO and needs no more memory, did not fit.
         """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)

@@ -88,9 +88,8 @@ class BoundCascade:
         self.evaluator.expect(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
-        """Yield pairs (candidate, microbatch size) that name the shardings from which ``candidates`` will be bounded,
-        one for each family (candidates that differ in ZeRO alone).
-        """
+        """Yield pairs (candidate, microbatch size in samples) that name the shardings from which ``candidates`` will be
+        bounded, one for each group of candidates that differ in ZeRO alone."""
         for family in dict.fromkeys(map(self.family, candidates)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
                 yield family, self._find_largest_microbatch(family)
@@ -158,10 +157,10 @@ class BoundCascade:
         return None
 
     def _even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, from an even
-        division into stages, by the sharding of the largest microbatch; 0 if there is none. Raises
-        :class:`CapacityError` if one microbatch does not fit.
-        """
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, if the work is
+        divided evenly into stages. The cost of the work is that of the sharding solved for the largest microbatch with
+        these mesh sizes. The result is 0 if there is no bound. Raises :class:`CapacityError` if one microbatch does not
+        fit. The second argument is not used."""
         self.bounds.check_microbatch(candidates[0])
         self._lean[self.family(candidates[0])] = min(candidates, key=self.bounds.state_bytes)
         floor = self._of_largest(self.family(candidates[0]))
@@ -170,9 +169,12 @@ class BoundCascade:
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, from the best
-        stages in the memory of the one that needs least. Schedules with several stages on a rank are bounded by the
-        recomputation that memory requires. ``cutoff_s``: a bound of this many seconds is tight enough.
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, over all cuts
+        into stages that fit in the memory of the candidate that needs least.
+
+        Costs are those of the sharding solved for the largest microbatch with these mesh sizes. Schedules with several
+        stages on a rank are bounded by the recomputation that memory requires. ``cutoff_s``: a bound of this many
+        seconds is tight enough.
         """
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
@@ -195,20 +197,19 @@ class BoundCascade:
         return self.bounds.staged(candidates, found)
 
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
-        """Return a lower bound in seconds that holds for all ``candidates``, which differ in ZeRO alone, from an even
-        division into stages, by the sharding of the candidate without ZeRO. That candidate is never slower than the
-        others.
-        """
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, if the work is
+        divided evenly into stages. Costs are those of the sharding solved for the candidate without ZeRO, which is
+        never slower than the others. The result is 0 if there is no bound, or an earlier bound is the same. The second
+        argument is not used."""
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, from the best
-        stages by their own sharding in the memory of the one that needs least; 0 if there is none. ``cutoff_s``: a
-        bound of this many seconds is tight enough.
-        """
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, over all cuts
+        into stages that fit in the memory of the candidate that needs least; 0 if there is none. Costs are those of the
+        sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
         found = self._of_leanest(self._lean[self.family(candidates[0])], cutoff_s)
@@ -219,17 +220,16 @@ class BoundCascade:
         return 0.0
 
     def _gathered(self, candidate: MeshCandidate, _: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate``, with the collectives of ZeRO-2 or ZeRO-3; 0 for
-        other stages of ZeRO.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` with the collectives of ZeRO-2 or ZeRO-3; 0 for
+        other stages of ZeRO, or if there is no bound. The second argument is not used."""
         if candidate.zero == 2:
             return self._bound_zero2_scatters(candidate)
         floor = self._of_all(candidate) if candidate.zero == 3 else None  # for others the family's bound included it
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _bound_zero2_scatters(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound in seconds on a step under ZeRO-2, where gradients are scattered after every backward; 0
-        if that cannot be bounded."""
+        """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where gradients are scattered after
+        every backward; 0 if that cannot be bounded."""
         job, m = self.evaluator.job, int(self.bounds.rounds(candidate))
         if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(candidate):
             return 0.0
@@ -240,10 +240,9 @@ class BoundCascade:
         return self._gathers.scattered(candidate, m, known, self.bounds.forward_s(candidate, floor))
 
     def _bound_candidate_stages(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` from its best stages, by the sharding of the
-        largest microbatch; 0 if the bound would not be tighter than earlier ones. ``cutoff_s``: a bound of this many
-        seconds is tight enough.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages; 0 if it would not be
+        tighter than earlier bounds. Costs are those of the sharding solved for the largest microbatch with these mesh
+        sizes. ``cutoff_s``: a bound of this many seconds is tight enough."""
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return self._bound_simulated_recompute([candidate], cutoff_s)
         if self._has_room(candidate):
@@ -287,7 +286,8 @@ class BoundCascade:
         known = float(np.min(shared(shared=True)))  # without the largest call, whose time cannot be added
 
         def of_steps(limit_s: float) -> float:
-            """Return a lower bound in seconds that holds for the steps that take at most ``limit_s`` seconds."""
+            """Return a lower bound in seconds that holds for those steps that take at most ``limit_s`` seconds: the
+            work, and the recomputation without which activations do not fit if no rank computes for longer."""
             again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 
@@ -336,25 +336,23 @@ class BoundCascade:
         )
 
     def _bound_own_microbatch(self, candidate: MeshCandidate, _: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` from an even division into stages, by its own
-        sharding; 0 if there is none or an earlier bound included it.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` if the work is divided evenly into stages. Costs
+        are those of the sharding solved for the candidate itself. The result is 0 if there is no bound or an earlier
+        bound is the same. The second argument is not used."""
         if self._says_most(candidate):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(candidate, candidate.microbatch_size)
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
-        """Return whether the sharding of the largest microbatch is the candidate's own, so that bounds from it are
-        already known.
-        """
+        """Return whether the largest microbatch with the mesh sizes of ``candidate``, for which a sharding is solved
+        first, is the candidate's own, so that bounds by its own sharding are already known."""
         return self._scales and candidate.microbatch_size == self._find_largest_microbatch(candidate)
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` by its own sharding, in the memory of that
-        candidate which needs least among those that differ in ZeRO alone; 0 if there is none. ``cutoff_s``: a bound of
-        this many seconds is tight enough.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages that fit in the memory
+        of that candidate which needs least, among those that differ in ZeRO alone; 0 if there is none. Costs are those
+        of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
@@ -378,10 +376,9 @@ class BoundCascade:
         return found
 
     def _own_staged(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` from its best stages, by its own sharding; 0 for
-        schedules that have to be simulated with several stages on a rank. ``cutoff_s``: a bound of this many seconds is
-        tight enough.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages, with the costs of the
+        sharding solved for it; 0 for schedules that have to be simulated with several stages on a rank. ``cutoff_s``: a
+        bound of this many seconds is tight enough."""
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
         return self.bounds.staged(
@@ -389,14 +386,14 @@ class BoundCascade:
         )
 
     def _of_all(self, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """Return lower bounds on each block's seconds by the sharding of the largest microbatch, including the weight
-        gathers of the candidate under ZeRO-3. ``None`` means that there is no bound."""
+        """Return lower bounds on the seconds of each block for one microbatch of ``candidate``, with the weight gathers
+        of ZeRO-3. They come from the sharding solved for the largest microbatch with these mesh sizes. ``None`` means
+        that there is no bound."""
         return self._gathers.beside(self._of_largest(self.family(candidate)), candidate)
 
     def _of_largest(self, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """Return lower bounds on each block's seconds for ``candidate``, by the sharding of the largest microbatch;
-        ``None`` if there is no bound.
-        """
+        """Return lower bounds on the seconds of each block for one microbatch of ``candidate``, scaled from the
+        sharding solved for the largest microbatch with these mesh sizes; ``None`` if there is no bound."""
         if (
             not self._scales or candidate.tp == candidate.cp == candidate.ep == 1
         ):  # without collectives the bound would hardly be tighter

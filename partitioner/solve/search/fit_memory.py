@@ -47,10 +47,11 @@ from partitioner.units import bytes_text
 
 
 def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
-    """Return the step time of ``chosen`` under each algorithm of context-parallel attention, one entry per algorithm.
+    """Return the step time of the plan ``chosen`` under each algorithm of context-parallel attention (ring, all-gather,
+    Ulysses), one entry per algorithm.
 
     The result is empty if the plan has no context-parallel axis ``cp``. An entry has a reason instead of a step time if
-    the algorithm has no plan. All have the placement of ``chosen``.
+    the algorithm has no plan. All have the placement of ``chosen``. ``job``: the job that was planned.
     """
     if chosen.local.context is None or not chosen.context_model:
         return ()
@@ -166,14 +167,14 @@ def plan_to_fit(
 
 
 def _is_slower(estimate: Estimate) -> bool:
-    """Return whether the simulated step time of the program is more than 1 % longer than the estimate."""
+    """Return whether the simulated step time in ``estimate``, that of the emitted program, is more than 1 % longer than
+    the estimated one."""
     return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
 
 
 def _rivals_s(explored: PlanSearchResult) -> float:
     """Return the least step time in seconds that any candidate except the chosen one may have, by the bounds and
-    estimates of the search; infinite if there is none.
-    """
+    estimates of a search; infinite if there is none. ``explored``: the result of the search."""
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.lower_bound_s for row in rows), default=math.inf)
 
@@ -221,8 +222,8 @@ def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, trie
 
 
 def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
-    """Return the plan of ``explored``, with its program unless ``estimate_only`` is set or this version cannot execute
-    the plan. ``explored``: the result of the search."""
+    """Return the plan in ``explored``, the result of the search for ``job``, as a planned program. The program itself
+    is left out if ``estimate_only`` is set or this version cannot execute the plan."""
     chosen = explored.chosen
     beyond = planned_only(job, chosen.candidate, job.constraints)
     beyond += ("estimate_only=True",) if estimate_only else ()
@@ -241,9 +242,8 @@ def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> Plan
 
 
 def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
-    """Return the program of ``chosen``, its estimate, and the step times of other attention algorithms (``None`` if a
-    background process cannot compute them).
-    """
+    """Return three values for the plan ``chosen`` of ``job``: its program, its estimate, and the step times under other
+    attention algorithms (``None`` if a background process cannot compute them)."""
     program, estimate = emit_program(job, chosen)
     try:
         return program, estimate, context_ways(job, chosen)
@@ -263,9 +263,8 @@ class _MemoryShortfall:
 
 
 def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
-    """Return whether the program of ``chosen`` fits in device memory, or exceeds it by no more than a small tolerance.
-    Returns ``True`` for plans that are only estimated, because they have no program.
-    """
+    """Return whether the program of ``chosen``, a plan of ``job``, fits in device memory, or exceeds it by no more than
+    a small tolerance. Returns ``True`` for plans that are only estimated, because they have no program."""
     if planned_only(job, chosen.candidate, job.constraints):
         return True
     lacks = _find_memory_shortfall(job, chosen, emit_program(job, chosen)[1])
@@ -273,7 +272,8 @@ def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
 
 
 def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate) -> _MemoryShortfall | None:
-    """Return the memory shortage of a program whose ranks need the bytes in ``estimate``; ``None`` if it fits."""
+    """Return the memory shortage of the program of ``chosen``; ``None`` if it fits. ``estimate``: has the peak bytes of
+    each rank under the program. ``job``: has the devices and their memory."""
     mesh = chosen.candidate.grid
     rooms = stage_capacity(job.topology, mesh, chosen.devices)
     of_stages = [slice(ranks.start, ranks.stop) for ranks in stage_ranks(mesh)]
@@ -294,10 +294,13 @@ def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A solved candidate with its certificate, program and estimate. ``chosen``: the plan before its program was
-    written. ``beyond``: the features of the plan that this version cannot execute; ``program`` is ``None`` if there are
-    any. ``context``: step times with other algorithms of attention. ``lacking``: the memory shortage that made the
-    search choose offload; empty if there was none."""
+    """A solved candidate with its certificate, program and estimate.
+
+    ``chosen``: the plan before its program was written. ``certificate``: the bound and the outcomes of all candidates.
+    ``estimate``: time and memory of a step. ``beyond``: the features of the plan that this version cannot execute;
+    ``program`` is ``None`` if there are any. ``context``: step times with other algorithms of attention. ``lacking``:
+    the memory shortage that made the search choose offload; empty if there was none.
+    """
 
     chosen: SolvedCandidate
     certificate: Certificate
@@ -309,9 +312,9 @@ class PlannedProgram:
 
 
 def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -> tuple[str, ...]:
-    """Return the features of a plan that this version can only estimate and not execute, as text such as ``"etp=2"``;
-    empty if the plan can be executed.
-    """
+    """Return the features of a plan of ``candidate`` that this version can estimate but not execute, as texts such as
+    ``"etp=2"``; empty if the plan can be executed. ``job``: gives precision, model and execution profile.
+    ``constraints``: those under which the plan was made."""
     scaled = constraints.overlap_steps and is_split(candidate.schedule) and job.precision == "fp16"
     more = {
         f"etp={candidate.etp}": candidate.etp not in (0, 1, candidate.tp),
@@ -323,7 +326,9 @@ def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -
 
 
 def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None:
-    """Raise :class:`CapacityError` if the offloaded data of a program exceed the memory or the disks of the hosts."""
+    """Raise :class:`CapacityError` if the data that a program offloads exceed the memory or the disks of the hosts.
+    ``facts``: the program with sizes of its states. ``job``: has the topology and the optimizer. ``chosen``: the plan,
+    which has the device of each rank."""
     program = facts.program
     moments = OPTIMIZERS[job.optimizer].moment_bytes
     in_host, on_disk = [], []
@@ -339,9 +344,8 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None
 
 
 def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
-    """Write and prove the program of all ranks of ``chosen``. Returns it with the estimate, in which memory and
-    simulated step time are those of the program.
-    """
+    """Write and prove the program of all ranks for the plan ``chosen`` of ``job``. Return the program, and the estimate
+    of time and memory, in which memory and simulated step time are those of the program."""
     candidate = chosen.candidate
     local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)
     spec = ProgramSpec(
@@ -383,7 +387,8 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
 
 def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
     """Return the simulated seconds of one step of ``program``, plus the estimated seconds that ranks lose by sharing
-    processor cores."""
+    processor cores. ``chosen``: the plan, which has the device of each rank and this estimate. ``facts``: sizes of the
+    program's states. ``job``: has the topology, constraints, precision and optimizer."""
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
     return simulate_plan_seconds(laid, facts) + contention

@@ -48,8 +48,7 @@ _RELAXED = 4  # number of a candidate's bounds that use the sharding of the larg
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
     """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
-    the search may spend without finding a better plan.
-    """
+    the search may spend without finding a better plan. ``space``: the search space."""
     return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
@@ -66,6 +65,7 @@ def schedules_of_several(
     The groups are variants of the best candidates in ``solved`` (candidate -> plan), of solved pipelines that lose much
     time to bubbles and recomputation, and of candidates whose bounds suggest a faster plan. ``found``: the best
     candidate so far. ``rows``: the outcomes of all candidates. ``bounds``: computes lower bounds on candidates.
+    ``space``: the search space.
     """
     enough = solved[found].step_time
     best: dict[MeshCandidate, MeshCandidate] = {}
@@ -94,9 +94,8 @@ def schedules_of_several(
 
 
 def _far_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
-    """Return a sort key of ``candidate``: interleaved schedules come first, and among them numbers of virtual stages
-    near 8.
-    """
+    """Return a sort key of ``candidate``, the pair (whether its schedule is not interleaved, difference of its number
+    of virtual stages from 8), by which interleaved schedules with about 8 virtual stages come first."""
     return candidate.schedule != "interleaved", abs(candidate.virtual_stages - _FEW)
 
 
@@ -105,7 +104,7 @@ def contexts_of_best(
 ) -> list[Sequence[MeshCandidate]]:
     """Return groups of one candidate each, in the order in which they should be tried: variants of the best candidates
     in which more ranks share each sequence. ``tried``: candidate -> seconds of its step, for the candidates that were
-    solved. Candidates in ``known`` are left out."""
+    solved. Candidates in ``known`` are left out. ``space``: the search space."""
     enough = min(tried.values()) * _NEAR_CONTEXT
     near: dict[MeshCandidate, MeshCandidate] = {}
     for candidate in sorted(tried, key=tried.__getitem__):
@@ -117,15 +116,15 @@ def contexts_of_best(
 
 
 def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
-    """Return ``candidate`` without schedule, virtual stages and ZeRO, as a key of candidates with equal mesh and
-    microbatch size.
-    """
+    """Return a copy of ``candidate`` without schedule, virtual stages and ZeRO. The copies of two candidates are equal
+    if their mesh sizes and microbatch sizes are, so a copy serves as key of such candidates."""
     return replace(candidate, schedule="", virtual_stages=1, zero=0, dp_shard=0)
 
 
 def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
-    """Yield the keys (see :func:`mesh_of`) of meshes on which rank ``i`` may have the same device as on the mesh of
-    ``candidate``: its own, and those from which :func:`contexts_of_best` makes it."""
+    """Yield meshes on which rank ``i`` may have the same device as on the mesh of ``candidate``: its own, and those
+    from which it is made by sharing each sequence among more ranks. Each is given as a candidate without schedule,
+    virtual stages and ZeRO."""
     yield mesh_of(candidate)
     if candidate.cp % 2 == 0:
         for axis in ("tp", "dp"):
@@ -143,7 +142,7 @@ def _list_promising_candidates(
     fastest first. ``rows``: the outcomes of the search. ``bounds``: computes lower bounds on candidates.
 
     The estimate scales the bounds of a candidate by the smaller pipeline bubble and adds the recomputation that memory
-    requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped.
+    requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped. ``space``: the search space.
     """
     heap: list[tuple[float, int, int]] = []  # seconds, the index in `nodes`, the number of bounds computed
     nodes: list[Sequence[MeshCandidate]] = []
@@ -196,9 +195,8 @@ def _interleave_candidate(space: SearchSpace, candidate: MeshCandidate) -> MeshC
 
 
 def _bound_interleaved_ratio(space: SearchSpace, candidate: MeshCandidate) -> float:
-    """Return the least ratio of an interleaved step time to the 1F1B step time, with the most virtual stages that are
-    tried.
-    """
+    """Return a lower bound on (step time under the interleaved schedule) / (step time under 1F1B) for ``candidate``,
+    with the most virtual stages per rank that the search ``space`` contains."""
     idle = (candidate.pp - 1) / candidate.num_microbatches(space.global_batch)
     return (1 + idle / _count_most_virtual_stages(space, candidate)) / (1 + idle)
 
@@ -296,7 +294,8 @@ def without_limit(
 
 
 def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
-    """Convert a solved candidate to the record of step time, memory and lower bound that the search uses."""
+    """Return the record that the search keeps of a solved candidate: step time, memory, lower bound and parts of the
+    step. ``solved``: the plan of the candidate."""
     estimate = solved.estimate
     return EvaluatedCandidate(
         estimate.step_time, max(estimate.memory), solved, solved.lower_bound_s, estimate.breakdown
@@ -335,7 +334,7 @@ def _at_least(row: Candidate, seconds: float) -> Candidate:
 
 
 def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
-    """Return whether two rows of a report are about the same candidate."""
+    """Return whether ``row`` and ``other``, rows of a report, are about the same mesh candidate."""
     names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
     return all(getattr(row, name) == getattr(other, name) for name in names)
 

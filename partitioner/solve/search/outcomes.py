@@ -40,7 +40,7 @@ class EvaluatedCandidate:
 
     @property
     def lower_bound_s(self) -> float:
-        """Return the lower bound in seconds on the step time of the plans that were tried."""
+        """Return the lower bound in seconds on the step time of the candidate's plans that were tried."""
         return self.step_time if self.least is None else self.least
 
 
@@ -65,7 +65,7 @@ class CandidateOutcome:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the candidate was neither evaluated nor found infeasible."""
+        """Return whether this candidate was neither evaluated nor found infeasible."""
         return self.evaluated is None and self.error is None
 
     @property
@@ -78,12 +78,14 @@ class CandidateOutcome:
 
     @property
     def says(self) -> bool:
-        """Return whether the lower bound of this candidate counts in the lower bound of the whole search."""
+        """Return whether the lower bound of this candidate counts in the lower bound of the whole search, which is the
+        least over all that count."""
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 
 def list_solved_candidates(rows: Mapping[MeshCandidate, CandidateOutcome]) -> dict[MeshCandidate, EvaluatedCandidate]:
-    """Return the candidates that have a plan, with their plans, in increasing order of step time."""
+    """Return a dict from each candidate that has a plan to its plan, in increasing order of step time. ``rows``:
+    candidate -> outcome of the search for it."""
     known = {candidate: row.evaluated for candidate, row in rows.items() if row.evaluated is not None}
     return dict(sorted(known.items(), key=lambda item: item[1].step_time))
 
@@ -131,8 +133,8 @@ def _outcome_to_report(row: CandidateOutcome) -> Candidate:
 def build_candidate_report(
     candidate: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = ""
 ) -> Candidate:
-    """Return the report's row of a candidate: its step time and memory, or the reason why it has no plan (``reason``,
-    in words)."""
+    """Return the row of the report on ``candidate``: step time and memory of its best plan ``evaluated``, or, if that
+    is ``None``, the ``reason`` in words why it has no plan."""
     breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(
         mesh=candidate.mesh,
@@ -151,7 +153,8 @@ def build_candidate_report(
 
 
 def build_refused_report(candidate: MeshCandidate, error: PartitionError) -> Candidate:
-    """Return the report's row of a candidate without a plan, with the reason and the missing bytes of memory."""
+    """Return the row of the report on ``candidate``, which has no plan: the reason and the missing bytes of memory,
+    taken from ``error``."""
     missing = error.missing_bytes if isinstance(error, CapacityError) else None
     return build_candidate_report(candidate, reason=getattr(error, "message", str(error))).model_copy(
         update={"missing": missing}

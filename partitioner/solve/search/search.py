@@ -99,7 +99,8 @@ class PlanSearchResult:
 
 
 def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
-    """Return the search space of ``job``, from which its candidates are listed."""
+    """Return the search space of ``job``, from which its candidates are listed. ``bounds``: has sizes of the job's
+    model."""
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
     often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
@@ -136,6 +137,7 @@ def search_for_plan(
 
     Args:
     - time_limit_s: time limit of the search in seconds.
+    - progress: called with the state of the search, or ``None``.
     - compare: whether to plan the standard layouts for comparison.
     - cutoff_s: plans with at least this step time in seconds are not of interest and may be missed.
     - before: result of an earlier search of the job, in which ranks had more free memory.
@@ -221,9 +223,10 @@ class _SearchRequest:
 class _CandidateAttempts:
     """Plans and bounds the candidates of one search.
 
-    ``evaluator``: plans single candidates. ``bounds``: their lower bounds. ``early``: is told each outcome.
-    ``siblings``: skips candidates that cannot fit because a similar one did not. ``best_s``: step time in seconds of
-    the best plan so far, or the cutoff; the evaluator drops candidates that take longer.
+    ``evaluator``: plans single candidates. ``space``: the search space. ``bounds``: lower bounds on candidates.
+    ``early``: chooses the first candidates, and is told each outcome. ``siblings``: skips candidates that cannot fit
+    because a similar one did not. ``best_s``: step time in seconds of the best plan so far, or the cutoff; the
+    evaluator drops candidates that take longer.
     """
 
     evaluator: CandidateEvaluator
@@ -236,10 +239,9 @@ class _CandidateAttempts:
     def evaluate(
         self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
     ) -> EvaluatedCandidate:
-        """Return the best plan of a candidate. ``proven``: whether to compute a tight lower bound on its plans.
+        """Return the best plan of ``candidate``. ``proven``: whether to compute a tight lower bound on its plans.
         ``devices``: the device index of each rank; if ``None``, the placement is searched. Raises
-        :class:`PartitionError` if there is no plan.
-        """
+        :class:`PartitionError` if there is no plan."""
         is_complete = self.evaluator.placements.complete(candidate.grid)
         solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
         try:
@@ -272,8 +274,8 @@ def _search_candidates(
 ) -> PlanSearchResult:
     """Search the candidates of one variant of the job with fixed kinds of offloaded data, and return the best plan.
     ``evaluator``, ``bounds``: plan and bound its candidates. ``before``: candidate -> its outcome in an earlier search.
-    ``hosts``: whether offload was added because nothing fitted without it.
-    """
+    ``hosts``: whether offload was added because nothing fitted without it. ``request``: time limit, cutoff and
+    callbacks of the search."""
     start, compare, deadline, emit = time.monotonic(), request.compare, request.deadline, request.emit
     space = space_of(job, bounds)
     candidates = list_candidates(space)
@@ -392,9 +394,8 @@ def _space_to_limits(space: SearchSpace) -> Limits:
 
 
 def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Baseline]:
-    """Plan the standard layouts called ``names`` without offload. Returns them by name; empty if the job has no
-    candidates.
-    """
+    """Plan the standard layouts called ``names`` for ``job`` without offload to host memory. Return a dict from name to
+    the plan or the reason why there is none; empty if the job has no candidates."""
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = CandidateEvaluator(alone)
     bounds = ModelBounds(alone, evaluator.placements)

@@ -76,9 +76,8 @@ def rounder_clusters(topology: Topology) -> Iterator[Topology]:
 
 
 def is_even(topology: Topology) -> bool:
-    """Return whether all devices have the same speed, memory and network bandwidth, and all nodes the same number of
-    devices.
-    """
+    """Return whether all devices of ``topology`` have the same speed, memory and network bandwidth, and all its nodes
+    the same number of devices."""
     own: tuple[NDArray[np.float64] | NDArray[np.int64], ...] = topology.usable, topology.network_share
     alike = all(len(np.unique(values)) == 1 for values in own)
     return alike and len(topology.paces[0]) == 1 and len({group.devices for group in topology.nodes}) == 1
@@ -127,8 +126,8 @@ def _list_smaller_clusters(topology: Topology, best_s: float, lower_bound_s: Cal
 
 
 def _bound_job_seconds(job: Job, space_of: SpaceOf) -> float:
-    """Return a lower bound in seconds on the step of every plan of ``job``. Raises a :class:`PartitionError` if it has
-    no candidates."""
+    """Return a lower bound in seconds on the step of every plan of ``job``. ``space_of``: returns the search space of a
+    job, given its bounds. Raises a :class:`PartitionError` if it has no candidates."""
     bounds = ModelBounds(job)
     return float(bounds.times(list_candidates(space_of(job, bounds))).min())
 

@@ -25,7 +25,8 @@ from partitioner.units import format_plural, format_ranges, list_divisors
 
 
 def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
-    """Return a sentence for the user that says that the global batch does not split over ``dp`` ranks."""
+    """Return a sentence for the user that says that the global batch of the search space ``space`` does not split over
+    ``dp`` ranks."""
     size = space.constraints.group_size
     groups = "" if size is None else f", in groups of {size} samples that meet,"
     return f"the global batch of {space.global_batch}{groups} does not split over dp={dp}"
@@ -62,12 +63,14 @@ def why_none(space: SearchSpace) -> PlanError | ConstraintError:
 
 
 def _describe_batch_limit(space: SearchSpace) -> str:
-    """Return the part of an error message that says what the batch requires of ``dp``."""
+    """Return the part of an error message that says which sizes of ``dp`` the global batch allows. ``space``: the
+    search space."""
     return "divide" if space.even or space.experts else "be at most"
 
 
 def _describe_pipeline_limit(space: SearchSpace) -> str:
-    """Return the part of an error message that says which numbers of pipeline stages are possible."""
+    """Return the part of an error message that says which numbers of pipeline stages the search space ``space``
+    allows."""
     pinned = space.constraints
     if (pinned.virtual_stages or 1) > 1:
         return f"pp is more than 1 and pp x virtual_stages at most {space.num_calls}"
@@ -77,8 +80,8 @@ def _describe_pipeline_limit(space: SearchSpace) -> str:
 
 
 def _describe_tensor_limit(space: SearchSpace) -> str:
-    """Return the part of an error message that says how many ranks ``tp`` may have; empty if every number is
-    allowed."""
+    """Return the part of an error message that says how many ranks ``tp`` may have in the search space ``space``; empty
+    if every number is allowed."""
     forbids = space.constraints.tp is None and space.widest < space.world_size
     return f" and be at most {space.widest}" if forbids else ""
 
@@ -125,6 +128,8 @@ class SearchSpace:
     - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether an expert may be
       sharded over other numbers of ranks than 1 and ``tp``.
     - ``even``: whether all ranks of ``dp`` must have equally many microbatches.
+
+    ``topology``: the cluster. ``constraints``: what the user fixed. ``train``: whether plans are for training.
     """
 
     topology: Topology
@@ -157,11 +162,12 @@ class SearchSpace:
 
     @property
     def widest(self) -> int:
-        """Return the greatest ``tp`` that is searched if the user does not fix it."""
+        """Return the greatest number of ranks along ``tp`` that is searched in this space if the user does not fix
+        it."""
         return widest_searched(self.topology, self.constraints)
 
     def sizes(self, dp: int) -> list[int]:
-        """Return the possible microbatch sizes in samples with ``dp`` data-parallel ranks."""
+        """Return the possible microbatch sizes, in samples, with ``dp`` data-parallel ranks."""
         pinned = self.constraints
         if self.units % dp and pinned.microbatch_size is None:
             return [size for size in list_divisors(self.global_batch) if self.global_batch // size >= dp]
@@ -194,7 +200,8 @@ def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
     node, whichever is more (two nodes if the constraint ``ahead`` is set). The microbatch size divides the batch, and
     every rank of ``dp`` has at least one microbatch. Every stage has at least one block call. Features that can be
     estimated but not executed are included only if the constraints ask for them. Raises :class:`ConstraintError` for
-    constraints that cannot hold and :class:`PlanError` if no candidate is left.
+    constraints that cannot hold and :class:`PlanError` if no candidate is left. ``space``: the devices, the batch, the
+    constraints and the sizes of the model.
     """
     pinned = space.constraints
     pinned.check(space.world_size, space.global_batch, space.dims)
@@ -222,7 +229,7 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
     ZeRO or ``dp_shard``.
 
     A part has as many ranks as a node holds, or four times that, and so on. Small parts gather over few nodes, which
-    starts sooner; large parts need less memory.
+    starts sooner; large parts need less memory. ``space``: the search space.
     """
     pinned = space.constraints
     several = space.topology.num_nodes > 1
@@ -243,7 +250,8 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
 
 
 def list_mesh_shapes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
-    """Return all sizes (pp, dp, tp, cp) of the mesh axes that the constraints allow."""
+    """Return all tuples of sizes (pp, dp, tp, cp) of the mesh axes that the constraints of ``space`` allow for its
+    devices."""
     pinned, world = space.constraints, space.world_size
     found = []
     for tp in list_divisors(world):
@@ -263,7 +271,7 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
     """Return the sizes of ``cp`` to try, if ``room`` ranks are left for ``dp`` and ``cp`` together.
 
     Each rank gets two pieces of the sequence, one from each end, so that causal attention is even. Normally a rank has
-    at least 8192 tokens; fewer are allowed if the batch would not divide evenly otherwise.
+    at least 8192 tokens; fewer are allowed if the batch would not divide evenly otherwise. ``space``: the search space.
     """
     pinned, length = space.constraints, space.length
     if pinned.cp is not None:
@@ -282,8 +290,7 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
     """Return the pairs (ep, etp) to try: the number of ranks that share the experts, and the number of ranks that share
     one expert (0: as many as ``tp``). ``room``: the number of ranks of ``dp``, ``cp`` and ``tp`` together. ``tp``: size
-    of that axis.
-    """
+    of that axis. ``space``: the search space."""
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:
         return []
@@ -300,8 +307,8 @@ def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]
 
 def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, int]]:
     """Return pairs of a schedule to try with ``pp`` pipeline ranks and its number of virtual stages on a rank. GPipe
-    takes as long as 1F1B and at least as much memory, so it is included only if it is fixed.
-    """
+    takes as long as 1F1B and at least as much memory, so it is included only if it is fixed. ``space``: the search
+    space."""
     pinned = space.constraints
     table = None if pinned.schedule is None else table_of(pinned.schedule)
     if table is not None:
@@ -325,7 +332,7 @@ def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTab
 
 
 def _list_searched_schedules(space: SearchSpace) -> list[str]:
-    """Return the names of the schedules to try if none is fixed."""
+    """Return the names of the schedules to try if the constraints of ``space`` fix none."""
     pinned = space.constraints
     if not space.train:
         return ["interleaved" if (pinned.virtual_stages or 1) > 1 else "1f1b"]
@@ -335,8 +342,8 @@ def _list_searched_schedules(space: SearchSpace) -> list[str]:
 
 
 def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
-    """Return the numbers of virtual stages on a rank to try for ``schedule``, which allows any number. ``pp``: number
-    of pipeline ranks."""
+    """Return the numbers of virtual stages on a rank to try in the search space ``space`` for ``schedule``, a schedule
+    that allows any number. ``pp``: number of pipeline ranks."""
     if schedule == "interleaved":
         return even_chunks(space, pp)
     pinned = space.constraints
@@ -346,8 +353,7 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
     """Return the numbers of virtual stages on a rank, ascending, that give all stages equally many layers, and others
     that nearly do so. Numbers close to each other are left out. Return ``[2]`` if there are none. ``pp``: number of
-    pipeline ranks.
-    """
+    pipeline ranks. ``space``: the search space."""
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
     largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}
@@ -362,7 +368,7 @@ def even_chunks(space: SearchSpace, pp: int) -> list[int]:
 def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
     """Return variants of ``candidate`` under schedules with several virtual stages on a rank, without those that are as
     fast as another and need more memory. If consecutive steps may overlap, a schedule whose idle time the next step
-    fills is included too."""
+    fills is included too. ``space``: the search space."""
     choices = {"interleaved": even_chunks(space, candidate.pp), **_BESIDE}
     choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
     found = [(name, v) for name, several in choices.items() for v in several if v * candidate.pp <= space.num_calls]
@@ -371,7 +377,8 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
 
 def list_context_variants(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
     """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
-    one with half of ``dp``. Sizes that the user fixed stay. Empty if a rank would have too few tokens."""
+    one with half of ``dp``. Sizes that the user fixed stay. Empty if a rank would have too few tokens. ``space``: the
+    search space."""
     pinned, cp = space.constraints, 2 * candidate.cp
     if pinned.cp is not None or space.length % (2 * cp) or space.length < _FEWEST_TOKENS * cp:
         return []
@@ -396,8 +403,8 @@ def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool
 
 def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
     """Return the pairs to try: the ZeRO stage (0: none), and the number of ``dp`` ranks that share parameters,
-    gradients or optimizer states (0: all of them). ``dp``, ``cp``: sizes of these mesh axes.
-    """
+    gradients or optimizer states (0: all of them). ``dp``, ``cp``: sizes of these mesh axes. ``space``: the search
+    space."""
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
         return []
@@ -419,7 +426,7 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
 def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     """Return constraint name -> sentence that says what was not tried, for the constraints that a user could fix and
     that the certificate's bound does not cover. Plans with such constraints may be faster than a proven plan.
-    """
+    ``space``: the search space."""
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()
     if pinned.offload is None and can_offload(topology):
@@ -450,7 +457,7 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
 
 
 def _describe_tried_context(space: SearchSpace) -> str:
-    """Return a sentence that says which sizes of ``cp`` were tried, and why not others."""
+    """Return a sentence that says which sizes of ``cp`` are tried in the search space ``space``, and why not others."""
     tried = sorted({cp for *_, cp in list_mesh_shapes(space) if cp > 1})
     usual = [cp for cp in tried if space.length >= _LEAST_TOKENS * cp]
     rare = [cp for cp in tried if cp not in usual]
@@ -472,7 +479,8 @@ def _describe_tried_context(space: SearchSpace) -> str:
 
 
 def _describe_tried_parts(space: SearchSpace) -> str:
-    """Return a sentence that says over which parts of the data-parallel ranks sharding states was tried."""
+    """Return a sentence for the certificate that says which numbers of ``dp`` ranks that share parameters, gradients
+    and optimizer states (``dp_shard``) are tried in the search space ``space``."""
     what = "Sharding states over a part of the data-parallel ranks"
     if space.constraints.zero is not None:
         return f"{what} was not tried, since the stage of ZeRO is fixed."
@@ -492,8 +500,8 @@ def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:
 
 def widest_searched(topology: Topology, pinned: Constraints) -> int:
     """Return the greatest size of the axis ``tp`` that is searched if the user does not fix it: 8 or the number of
-    devices of the largest node, whichever is more (devices of two nodes if the constraint ``ahead`` is set).
-    """
+    devices of the largest node of ``topology``, whichever is more. If the constraint ``ahead`` is set in ``pinned``,
+    the devices of two nodes count."""
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 
@@ -506,6 +514,7 @@ def find_baseline_candidates(
     The layout of Megatron-LM has ``tp`` as wide as a node, as few stages as fit in memory, and data parallelism over
     the other ranks (Narayanan et al. 2021, section 3). The microbatch size is the one with the least bound. ``times``:
     function that returns lower bounds in seconds on candidates. ``fits``: whether a candidate fits in memory.
+    ``space``: the search space.
     """
     plain = [p for p in candidates if p.pp == p.tp == p.cp == 1 and not p.zero]
     inside = space.topology.devices_per_node if space.topology.num_nodes > 1 else space.world_size
@@ -527,8 +536,7 @@ def find_baseline_candidates(
 
 def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
     """Return a dict with one entry: plain data parallelism -> reason why it is not among ``candidates``. Empty if it is
-    among them.
-    """
+    among them. ``space``: the search space."""
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     size = space.constraints.group_size or 1

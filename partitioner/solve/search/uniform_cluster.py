@@ -97,9 +97,8 @@ def _num_orders(shares: Sequence[float]) -> int:
 
 
 def _list_share_orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
-    """Yield all distinct orders of ``shares`` (for each node, its fraction of the full network bandwidth), some of
-    which may be equal.
-    """
+    """Yield the numbers ``shares`` in every distinct order, each as a tuple. ``shares``: for each node, its fraction of
+    the full network bandwidth; several nodes may have equal fractions."""
     if not shares:
         yield ()
     for first in sorted(set(shares), reverse=True):
@@ -159,8 +158,8 @@ class UniformClusterBound:
 
     @cached_property
     def _uniform_topologies(self) -> list[Topology]:
-        """Return the clusters in which all devices are as good as the best real one, one for each order of the nodes'
-        network bandwidths. Return an empty list if the plan uses host memory, or if the placement is fixed."""
+        """Return the uniform clusters, in which all devices are as good as the best real one: one for each order of the
+        nodes' network bandwidths. Return an empty list if the plan uses host memory, or if the placement is fixed."""
         job = self._evaluator.job
         if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
             return []
@@ -168,9 +167,8 @@ class UniformClusterBound:
 
     @cached_property
     def _are_near(self) -> bool:
-        """Return whether the mean peak FLOP/s of the devices is near that of the best device, so that the bound is not
-        loose.
-        """
+        """Return whether the mean peak FLOP/s of the cluster's devices is near that of the best device. Otherwise a
+        bound from a cluster of equal devices would be loose."""
         job = self._evaluator.job
         paces, of_device = job.topology.paces
         rates = np.array([job.topology.types[kind].peak_of(job.precision) * speed for kind, speed in paces])
@@ -227,7 +225,8 @@ class UniformClusterBound:
 
 
 def _evaluate_for_bound(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
-    """Evaluate the placement ``machine``, and return a lower bound in seconds on its plans; 0 if no plan was found."""
+    """Find the best plan on the placement ``machine``, and return a lower bound in seconds on all plans there; 0 if no
+    plan was found. ``placement_evaluator``: finds the best plan on single placements."""
     try:
         placement_evaluator(machine)
     except PartitionError:  # under a simulated schedule some cut may fit although none was found

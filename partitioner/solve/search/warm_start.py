@@ -48,7 +48,8 @@ class WarmStart:
     _found: dict[MeshCandidate, float | PartitionError] = field(default_factory=dict)
 
     def tell(self, candidate: MeshCandidate, found: float | PartitionError) -> None:
-        """Record the outcome of a candidate: seconds of a step, or the reason why it has no plan."""
+        """Record the outcome of ``candidate``. ``found``: the seconds of a step of its best plan, or the error that
+        says why it has no plan."""
         self._found[candidate] = found
 
     def list_first_candidates(self) -> Iterator[MeshCandidate]:
@@ -69,8 +70,8 @@ class WarmStart:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.cutoff_s)
 
     def _first_that_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
-        """Yield candidates of a standard layout until one fits. The first is always yielded, because the report shows
-        it; the others only if they may be better than the best plan so far."""
+        """Yield candidates of the layout ``standard`` until the plan of one is found to fit. The first is always
+        yielded, because the report shows it; the others only if they may be better than the best plan so far."""
         tried = 0
         for candidate in standard.candidates[: 1 if standard.excluded else None]:
             if tried and not self._is_worth(candidate):
@@ -81,7 +82,8 @@ class WarmStart:
                 return
 
     def _is_worth(self, candidate: MeshCandidate) -> bool:
-        """Return whether a candidate is allowed, was not tried, and may be a better plan by its quick bounds."""
+        """Return whether ``candidate`` is allowed, was not tried yet, and may be better than the best plan so far by
+        its quick lower bounds."""
         if candidate in self._found or candidate not in self.candidates:
             return False
         try:
@@ -92,7 +94,8 @@ class WarmStart:
         return bool(self.bounds.times([candidate])[0] < self._best_s)
 
     def _list_expert_layouts(self) -> Iterator[MeshCandidate]:
-        """Yield the textbook layouts of a mixture of experts, with as few stages and as large a microbatch as fit."""
+        """Yield candidates with textbook layouts of a mixture of experts, with as few pipeline stages and as large a
+        microbatch as fit in memory."""
         depths, pinned = 0, self.space.constraints
         for pp in list_divisors(self.space.world_size):
             room = self.space.world_size // pp
@@ -169,7 +172,8 @@ class WarmStart:
 
 
 def _find_adjacent_numbers(numbers: Sequence[int], number: int) -> list[int]:
-    """Return the greatest of the ascending ``numbers`` below ``number`` and the least above it, if they exist."""
+    """Return a list with those of the ascending ``numbers`` that are next to ``number``: the greatest below and the
+    least above it, if they exist."""
     below, above = [n for n in numbers if n < number], [n for n in numbers if n > number]
     return [*below[-1:], *above[:1]]
 

@@ -106,9 +106,9 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
-    """Return the operators that depend on no input with a batch dim, in any call of their block. They depend on
-    weights, constants and random indices alone. ``batch``: the number of samples, by which a batch dim is recognized.
-    """
+    """Return the operators of ``model`` that depend on no input with a batch dim, in any call of their block. They
+    depend on weights, constants and random indices alone. ``batch``: the number of samples, by which a batch dim is
+    recognized."""
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()
     for run in model.calls:
@@ -176,9 +176,8 @@ class BatchCosts:
     moved: float = 1.0
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the cost of running the operator ``node`` by ``strategy``: its work, divided by ``num_ranks`` if the
-        strategy divides it; 0 for operators that need not be divided.
-        """
+        """Return the cost of running the operator ``node`` by ``strategy``, in the units of :attr:`total`: its work,
+        divided by ``num_ranks`` if the strategy divides it; 0 for operators that need not be divided."""
         if node in self.alone:  # every microbatch needs it whole; dividing it would have samples meet at its gradient
             return 0.0
         work = _ALL_WORK * node_work(node) / max(self.total, 1.0)
@@ -186,8 +185,8 @@ class BatchCosts:
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """Return the cost of one change of a tensor from layout ``source`` to ``target``, and back for its gradient if
-        ``differentiable``; ``math.inf`` if it is impossible. ``spec``: whole shape and dtype of the tensor.
-        """
+        ``differentiable``; ``math.inf`` if it is impossible. It has no dimension and is relative to the work of the
+        model. ``spec``: whole shape and dtype of the tensor."""
         if source == target:
             return 0.0
         reshard = RESHARDS.get((source.kind, target.kind))
@@ -208,9 +207,11 @@ class BatchCosts:
         return 0.0
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of ``layout`` for a tensor that blocks pass on to each other. A shard costs slightly more on
-        a later dim, so that the first of two possible batch dims is chosen. An input with a batch dim costs more if it
-        is not sharded.
+        """Return the cost of ``layout`` for a tensor that blocks pass on to each other, in units without a dimension.
+        ``spec``: its whole shape and dtype.
+
+        A shard costs slightly more on a later dim, so that the first of two possible batch dims is chosen. An input
+        with a batch dim costs more if it is not sharded.
         """
         if layout.is_shard:
             return _SLICE * layout.dim

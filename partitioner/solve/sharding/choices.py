@@ -115,7 +115,7 @@ def state_options(
 
     ``num_ranks``: size of the mesh axis. ``rules``: layouts that the caller fixes. ``trained``: whether the states
     receive gradients. ``asked``: layouts that shard a dim in separate sections, which operators could use. Raise
-    :class:`ShardingError` if ``rules`` leave no layout.
+    :class:`ShardingError` if ``rules`` leave no layout. ``model``: the model as calls of blocks.
     """
     options = [REPLICATED, *_list_dim_shards(tie, num_ranks)]
     options += [layout for layout in dict.fromkeys(asked) if layout.is_shard and layout not in options]
@@ -148,9 +148,8 @@ def _restrict_layouts(
     options: list[Layout], limits: list[tuple[str, str, Collection[Layout]]], tie: LayoutTie, num_ranks: int
 ) -> list[Layout]:
     """Return those ``options`` that all ``limits`` allow. ``limits``: triples of a tensor's name, the reason of the
-    limit in words, and the allowed layouts. Raise :class:`ShardingError` if none is left. ``tie``: the tensors, for the
-    message.
-    """
+    limit in words, and the allowed layouts. Raise :class:`ShardingError` if none is left. ``tie``: the tensors, and
+    ``num_ranks``: size of the mesh axis, both for the message."""
     left = [o for o in options if all(o in allowed for _, _, allowed in limits)]
     if not left:
         said = "; ".join(f"{name!r} is {why} {' or '.join(map(str, allowed))}" for name, why, allowed in limits)

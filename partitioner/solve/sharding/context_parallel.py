@@ -96,8 +96,7 @@ def _solve_context_sharding(
     """Return the sharding of ``split`` over ``num_ranks`` ranks of ``cp`` at the least cost. ``batch``: which dim of
     each value indexes samples. ``tp``: ranks that also divide the attention heads. ``algorithm``: of every attention,
     or ``None`` to choose. ``allowed``: whether an operator may use a strategy. Raise :class:`PlanError` if there is
-    none.
-    """
+    none. ``costs``: prices of the shardings."""
     check_algorithm(split, num_ranks, tp, algorithm)
     layouts = {i.value: _input_layouts(split.values[i.value], batch.values[i.value], num_ranks) for i in split.inputs}
     lengths = {split.values[name].shape[to.dim] for name, found in layouts.items() for to in found if to.is_shard}
@@ -127,7 +126,7 @@ def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layo
 
 
 def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:
-    """Yield the graph nodes of the fused attention operators of all blocks."""
+    """Yield the graph nodes of the fused attention operators of all blocks of ``model``."""
     for block in model.blocks.values():
         yield from (node for node in block.graph.nodes if node.op == "call_function" and is_attention(node))
 
@@ -179,7 +178,7 @@ class _ContextRules:
 
     ``batch``: the layouts that split the batch; they show which dims have samples. ``num_ranks``: size of ``cp``.
     ``tp``: number of ranks that share the attention heads. ``algorithm``: the requested one; ``None`` allows all.
-    ``also``: a further function that must allow a strategy.
+    ``also``: a further function that must allow a strategy. ``model``: the model to shard.
     """
 
     def __init__(
@@ -229,17 +228,19 @@ class _ContextRules:
         )
 
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Return whether ``strategy`` shards a weight of a matrix product or embedding. Other weights may be sharded,
-        because they have an element for each position, as learned position embeddings do.
-        """
+        """Return whether ``strategy`` shards a weight of the operator ``node``, a matrix product or an embedding.
+        Weights of other operators do not count, because they have an element for each position, as learned position
+        embeddings do."""
         if not (is_product(node) or "embedding" in str(node.target)):
             return False
         return any(to.is_shard for to, state in zip(strategy.operands, self.states[node], strict=True) if state)
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Whether this attention strategy must use zigzag positions. Causal attention must if twice the number of ranks
-        divides the sequence, since this balances the work; other attention may use the layout that ``strategy`` has.
-        So may attention within documents of known lengths, whose work on each rank decides its price.
+        """Return whether the attention ``node`` under ``strategy`` must have zigzag positions, of which each rank has
+        one piece from the start and one from the end.
+
+        Causal attention must if twice the number of ranks divides the sequence, since this balances the work. Other
+        attention, and attention within documents of known lengths, may use the positions that ``strategy`` has.
         """
         seen = find_attention_band(node)
         if seen is None or not seen.is_causal or find_document_lengths(node):
@@ -258,9 +259,8 @@ def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
 
 
 def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
-    """Return the algorithm by which ``strategy`` runs an attention: ``"ring"``, ``"all_gather"`` or ``"ulysses"``.
-    Return ``""`` if it divides the work in another way.
-    """
+    """Return the algorithm by which ``strategy`` runs the attention ``node``: ``"ring"``, ``"all_gather"`` or
+    ``"ulysses"``. Return ``""`` if it divides the work in another way."""
     if strategy.form:
         return strategy.form
     query, key, *_ = strategy.operands

@@ -61,6 +61,8 @@ class TensorCosts:
     - ``short_gradients``: gradients have the dtype of their parameter instead of float32. ``complete``: a gradient that
       every rank computes completely costs as much as one that must be reduced, because ZeRO shards only states of the
       second kind.
+
+    ``device``: the device type. ``train``: whether costs include the backward.
     """
 
     device: DeviceType
@@ -101,9 +103,9 @@ class TensorCosts:
         return self._nodes[key]
 
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
-        """Return the seconds of an operator if each rank computes only its own rows but reads the sharded operands in
-        whole. ``seconds``: those of the undivided work. ``num_ranks``: size of the mesh axis over which the model is
-        sharded."""
+        """Return the seconds of the operator ``node`` on one rank if each rank computes only its own rows but reads the
+        operands that ``strategy`` shards in whole. ``seconds``: those of the undivided work. ``num_ranks``: size of the
+        mesh axis over which the model is sharded."""
         read = sum(
             o.meta["val"].nbytes / num_ranks
             for o, layout in zip(operands_of(node), strategy.operands, strict=True)
@@ -115,8 +117,8 @@ class TensorCosts:
 
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
         """Return the seconds that the communication of an attention over a sharded sequence adds to its computation.
-        ``seconds``: those of the computation. ``num_ranks``: size of the mesh axis over which the model is sharded.
-        """
+        ``operator``: the attention. ``strategy``: the way to run it, whose form is the algorithm, such as a ring.
+        ``seconds``: those of the computation. ``num_ranks``: size of the mesh axis over which the model is sharded."""
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_attention_band(operator.node) or Band()
         sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
@@ -179,8 +181,7 @@ class TensorCosts:
 class _Operator:
     """The data of one operator that are equal for all strategies, and a cache of its compute seconds by the shapes on
     one rank. ``train``: the backward counts too. ``tp``: number of ranks that divide the attention heads left by the
-    mesh axis.
-    """
+    mesh axis. ``node``: the operator."""
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp
@@ -195,9 +196,8 @@ class _Operator:
         self._seconds: dict[tuple[tuple[tuple[Shape, float], ...], tuple[Shape, ...]], float] = {}
 
     def lowering(self, strategy: Strategy) -> Lowering | None:
-        """Return the special operators by which one rank runs the operator under ``strategy``; ``None`` if each rank
-        runs the operator itself on its shards.
-        """
+        """Return the special operators that one rank runs in place of this operator under ``strategy`` (layouts of
+        operands and results); ``None`` if each rank runs the operator itself on its shards."""
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
@@ -223,13 +223,15 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Return the factor by which the number of key heads shrinks if repeated heads are not materialised."""
+        """Return the factor by which the number of key heads of this attention shrinks if heads that the model repeats
+        are read without copies; 1 if none are repeated."""
         times = count_head_repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
     def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
-        """Return the compute seconds of the operator on one rank, forward and, if it has a gradient, backward.
-        ``num_ranks``: size of the mesh axis over which the model is sharded."""
+        """Return the compute seconds of this operator on one rank of ``device``, forward and, if it has a gradient,
+        backward. ``strategy``: the layouts of its operands and results. ``num_ranks``: size of the mesh axis over which
+        the model is sharded."""
         operands = self.operands(strategy, num_ranks)
         results = [
             Operand(local_shape(layout, shape, num_ranks), dtype)
@@ -281,9 +283,12 @@ _UNDIVIDED_RESULTS = 4.0
 
 
 def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Group, precision: str) -> TensorCosts:
-    """Return costs on ``axis`` over ``group`` with a large penalty for matrix products and weights that are not divided
-    over the ranks. On ``cp`` the penalty also applies to all other results, because that axis exists to divide their
-    memory. ``precision``: number format of most products, such as ``"bf16"``."""
+    """Return prices of shardings of ``model`` on ``axis`` over ``group``, with a large penalty for matrix products and
+    weights that are not divided over the ranks. On ``cp`` the penalty also applies to all other results, because that
+    axis exists to divide their memory.
+
+    ``device``: the device type. ``precision``: number format of most products, such as ``"bf16"``.
+    """
     products = [(often, node) for often, node in _list_weighted_operators(model) if matmul_flops(node)]
     flops = sum(often * matmul_flops(node) for often, node in products)
     results = sum(often * made_bytes(node) for often, node in products)

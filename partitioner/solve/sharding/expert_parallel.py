@@ -29,17 +29,15 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
 
 
 def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:
-    """Return, by block name, the parts of a block's graph that compute by expert, for each block that has any.
-    ``apart``: mesh axes whose ranks will hold different experts.
-    """
+    """Return a dict from block name to the parts of the block's graph that compute by expert, for each block of
+    ``model`` that has any. ``apart``: mesh axes whose ranks will hold different experts."""
     found = {name: find_regions(block, apart) for name, block in model.blocks.items()}
     return {name: regions for name, regions in found.items() if regions}
 
 
 def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]]) -> dict[str, tuple[int, int]]:
-    """Return, for each parameter and buffer of experts by name, the dim that indexes experts and the number of experts.
-    ``regions``: block name -> the parts of its graph that compute by expert.
-    """
+    """Return a dict from the name of each parameter and buffer of experts in ``model`` to (the dim that indexes
+    experts, the number of experts). ``regions``: block name -> the parts of its graph that compute by expert."""
     found: dict[str, tuple[int, int]] = {}
     for call in model.calls:
         bound = dict(zip(model.blocks[call.block].states, call.states, strict=True))
@@ -54,6 +52,7 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
     sharded).
 
     Return ``None`` if ``split`` is empty, which allows everything. ``in_order``: each rank must have consecutive rows.
+    ``model``: has the operators of experts.
     """
     if not split:
         return None
@@ -61,9 +60,8 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
     products = {node for regions in regions_of(model).values() for region in regions for node in region.products}
 
     def within(node: fx.Node, strategy: Strategy) -> bool:
-        """Return whether ``strategy`` of the operator ``node`` shards each expert instead of distributing experts or
-        rows.
-        """
+        """Return whether ``strategy`` shards each expert, rather than distributing experts or rows (tokens) over the
+        ranks, when the operator ``node`` is run by it."""
         if node in tables:
             return strategy.results[0] != make_shard_layout(tables[node])
         if node not in rows:
@@ -77,9 +75,8 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
 
 def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """Return two dicts: operator of experts that works row by row (a row is a token) -> dim of rows of its results; and
-    node that is computed from experts' parameters alone -> dim that indexes experts.
-    """
+    """Return two dicts about the blocks of ``model``: operator of experts that works row by row (a row is a token) ->
+    dim of rows of its results; and node that is computed from experts' parameters alone -> dim that indexes experts."""
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}
     for regions in regions_of(model).values():
@@ -126,7 +123,7 @@ def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> All
 def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> ShardingSolution:
     """Return a sharding of the batch with which ranks that have different samples may hold different experts. This is
     ``batch`` itself if it qualifies, else another sharding of ``samples`` samples. Return ``batch`` if none exists.
-    """
+    ``model``: the model on the whole batch."""
     if can_spread_experts(model, batch):
         return batch
     for way in (_by_rows, _all_rows):
@@ -136,9 +133,8 @@ def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> S
 
 
 def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
-    """Return whether ranks with different parts of the batch may hold different experts. That is the case if the
-    sharding ``batch`` divides the experts' work only by rows (tokens), or if every rank has all rows.
-    """
+    """Return whether ranks with different parts of the batch of ``model`` may hold different experts. That is the case
+    if the sharding ``batch`` divides the experts' work only by rows (tokens), or if every rank has all rows."""
     ways = [way(*_find_expert_row_dims(model)) for way in (_by_rows, _all_rows)]
     for name, regions in regions_of(model).items():
         chosen = batch.blocks[name].strategies

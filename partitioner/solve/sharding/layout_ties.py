@@ -112,7 +112,8 @@ def tied_values(model: FoldedModel) -> list[LayoutTie]:
 
 
 def tied_states(model: FoldedModel) -> list[LayoutTie]:
-    """Return the groups of states (parameters and buffers) that must share one layout, in order of first appearance."""
+    """Return the groups of states (parameters and buffers) of ``model`` that must share one layout, in order of first
+    appearance."""
     pairs: list[tuple[str, Port | None]] = [(name, None) for name in model.states]
     for call in model.calls:
         pairs += [(name, (call.block, "state", i)) for i, name in enumerate(call.states)]

@@ -133,7 +133,6 @@ def _batch_dim(layout: Layout) -> int | None:
 
 
 def _describe_layout_join(layout: Layout) -> str:
-    """Return how the parts of an output are combined into the whole: ``"R"`` if they are equal, else the layout as
-    text.
-    """
+    """Return how the parts that ranks have of a model output are combined into the whole: ``"R"`` if all parts are
+    equal, else ``layout`` as text, such as ``"S0"`` (joined along dim 0) or ``"P"`` (summed)."""
     return "R" if layout.is_whole else str(layout)

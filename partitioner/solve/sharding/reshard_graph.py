@@ -43,8 +43,8 @@ class ProblemBuilder:
         self.names: list[str] = []
 
     def add(self, name: str, cost: Vector) -> int:
-        """Add a node to the problem. ``name``: a text for error messages. ``cost`` has the cost of each of its choices.
-        Return the index of the node."""
+        """Add a node to the assignment problem, and return its index. ``name``: a text for error messages. ``cost``:
+        the cost of each of the node's choices."""
         self.costs.append(cost)
         self.names.append(name)
         return len(self.costs) - 1
@@ -75,9 +75,9 @@ class Reshards:
         return self._tables[key]
 
     def _reshard_seconds(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
-        """Return the cost of one change of layout from the cache, or compute it; infinite if it is impossible.
-        ``spec``: whole shape and dtype. ``grad``: whether the backward must also change the layout of the gradient.
-        """
+        """Return the cost of one change of a tensor from layout ``source`` to ``target``, from the cache if it is
+        there; infinite if it is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must also
+        change the layout of the gradient."""
         if source == target and source.kind != "P":
             return 0.0
         key = (spec, grad, source, target)
@@ -87,9 +87,9 @@ class Reshards:
         return found
 
     def _look_up(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
-        """Compute the cost of one change of layout; infinite if it is impossible. ``spec``: whole shape and dtype.
-        ``grad``: whether the backward must also change the layout of the gradient.
-        """
+        """Compute, without the cache, the cost of one change of a tensor from layout ``source`` to ``target``, and
+        return it; infinite if it is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must
+        also change the layout of the gradient."""
         if (source.kind, target.kind) not in RESHARDS:
             return math.inf
         if target.kind == "P" and source.is_whole and not is_differentiable(spec.meta()):
@@ -164,7 +164,8 @@ def add_reshard_costs(
 
 
 def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]]:
-    """Return the distinct items in order of first appearance, and for each item its index among them."""
+    """Return a list of the distinct ``items`` in order of first appearance, and an array with, for each item, its index
+    in this list."""
     places: dict[T, int] = {}
     which = [places.setdefault(item, len(places)) for item in items]
     return list(places), np.array(which, dtype=np.intp)

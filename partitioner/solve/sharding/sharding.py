@@ -57,29 +57,28 @@ DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
 
 
 class ShardingCosts(Protocol):
-    """Interface of the prices of a sharding, in seconds per microbatch or other units of one kind. ``math.inf`` forbids
-    a choice.
-    """
+    """Interface of the prices of a sharding. All are in one unit, such as seconds per microbatch. ``math.inf`` forbids
+    a choice."""
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the cost of one call of an operator if it is run by ``strategy`` (layouts of its operands and results)
-        on ``num_ranks`` ranks, forward and backward, with the collectives that this adds.
-        """
+        """Return the cost of one call of the operator ``node`` if it is run by ``strategy`` (layouts of its operands
+        and results) on ``num_ranks`` ranks, forward and backward, with the collectives that this adds. The unit is one
+        that all these costs share, such as seconds per microbatch."""
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """Return the cost of one change of a tensor from layout ``source`` to ``target``, forward and, if
-        ``differentiable``, backward. ``spec``: its whole shape and its dtype.
-        """
+        ``differentiable``, backward. The unit is one that all these costs share, such as seconds per microbatch.
+        ``spec``: the tensor's whole shape and its dtype."""
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """Return the cost of keeping a parameter or buffer in ``layout``. Under ``R'`` (replicated with a partial-sum
-        gradient) it includes the reduction of the gradient, once per step. ``spec``: its whole shape and its dtype.
-        ``num_ranks``: size of the mesh axis over which the model is sharded."""
+        """Return the cost of keeping a parameter or buffer in ``layout``, in a unit that all these costs share, such as
+        seconds per microbatch. Under ``R'`` (replicated with a partial-sum gradient) it includes the reduction of the
+        gradient, once per step. ``spec``: its whole shape and its dtype. ``num_ranks``: size of the mesh axis over
+        which the model is sharded."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of keeping or sending a tensor between blocks in ``layout``. ``spec``: its whole shape and
-        its dtype.
-        """
+        """Return the cost of keeping or sending a tensor between blocks in ``layout``, in a unit that all these costs
+        share, such as seconds per microbatch. ``spec``: its whole shape and its dtype."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ class ShardingProblem:
 
     Most nodes are operators, whose choices are strategies, and tensors, whose choices are layouts. ``axis``,
     ``num_ranks``: name and size of the mesh axis. ``costs``: prices of strategies and layouts. ``rules``: layouts that
-    the caller fixed.
+    the caller fixed. ``model``: the model to shard.
     """
 
     def __init__(self, model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:
@@ -208,8 +207,10 @@ class ShardingProblem:
         return self._assignment_to_solution(answer, time.perf_counter() - start)
 
     def _solve_with_allowed(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
-        """Return the cheapest assignment of choices under ``allowed``, a function of an operator and a strategy. The
-        unrestricted optimum is cached and is returned if it uses only allowed strategies, since it is then also the
+        """Return the cheapest assignment of choices under ``allowed``, a function that says whether an operator may use
+        a strategy (``None``: all). ``time_limit_s``: seconds for the solver.
+
+        The unrestricted optimum is cached and is returned if it uses only allowed strategies, since it is then also the
         restricted optimum.
         """
         problem = self.builder.problem()
@@ -244,7 +245,8 @@ class ShardingProblem:
         self.ports.update(dict.fromkeys(tie.ports, (variable, options)))
 
     def _tie_updates(self) -> None:
-        """Add edges that require that a value which the forward writes into a buffer has the layout of the buffer."""
+        """Add edges to the assignment problem that require that a value which the forward writes into a buffer has the
+        layout of the buffer."""
         if not self.model.updates:
             return
         of = {name: (variable, options) for tie, variable, options in self.ties for name in tie.names}
@@ -353,8 +355,7 @@ def _measure_sharded_work(
 ) -> tuple[float, dict[str, float]]:
     """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
     operator name -> fraction of compute time. ``chosen``: block name -> strategy of each operator. ``costs``: prices of
-    the strategies.
-    """
+    the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks."""
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}
     for name, strategies in chosen.items():
@@ -371,8 +372,8 @@ def _measure_sharded_work(
 
 
 def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolution:
-    """Return the sharding over one rank, in which everything is replicated, with its cost. ``axis``: name of the mesh
-    axis, such as ``"tp"``."""
+    """Return the sharding of ``model`` over one rank, in which everything is replicated, with its cost by ``costs``.
+    ``axis``: name of the mesh axis, such as ``"tp"``."""
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     blocks: dict[str, BlockSharding] = {}
     for name, block in model.blocks.items():

@@ -93,11 +93,12 @@ def better_cuts(
 def _improve_cuts_locally(
     costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
-    """Add cuts into stages to ``seen`` (cuts -> step time in seconds) by a local search from the fastest ones. The
-    search moves single cuts and groups of neighbouring cuts, and stops if no move is faster. ``left``: the largest
-    number of schedules to simulate.
+    """Search for cuts into stages with a shorter step, starting from the fastest in ``seen`` (cuts -> step time in
+    seconds), and add all that are tried to ``seen``. The search moves single cuts and groups of neighbouring cuts, and
+    stops if no move is faster.
 
-    ``costs``: seconds of all possible stages. ``how``: options of the simulation: ``train`` (there is a backward) and
+    ``timetable``: the order of actions of the schedule. ``left``: the largest number of cuts to simulate. ``costs``:
+    seconds of all possible stages. ``how``: options of the simulation: ``train`` (there is a backward) and
     ``overlap_steps`` (a rank begins the next step when it has ended its part of this one).
     """
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
@@ -123,9 +124,11 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> RankedCuts:
     """Simulate all possible cuts of the block calls into stages and return the fastest ones. The bound is the step time
-    of the best. ``costs``: seconds of all possible stages. ``calls``, ``stages``: the numbers of calls and of stages.
-    ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the next
-    step when it has ended its part of this one).
+    of the best.
+
+    ``costs``: seconds of all possible stages. ``timetable``: the order of actions of the schedule. ``calls``,
+    ``stages``: the numbers of calls and of stages. ``how``: options of the simulation: ``train`` (there is a backward)
+    and ``overlap_steps`` (a rank begins the next step when it has ended its part of this one).
     """
     taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # at least the first cuts fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
@@ -146,7 +149,8 @@ class _Costs:
 
     ``of_stage`` has one array for each stage, of shape ``[5, calls + 1, calls + 1]``. The first dim is forward,
     backward for inputs, backward for weights, wait for values and wait for gradients; the others are the first call and
-    the call after the last. The backward for inputs is infinite if the calls do not fit in memory.
+    the call after the last. The backward for inputs is infinite if the calls do not fit in memory. ``tables``: seconds
+    and bytes of all possible stages, from which these are taken.
     """
 
     def __init__(self, tables: StageTables) -> None:
@@ -182,7 +186,7 @@ class _Costs:
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
         ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the
-        next step when it has ended its part of this one).
+        next step when it has ended its part of this one). ``timetable``: the order of actions of the schedule.
         """
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
@@ -193,9 +197,8 @@ class _Costs:
         return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
 
     def bands(self, most: float) -> _Bands:
-        """Return, in a compact table, the seconds of those sequences of consecutive block calls that take at most
-        ``most`` seconds per microbatch and fit in memory.
-        """
+        """Return the seconds of those sequences of consecutive block calls that take at most ``most`` seconds per
+        microbatch and fit in memory, as two arrays that are indexed by the end and the length of the sequence."""
         size = self.of_stage[0].shape[-1]
         total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])
         length = np.arange(size)[None, :] - np.arange(size)[:, None]

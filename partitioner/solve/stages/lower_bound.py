@@ -50,7 +50,8 @@ class LeastTime:
 
     @property
     def is_seen(self) -> bool:
-        """Return whether cuts into stages were examined and at least one of them fits in memory."""
+        """Return whether these bounds come from cuts into stages that were examined and of which at least one fits in
+        memory."""
         return bool(np.isfinite(self.total_s))
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:
@@ -64,10 +65,9 @@ class LeastTime:
     def _pipeline_s(
         self, schedule: str | ScheduleTable, p: int, m: int, fill: tuple[float, float], slowest: float, total: float
     ) -> float:
-        """Return a lower bound on the seconds of ``m`` microbatches on ``p`` ranks, if the slowest stage takes at least
-        ``slowest`` and all stages together at least ``total`` seconds. ``fill``: the fill and drain time, as fractions
-        of a microbatch's forward and backward seconds.
-        """
+        """Return a lower bound on the seconds of ``m`` microbatches under ``schedule`` on ``p`` ranks, if the slowest
+        stage takes at least ``slowest`` and all stages together at least ``total`` seconds per microbatch. ``fill``:
+        the fill and drain time, as fractions of a microbatch's forward and backward seconds."""
         if total == np.inf:
             return total
         if is_formula(schedule):
@@ -119,10 +119,9 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
-    """Return bounds in seconds over the cuts into stages whose work alone takes at most ``limit`` seconds: the least
-    slowest stage, the least sum of stages and the least step. Return ``None`` if there is no such cut, or if longer
-    stages might be better.
-    """
+    """Return three lower bounds in seconds over the cuts into stages whose work alone takes at most ``limit`` seconds
+    per microbatch: on the slowest stage, on the sum of all stages, and on the step. Return ``None`` if there is no such
+    cut, or if longer stages might be better. ``tables``: seconds and bytes of all possible stages."""
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
         return None
@@ -174,6 +173,7 @@ def _after_others(
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
     has postponed. If steps overlap, only the part of the earlier calls that exceeds these postponed backwards counts.
+    ``problem``: the calls and the schedule.
     """
     ahead, back, weights = others
     late = problem.half_done(stage) * (weights[stop] - weights[start])
@@ -186,8 +186,8 @@ def _after_others(
 
 
 def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
-    """Return the cumulative least seconds of a microbatch up to each call. ``pace``: the costs on the devices of one
-    stage, from which its backwards for weights are taken."""
+    """Return lower bounds on the seconds that a microbatch has spent up to each call of ``problem``. ``pace``: the
+    costs on the devices of one stage, from which its backwards for weights are taken."""
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
     train = problem.train
@@ -224,8 +224,7 @@ def _check_memory(tables: StageTables) -> None:
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
     """Return the possible stages whose work takes at most ``limit`` seconds, sorted by their ends, as three arrays: the
     index of the first call, the index after the last call, and, for each distinct end, the position of its first entry
-    in the other two.
-    """
+    in the other two. ``tables``: seconds and bytes of all possible stages."""
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run
     done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)

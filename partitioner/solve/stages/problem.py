@@ -42,7 +42,7 @@ class StageCall:
 
     @property
     def working_bytes(self) -> float:
-        """Return the temporary bytes while the call runs, without the bytes that are kept for backward."""
+        """Return the temporary bytes of this block call while it runs, without the bytes that are kept for backward."""
         return self.cost.working_bytes + self.gathered_bytes
 
 
@@ -78,6 +78,8 @@ class StageProblem:
       ``chunks``: number of virtual stages on a rank. ``flying``: for each stage, the numbers of microbatches that it
       holds at a time, if the schedule has no formula for them. ``overlap_steps``: a rank begins the next step when it
       has ended its own part of this one.
+
+    ``num_stages``, ``num_microbatches``: their numbers; ``schedule``: its name.
     """
 
     calls: tuple[StageCall, ...]
@@ -128,15 +130,18 @@ class StageProblem:
         return self.flying[stage] if self.flying else self._count_formula_in_flight(stage)
 
     def in_flight(self, stage: int) -> int:
-        """Return an upper bound on the number of microbatches that ``stage`` holds at a time."""
+        """Return an upper bound on the number of microbatches whose activations the stage with index ``stage`` holds at
+        a time."""
         return max(map(sum, self.held(stage)))
 
     def not_begun(self, stage: int) -> int:
-        """Return the largest number of microbatches that ``stage`` holds at a time before their backward."""
+        """Return the largest number of microbatches, whose backward has not begun, that the stage with index ``stage``
+        holds at a time."""
         return max(whole for whole, _ in self.held(stage))
 
     def half_done(self, stage: int) -> int:
-        """Return the largest number of microbatches that ``stage`` holds at a time between the two backward halves."""
+        """Return the largest number of microbatches, between the two halves of a split backward, that the stage with
+        index ``stage`` holds at a time."""
         return max(half for _, half in self.held(stage))
 
     def _count_formula_in_flight(self, stage: int) -> tuple[Counts, ...]:
@@ -144,8 +149,8 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """Return this problem with the costs of selective recomputation, or ``None`` if that is not allowed or if no
-        call has cheap parts to recompute."""
+        """Return a copy of this problem with the costs of calls under selective recomputation; ``None`` if that is not
+        allowed, or if no call has cheap parts to recompute."""
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None
@@ -158,6 +163,6 @@ class StageProblem:
     @property
     def last_repeated(self) -> int:
         """Return the index after the last call of a block that occurs several times, or the number of calls if there is
-        none. "full" recomputation applies only to calls before this index."""
+        none. Only calls before this index are recomputed if the constraint ``recompute`` is ``"full"``."""
         places = [k for k, repeats in enumerate(self.repeated) if repeats]
         return places[-1] + 1 if places else len(self.calls)

@@ -43,8 +43,7 @@ def check_room(takes: str, needed: float, room: float) -> None:
 def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
     """Find the cut into stages whose worst memory shortage over its stages is smallest. Return that shortage in bytes
     (negative if memory is left over), the index of the worst stage, and the cuts (the index of the first call of each
-    stage, followed by the number of calls).
-    """
+    stage, followed by the number of calls). ``tables``: seconds and bytes of all possible stages."""
     least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
     excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
     worst, cuts = min_max(excess)
@@ -55,7 +54,7 @@ def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
 def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
     """Return a table whose entry ``[start, stop]`` is the least peak bytes of the stage with index ``stage`` if it
     consists of the block calls ``start:stop``. If the problem requires full recomputation, exactly that is assumed.
-    """
+    ``tables``: seconds and bytes of all possible stages."""
     if tables.problem.recompute != "full" or not tables.problem.train:
         return tables.least_memory[stage]
     start, stop = np.nonzero(tables.allowed[stage])
@@ -120,12 +119,13 @@ class StagePlan:
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
-        """Return the parts of this stage that consist of consecutive calls: its virtual stages, or the stage itself."""
+        """Return the parts of this pipeline stage that consist of consecutive block calls: its virtual stages, or the
+        stage itself if it has none."""
         return self.parts or (self,)
 
     @property
     def places(self) -> list[int]:
-        """Return the indices of the stage's calls in the problem, in order."""
+        """Return the indices of this stage's block calls among the calls of the problem, in order."""
         return [place for run in self.runs for place in range(run.start, run.stop)]
 
     @property
@@ -251,7 +251,8 @@ class _Splitter:
         return cuts[::-1]
 
     def lowest_limit(self) -> float:
-        """Return the seconds of the slowest stage, minimised over all cuts."""
+        """Return the least seconds per microbatch that the slowest stage can have, over all cuts of the block calls
+        into stages."""
         return float(min_max(self.tables.times)[0])
 
     def stage_times(self, cuts: list[int]) -> list[float]:
@@ -292,8 +293,7 @@ def stage_plan(
 def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) -> list[StagePlan]:
     """Return the plans of the stage with index ``stage`` for several possible sequences of block calls, with the least
     recomputation that fits in memory. ``starts``, ``stops``: for each sequence, the index of the first call and the
-    index after the last. The plans are in this order.
-    """
+    index after the last. The plans are in this order. ``tables``: seconds and bytes of all possible stages."""
     slimmed = tables.slimmed(stage, starts, stops)
     plans: list[StagePlan | None] = [None] * len(starts)
     for way, chosen in ((tables, ~slimmed), (tables.slim, slimmed)):

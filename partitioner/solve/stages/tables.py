@@ -85,15 +85,14 @@ class StageTables:
 
     @property
     def hopeless(self) -> bool:
-        """Return whether parameters, gradients and optimizer states alone exceed the memory of all stages; then no
-        table of times is needed.
-        """
+        """Return whether parameters, gradients and optimizer states alone need more bytes than all stages have
+        together; then no cut into stages fits."""
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
-        """Return, for each pair of ``start`` and ``stop``, whether the block calls ``start:stop`` recompute selectively
-        on the stage with index ``stage``. :attr:`slim` then has their figures instead of these tables.
-        """
+        """Return, for each pair of ``start`` and ``stop``, whether a stage of the block calls ``start:stop`` with the
+        index ``stage`` recomputes selectively, because this is faster or required. Its seconds and bytes are then those
+        in the tables :attr:`slim`."""
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
@@ -315,9 +314,11 @@ class StageTables:
 
     @cached_property
     def _fixed_bytes_without_recompute(self) -> Table:
-        """Return a table of the bytes of each possible stage that do not depend on the number of microbatches in
-        flight, if it recomputes nothing. Gradients that are allocated late, during the first backward, count only as
-        far as they exceed the activations that backward has freed by then.
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` that
+        do not depend on the number of microbatches in flight, if it recomputes nothing.
+
+        Gradients that are allocated late, during the first backward, count only as far as they exceed the activations
+        that backward has freed by then.
         """
         late = self.problem.late_bytes
         if not late:
@@ -335,9 +336,11 @@ class StageTables:
 
     @cached_property
     def _fixed_again(self) -> Table:
-        """Return a table of the bytes of each possible stage that do not depend on the number of microbatches in
-        flight, if it recomputes calls in full. The working memory is the larger of two: that of a call without
-        recomputation, or the saved and temporary bytes of the one call that is being recomputed.
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` that
+        do not depend on the number of microbatches in flight, if it recomputes calls in full.
+
+        The working memory is the larger of two: that of a call without recomputation, or the saved and temporary bytes
+        of the one call that is being recomputed.
         """
         return self._fixed_bytes_without_working + np.maximum(
             self.segments.largest_working, self.segments.largest_again
@@ -376,11 +379,13 @@ class StageTables:
     def _closed(
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
-        """Return the larger of ``peak`` and the bytes at the end of a microbatch's backward. At that moment gradients
-        are sent to the ranks that own them, and one microbatch (``whole`` bytes) is already freed.
+        """Return the larger of ``peak`` and the bytes at the end of a microbatch's backward, for stages of the block
+        calls ``start:stop``. At that moment gradients are sent to the ranks that own them, and one microbatch is
+        already freed.
 
-        ``stage``: index of the stage, or an array of indices. ``start``, ``stop``: arrays; the stage consists of the
-        block calls ``start:stop``. ``half``: bytes of a microbatch between the two halves of its backward.
+        ``peak``: bytes at other moments. ``stage``: index of the stage, or an array of indices. ``start``, ``stop``:
+        arrays. ``whole``: bytes of a microbatch whose backward has not begun. ``half``: bytes of a microbatch between
+        the two halves of its backward.
         """
         closing = self.segments.closing[start]
         if not closing.any():
@@ -394,9 +399,8 @@ class StageTables:
 
     @cached_property
     def _fixed_bytes_without_working(self) -> Table:
-        """Return a table of the bytes of each possible stage that do not depend on the number of microbatches in
-        flight, without the working memory of calls.
-        """
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` that
+        do not depend on the number of microbatches in flight, without the temporary memory of running calls."""
         return self.fixed_memory - self.segments.largest_working
 
     def _compute_peak_with_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:

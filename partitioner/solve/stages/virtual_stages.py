@@ -78,7 +78,7 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
     more such call each time, in the order of bytes freed per second of recomputation.
 
     ``in_part``: the other calls are recomputed selectively. Nothing is yielded if the problem requires full
-    recomputation, or allows no such recomputation.
+    recomputation, or allows no such recomputation. ``tables``: seconds and bytes of all possible stages.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
@@ -108,7 +108,8 @@ def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[S
     """Yield variants of ``plans`` (the virtual stages of a rank): first without recomputation, then with one more
     virtual stage recomputed selectively each time. Stages that hold more microbatches come first.
 
-    Nothing is yielded if selective recomputation is not allowed, or if it is required for all stages.
+    Nothing is yielded if selective recomputation is not allowed, or if it is required for all stages. ``tables``:
+    seconds and bytes of all possible stages.
     """
     if tables.slim is None or tables.problem.recompute == "selective":
         return
@@ -201,17 +202,18 @@ class _VirtualStageRanks:
 
     @cached_property
     def flying(self) -> InFlightMicrobatches:
-        """Return the numbers of microbatches that each virtual stage holds at a time under the schedule."""
+        """Return, for each virtual stage, the numbers of microbatches that it holds at a time under the schedule, one
+        entry for each moment at which memory may peak."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
     @cached_property
     def capacity(self) -> list[float]:
-        """Return the usable memory of each rank in bytes."""
+        """Return, for each rank of the pipeline, its usable memory in bytes."""
         return [self.problem.capacity[stages[0]] for stages in self.own]
 
     def seconds(self, split: StageSplit) -> float:
-        """Return the seconds of the pipeline with the stages of ``split``, by simulating the actions of the
-        schedule."""
+        """Return the seconds that a step's pipeline takes with the stages of ``split``, by simulating the actions of
+        the schedule."""
         problem = self.problem
         phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
         m, overlap = problem.num_microbatches, problem.overlap_steps
@@ -226,8 +228,7 @@ class _VirtualStageRanks:
 
     def hold(self, tables: StageTables, every: Sequence[StagePlan]) -> bool:
         """Return whether the virtual stages of every rank fit in its memory together. ``every``: the plans of all
-        virtual stages in order.
-        """
+        virtual stages in order. ``tables``: seconds and bytes of all possible stages."""
         every_rank = zip(self.own, self.capacity, strict=True)
         return all(
             self.taken(tables, rank, [every[k] for k in own]) <= room for rank, (own, room) in enumerate(every_rank)
@@ -236,8 +237,7 @@ class _VirtualStageRanks:
     def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
         """Return the peak bytes of the rank with index ``rank`` with the virtual stages ``plans``. This is the sum of
         the peaks of its stages, except that shared parameters and working memory count once, and activations count only
-        as far as they exist at the same time.
-        """
+        as far as they exist at the same time. ``tables``: seconds and bytes of all possible stages."""
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
         places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
@@ -334,7 +334,7 @@ def set_scheduled_in_flight(
 
 def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks) -> StageSplit | None:
     """Return ``split`` with the same cuts and enough recomputation for every rank to fit in memory; ``None`` if some
-    rank cannot fit. ``ranks``: the virtual stages of each rank.
+    rank cannot fit. ``ranks``: the virtual stages of each rank. ``tables``: seconds and bytes of all possible stages.
     """
     stages = list(split.stages)
     for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
@@ -411,9 +411,8 @@ def _improve_virtual_cuts(
 
 
 def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
-    """Return whether stages of ``split`` recompute calls only to fit in memory. The search for better cuts does not
-    consider such recomputation.
-    """
+    """Return whether stages of ``split`` recompute calls only to fit in memory, and not because ``problem`` requires
+    it. The search for better cuts does not consider such recomputation."""
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 
@@ -421,7 +420,8 @@ def _join_stages_by_rank(
     split: StageSplit, ranks: _VirtualStageRanks, memory: Sequence[float], bound: float
 ) -> StageSplit:
     """Return ``split`` with the virtual stages of each rank merged into one, and with the simulated seconds of the
-    schedule. ``memory``: peak bytes of each rank. ``bound``: lower bound in seconds over all cuts."""
+    schedule. ``ranks``: the virtual stages of each rank. ``memory``: peak bytes of each rank. ``bound``: lower bound in
+    seconds over all cuts."""
     seconds = ranks.seconds(split)
     stages = tuple(
         _merge_virtual_stages([split.stages[k] for k in virtual], round(taken))
@@ -455,7 +455,7 @@ def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
 
     Collectives and recomputation belong to the backward for inputs. On a rank with one stage the waits are added to the
     forward and the backward, because the rank is idle then. A rank with several virtual stages can run another one
-    meanwhile.
+    meanwhile. ``problem``: the calls and links.
     """
     costs = problem.pace(stage).costs[plan.start : plan.stop]
     weights = sum(c.later_s for c in costs) if problem.train else 0.0

@@ -50,6 +50,7 @@ class Shape:
     rotary: bool = False
     plain: bool = False
     outer_16: bool = False
+    repeated: bool = False  # keys and values are repeated for each query head before ranks exchange them
     expert_bias: bool = False
 
 
@@ -111,7 +112,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         self.fused, self.document = shape.fused_attention, shape.document
-        self.rotary, self.plain = shape.rotary, shape.plain
+        self.rotary, self.plain, self.repeated = shape.rotary, shape.plain, shape.repeated
         norms = (Norm(shape.head_dim, rms=True, plain=shape.plain) for _ in range(2))
         self.norm_q, self.norm_k = norms if shape.head_norm else (None, None)
         self.q = projection(shape, shape.hidden, shape.heads * shape.head_dim)
@@ -130,7 +131,10 @@ class Attention(nn.Module):
             q, k = rotated(q, self.plain), rotated(k, self.plain)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         v = self.v(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
-        if self.fused:
+        if self.repeated:
+            k, v = (each.repeat_interleave(self.heads // self.kv_heads, 1) * 1.0 for each in (k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.fused:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         else:
             if self.heads != self.kv_heads:

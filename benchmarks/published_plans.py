@@ -36,6 +36,7 @@ _REGATHERS = ("Megatron", "NeMo", "MaxText")
 _USER_BUFFERS = ("NeMo/",)
 _NATIVE = ("torchtitan",)  # whose selective recomputation keeps every second product, and the rest is made again
 PADS = ("Megatron", "NeMo")
+_GATHERS_KEYS = ("torchtitan",)  # over cp: its default, ``context_parallel_rotate_method``
 # Under FSDP they reduce gradients in float32: Megatron-Core by default, torchtitan (``mixed_precision_reduce``) and
 # KempnerForge (``default_mp_policy``). NeMo AutoModel (``FSDP2Manager``) and fms-fsdp reduce in bf16.
 _REDUCES_FLOAT32 = ("Megatron", "torchtitan", "KempnerForge")
@@ -81,6 +82,7 @@ def constraints_of(row: Row) -> Constraints:
         pp=pp,
         dp=row.get("dp") or row["num_gpus"] // (pp * tp * cp),
         cp=cp,
+        context="all_gather" if cp > 1 and is_of(row, _GATHERS_KEYS) else None,
         tp=tp,
         ep=row.get("ep") or 1,
         etp=row.get("etp"),

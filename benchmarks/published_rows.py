@@ -164,8 +164,15 @@ def _shape(row: Row) -> Shape:
         # Megatron-Core's head is no module of Transformer Engine (Megatron-LM, deepseek-v3-gb200-optimization, section
         # 1), torchtitan leaves its own out (``filter_fqns=["output"]``)
         outer_16=_precision(row) == "fp8",
+        repeated=_repeats_keys(row),
         expert_bias=str(row.get("model")).lower().startswith(EXPERT_BIASES) and expert_kernels_of(row) == "each",
     )
+
+
+def _repeats_keys(row: Row) -> bool:
+    """Whether ranks exchange keys and values that are repeated for each query head: torchtitan's Llama of 2024 repeats
+    them in the model (``repeat_kv``), and attention over ``cp`` takes the place of the operator behind that."""
+    return (row.get("cp") or 1) > 1 and is_of(row, ("torchtitan",)) and "202412" in str(row.get("source"))
 
 
 def _predicts_ahead(row: Row) -> bool:

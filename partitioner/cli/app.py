@@ -8,6 +8,7 @@ that the user can correct, and 3 for a fault of the partitioner.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -192,12 +193,10 @@ def plan(
         )
     if target.pretrained is not None:
         found = target.pretrained.describe(found)
+    written = [("plan", found.save(out))] if out else []
+    written += _write_pictures(found, svg, timeline, memory, html=html)  # before printing, which a closed pipe ends
     _print_summary(found)
-    if out:
-        _print_written_path("plan", found.save(out))
-    _write_pictures(found, svg, timeline, memory)
-    if html:
-        _print_written_path("report", found.to_html(html))
+    _print_written_paths(written)
 
 
 @app.command(
@@ -223,15 +222,12 @@ def show(
 
     check_outputs(html)
     loaded = Plan.load(plan_file)
+    written = _write_pictures(loaded, svg, timeline, memory, topology, html)  # before printing, which a pipe may end
     if rank is None:
         _print_summary(loaded)
     else:
         print_parts(rank_parts(loaded, rank))
-    _write_pictures(loaded, svg, timeline, memory)
-    if topology:
-        _print_written_path("topology", loaded.to_svg(topology, view="topology"))
-    if html:
-        _print_written_path("report", loaded.to_html(html))
+    _print_written_paths(written)
 
 
 @app.command(
@@ -382,10 +378,7 @@ def topology(
         typer.echo(where.to_yaml(), nl=False)
         return
     print_parts(topology_parts(where))
-    if svg:
-        _print_written_path("picture", svg)
-    if html:
-        _print_written_path("report", html)
+    _print_written_paths([*([("picture", svg)] if svg else []), *([("report", html)] if html else [])])
 
 
 @app.command(
@@ -416,7 +409,7 @@ def profile(
     check_outputs(out)
     with show_progress_bar("Starting ranks") as report:
         found = measure(ranks, device=device, quick=quick, progress=report)
-    _print_written_path("topology", found.save(out))
+    _print_written_paths([("topology", found.save(out))])
     print_parts([*topology_parts(found.topology), *profile_parts(found.topology, found.errors)])
 
 
@@ -445,17 +438,26 @@ def _so_far(seen: Any) -> str:
     )
 
 
-def _write_pictures(found: Any, svg: Path | None, timeline: Path | None, memory: Path | None) -> None:
-    if svg:
-        _print_written_path("picture", found.to_svg(svg))
-    if timeline:
-        _print_written_path("timeline", found.to_svg(timeline, view="timeline"))
-    if memory:
-        _print_written_path("memory", found.to_svg(memory, view="memory"))
+def _write_pictures(
+    found: Any,
+    svg: Path | None,
+    timeline: Path | None,
+    memory: Path | None,
+    topology: Path | None = None,
+    html: Path | None = None,
+) -> list[tuple[str, Path]]:
+    """Write the pictures and the report of the plan ``found`` to the given files; ``None`` leaves one out. Return a
+    word for each written file, such as ``report``, and its path."""
+    views = {"picture": ("graph", svg), "timeline": ("timeline", timeline), "memory": ("memory", memory)}
+    views["topology"] = ("topology", topology)
+    written = [(word, found.to_svg(path, view=view)) for word, (view, path) in views.items() if path is not None]
+    return written if html is None else [*written, ("report", found.to_html(html))]
 
 
-def _print_written_path(what: str, path: Path) -> None:
-    build_output_console().print(Text.assemble((f"{what}: ", "dim"), str(path)))
+def _print_written_paths(written: Iterable[tuple[str, Path]]) -> None:
+    """Print a line for each file, given as a word such as ``report`` and its path."""
+    for what, path in written:
+        build_output_console().print(Text.assemble((f"{what}: ", "dim"), str(path)))
 
 
 add_watch_commands(app)

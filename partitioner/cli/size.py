@@ -108,14 +108,13 @@ def size(
             if svg is not None and any(size.plan is not None for size in error.tried):
                 write_text(svg, scaling_picture(error.tried))
             raise
+    written = [("scaling", found.to_svg(svg))] if svg is not None else []
+    written += [("plan", found.plan.save(out))] if out else []
+    written += [("report", found.plan.to_html(html))] if html else []
     build_output_console().print(Text(f"{found}\n"))
-    if svg is not None:
-        build_output_console().print(Text.assemble(("scaling: ", "dim"), str(found.to_svg(svg))))
     print_parts(summary_parts(found.plan))
-    if out:
-        build_output_console().print(Text.assemble(("plan: ", "dim"), str(found.plan.save(out))))
-    if html:
-        build_output_console().print(Text.assemble(("report: ", "dim"), str(found.plan.to_html(html))))
+    for what, path in written:
+        build_output_console().print(Text.assemble((f"{what}: ", "dim"), str(path)))
 
 
 def _parse_node_counts(text: str) -> tuple[int, ...]:

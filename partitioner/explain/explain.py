@@ -28,6 +28,7 @@ from partitioner.explain.tables import (
     indent_part,
     microbatches_text,
     other_batch_text,
+    peak_rate_text,
     precision_notes,
     recomputed_text,
     rule_table,
@@ -54,13 +55,11 @@ from partitioner.plans.mesh_axes import axis_text
 from partitioner.plans.outline import CallGroup, Outline, group_notes, outline_program
 from partitioner.runtime.family.data import BatchPadding
 from partitioner.runtime.program.program import updated_states
-from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import (
     bytes_text,
     count_text,
-    format_digits,
     format_percent,
     format_plain_text,
     format_plural,
@@ -352,7 +351,8 @@ def _explain_breakdown(plan: Plan, whole: Outline | None) -> list[RenderableType
     if not total:
         return []
     taken, mfu = seconds_text(plan.estimate.step_time), format_percent(plan.estimate.mfu)
-    words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak{_format_peak_rate(plan)} (MFU):"
+    peak = peak_rate_text(plan)
+    words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak{peak and f' of {peak}'} (MFU):"
     chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
     lines = [f"Bubble: {waits}."] if (waits := waiting_text(plan)) else []
     if whole is not None and plan.estimate.breakdown.get("tp_communication", 0.0) > _SPLIT * total:
@@ -361,16 +361,6 @@ def _explain_breakdown(plan: Plan, whole: Outline | None) -> list[RenderableType
         if told := format_layer_communication(plan, whole):
             lines.append(f"Communication inside layers, with what computation hides of it: {told}.")
     return [format_text_line(words), chart, *map(format_text_line, lines)]
-
-
-def _format_peak_rate(plan: Plan) -> str:
-    """Return the peak rate of the devices in the precision of ``plan`` as text, such as `` of 989 TFLOP/s``; empty if
-    devices have different rates or the precision is unknown.
-    """
-    precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
-    kinds = {plan.topology.devices[device].kind for device in plan.devices} if precision else set()
-    rates = {plan.topology.types[kind].peak_of(precision) for kind in kinds}
-    return f" of {format_digits(next(iter(rates)) / 1e12)} TFLOP/s" if len(rates) == 1 else ""
 
 
 def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:

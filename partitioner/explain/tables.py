@@ -283,7 +283,8 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         parts = sum(plan.data_shares) or plan.num_microbatches * plan.mesh.get("dp", 1)
         length = f", {plan.tokens_per_step // batch:,} tokens each" if plan.tokens_per_step else ""
         samples = f" of {format_plural(batch // max(1, parts), 'sample')}, global batch {batch:,}{length}"
-    divided = plan.mesh.get("cp", 1) * plan.mesh.get("tp", 1) > 1  # by other axes all work is
+    over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
+    divided = format_percent(plan.shares.matmul_sharded) if over else ""  # by other axes all work is
     rows = [
         ("without host memory", plan.lacking if plan.offload else ""),
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
@@ -303,13 +304,13 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("throughput", throughput_text(plan)),
         ("fewer devices", fewer_text(plan)),
         ("another batch", other_batch_text(plan)),
-        ("MFU", format_percent(estimate.mfu)),
+        ("MFU", mfu_text(plan)),
         ("bubble", waiting_text(plan)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
         ("usable memory", usable_memory_text(plan)),
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
-        ("matmul work divided", format_percent(plan.shares.matmul_sharded) if divided else ""),
+        ("work divided", f"{divided} of the matrix-multiply work over {' and '.join(over)}" if divided else ""),
         ("certificate", certificate_text(plan)),
         ("constraints", constraint_cost_text(plan)),
         ("not covered", " ".join(list_main_uncovered_choices(plan))),
@@ -335,6 +336,30 @@ def throughput_text(plan: Plan) -> str:
     each, what = (plan.tokens_per_step, "tokens") if plan.tokens_per_step else (samples, "samples")
     alone = f", {count_text(each / step / plan.world_size)} per device" if plan.world_size > 1 else ""
     return f"{count_text(each / step)} {what}/s{alone}"
+
+
+def mfu_text(plan: Plan) -> str:
+    """Return the model FLOPs utilisation of ``plan`` as text, with the rate per device and its peak where all devices
+    have the same."""
+    mfu, peak = plan.estimate.mfu, _find_peak_rate(plan)
+    rates = f", {format_digits(mfu * peak / 1e12)} of {peak_rate_text(plan)} per device" if peak else ""
+    return f"{format_percent(mfu)}{rates}: the FLOPs of the model, without recomputation"
+
+
+def peak_rate_text(plan: Plan) -> str:
+    """Return the peak rate of the devices in the precision of ``plan`` as text, such as ``989 TFLOP/s``; empty if
+    devices have different rates or the precision is unknown."""
+    peak = _find_peak_rate(plan)
+    return f"{format_digits(peak / 1e12)} TFLOP/s" if peak else ""
+
+
+def _find_peak_rate(plan: Plan) -> float | None:
+    """Return the peak FLOP/s of each device of ``plan`` in its precision; ``None`` if devices differ or the precision
+    is unknown."""
+    precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
+    kinds = {plan.topology.devices[device].kind for device in plan.devices} if precision else set()
+    rates = {plan.topology.types[kind].peak_of(precision) for kind in kinds}
+    return next(iter(rates)) if len(rates) == 1 else None
 
 
 def constraint_cost_text(plan: Plan) -> str:

@@ -73,8 +73,8 @@ class _SharedExperts(Experts):
         return (y * shares[..., None]).sum(1).view_as(x)
 
 
-def all_to_all(work: Workload) -> Step:
-    """Build the step: each rank has its part of the batch and its experts."""
+def experts_model(work: Workload) -> DistributedDataParallel:
+    """The model with its experts over the ranks, and with DDP around everything else."""
     whole = work.whole()
     model = whole.model
     assert isinstance(model, Llama)
@@ -82,12 +82,17 @@ def all_to_all(work: Workload) -> Step:
         layer.ffn = _SharedExperts(layer.ffn)
     experts = [n for n, _ in whole.named_parameters() if n.endswith((".gate_up", ".down"))]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, experts)
-    parallel = DistributedDataParallel(whole, gradient_as_bucket_view=True)
+    return DistributedDataParallel(whole, gradient_as_bucket_view=True)
+
+
+def all_to_all(work: Workload) -> Step:
+    """Build the step: each rank has its part of the batch and its experts."""
+    parallel = experts_model(work)
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens, target = (t.chunk(size)[rank] for t in work.batch())
 
     def step() -> float:
-        whole.zero_grad(set_to_none=True)
+        parallel.zero_grad(set_to_none=True)
         loss = parallel(tokens, target)
         shared = loss.detach() / size
         under_way = dist.all_reduce(shared, async_op=True)

@@ -211,6 +211,10 @@ _DTENSOR = {
 
 
 def dtensor(work: Workload) -> Step:
+    return _train(dtensor_model(work), work.batch())
+
+
+def dtensor_model(work: Workload) -> WithLoss:
     model = work.whole()
     layout: dict[str, Any] = {
         name: style() for name, style in _DTENSOR.items() if isinstance(model.model, Llama) == (name.count(".") > 2)
@@ -220,26 +224,39 @@ def dtensor(work: Workload) -> Step:
 
         layout["head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model.model, init_device_mesh("cpu", (dist.get_world_size(),)), layout)
-    return _train(model, work.batch())
+    return model
 
 
 def ddp(work: Workload) -> Step:
-    return _data_parallel(DistributedDataParallel(work.whole(), gradient_as_bucket_view=True), work)
+    return _data_parallel(ddp_model(work), work)
+
+
+def ddp_model(work: Workload) -> DistributedDataParallel:
+    return DistributedDataParallel(work.whole(), gradient_as_bucket_view=True)
 
 
 def fsdp(work: Workload) -> Step:
-    model, mesh = work.whole(), init_device_mesh("cpu", (dist.get_world_size(),))
+    return _data_parallel(fsdp_model(work.whole()), work)
+
+
+def fsdp_model(model: WithLoss) -> WithLoss:
+    """``model`` with its parameters sharded over all ranks, layer by layer."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     assert isinstance(model.model.layers, nn.ModuleList)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _data_parallel(model, work)
+    return model
+
+
+def own_batch(work: Workload) -> tuple[Tensor, ...]:
+    """This rank's part of the batch."""
+    return tuple(t.chunk(dist.get_world_size())[dist.get_rank()] for t in work.batch())
 
 
 def _data_parallel(model: nn.Module, work: Workload) -> Step:
     """A step on this rank's part of the batch; the loss is added up behind backward."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    batch = tuple(t.chunk(size)[rank] for t in work.batch())
+    batch, size = own_batch(work), dist.get_world_size()
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
@@ -266,10 +283,15 @@ def _stage_module(work: Workload, stage: int, size: int) -> nn.Module:
     return model
 
 
-def _pipeline(schedule_type: type[ScheduleGPipe] | type[Schedule1F1B], work: Workload) -> Step:
+def pipelined(
+    schedule_type: type[ScheduleGPipe] | type[Schedule1F1B],
+    work: Workload,
+    change: Callable[[Any], Any] = lambda module: module,
+) -> tuple[nn.Module, Step]:
+    """This rank's stage, and a step without an optimizer. ``change``: what is done to the stage first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = _stage_module(work, rank, size)
-    stage = PipelineStage(model, rank, size, torch.device("cpu"))
+    stage = PipelineStage(change(model), rank, size, torch.device("cpu"))
     schedule = schedule_type(stage, NUM_MICROBATCHES, loss_fn=work.loss)
     x, target = work.batch()
 
@@ -284,7 +306,7 @@ def _pipeline(schedule_type: type[ScheduleGPipe] | type[Schedule1F1B], work: Wor
         dist.all_reduce(whole)
         return whole.item()
 
-    return step
+    return model, step
 
 
 def _virtual(schedule_type: type[PipelineScheduleMulti], v_shaped: bool, work: Workload) -> Step:
@@ -315,11 +337,11 @@ def _virtual(schedule_type: type[PipelineScheduleMulti], v_shaped: bool, work: W
 
 
 def gpipe(work: Workload) -> Step:
-    return _pipeline(ScheduleGPipe, work)
+    return pipelined(ScheduleGPipe, work)[1]
 
 
 def one_f_one_b(work: Workload) -> Step:
-    return _pipeline(Schedule1F1B, work)
+    return pipelined(Schedule1F1B, work)[1]
 
 
 def single(work: Workload) -> Step:

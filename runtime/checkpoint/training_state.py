@@ -237,6 +237,9 @@ def find_wrong_state(training: Any) -> str:
             version, internal, gauss = state["python"]
             random.Random().setstate((version, tuple(internal), gauss))
             torch.Generator().set_state(state["torch"])
+            if "numpy" in state and "numpy" in sys.modules:
+                name, keys, *rest = state["numpy"]
+                sys.modules["numpy"].random.RandomState().set_state((name, keys.numpy().astype("uint32"), *rest))
         except (TypeError, ValueError, KeyError, RuntimeError, OverflowError, AttributeError) as error:
             return f"expected states of random generators under 'random' ({error})"
     return ""

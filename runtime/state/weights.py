@@ -208,7 +208,13 @@ class FileWeights:
         return name in self._paired[path]
 
     def _open_slice(self, name: str) -> Any:
-        return self._open_file(name).get_slice(self._saved_as.get(name, name))
+        saved_as = self._saved_as.get(name, name)
+        try:
+            return self._open_file(name).get_slice(saved_as)
+        except SafetensorError as error:  # an index may name what is not there
+            raise WeightsError(
+                f"{self._files[name]} does not hold {saved_as}: {error}; save the model again"
+            ) from error
 
     def _open_file(self, name: str) -> Any:
         path = self._files[name]

@@ -6,15 +6,18 @@ a file or changes a setting of the process must not run because a file says so. 
 * operators of ``aten`` that compute tensors from tensors and numbers, and change nothing else. The operator's schema
   decides (:func:`find_aten_obstacle`);
 * the operators of this project, ``partition``;
-* operators of libraries that the user named with :func:`allow_operators`, or gave a sharding rule;
+* operators of libraries that the user named with :func:`allow_operators` or in the environment variable
+  ``PARTITION_ALLOW_OPERATORS``, or to which the user gave a sharding rule;
 * operators that this process has met in a model, whose code the user runs anyway.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ import torch
 from partitioner.passes.errors import UntrustedOperatorError
 
 NAMESPACE = "partition"
+ENVIRONMENT = "PARTITION_ALLOW_OPERATORS"  # names as for allow_operators, separated by commas
 
 _MODULES = ("random", "experts", "fp8", "cross_entropy")  # of passes/ops, with operators of plans
 
@@ -36,16 +40,24 @@ _FILE_ARGUMENT = re.compile("file|path|name", re.IGNORECASE)
 _PRIVATE = frozenset(
     """
     _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
-    _cdist_backward _cdist_forward _conj _conj_physical _conv_depthwise2d _euclidean_dist _fft_c2c _fft_c2r _fft_r2c
-    _fused_rms_norm _fused_rms_norm_backward _grouped_mm _index_put _linalg_det _linalg_eigh _linalg_eigvals
+    _batch_norm_with_update _batch_norm_with_update_functional _cdist_backward _cdist_forward _conj _conj_physical
+    _conv_depthwise2d _convolution _ctc_loss _ctc_loss_backward _embedding_bag _euclidean_dist
+    _fake_quantize_learnable_per_channel_affine _fake_quantize_learnable_per_tensor_affine _fft_c2c _fft_c2r
+    _fft_r2c _fused_rms_norm _fused_rms_norm_backward _grouped_mm _linalg_det _linalg_eigh _linalg_eigvals
     _linalg_slogdet _linalg_solve_ex _linalg_svd _log_softmax _log_softmax_backward_data _masked_softmax
-    _native_batch_norm_legit _native_batch_norm_legit_no_training _neg_view _pdist_forward _prelu_kernel
-    _prelu_kernel_backward _reshape_copy _safe_softmax _scaled_dot_product_attention_math
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_for_cpu _scaled_grouped_mm _scaled_mm _shape_as_tensor _softmax
-    _softmax_backward_data _stack _to_copy _trilinear _unsafe_index _unsafe_index_put _unsafe_masked_index
-    _unsafe_masked_index_put_accumulate _unsafe_view _upsample_bicubic2d_aa _upsample_bilinear2d_aa
-    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm _weight_norm_interface
+    _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training _neg_view
+    _pdist_backward _pdist_forward _prelu_kernel _prelu_kernel_backward _reshape_copy _safe_softmax
+    _sample_dirichlet _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward _scaled_grouped_mm _scaled_mm _shape_as_tensor _softmax
+    _softmax_backward_data _stack _standard_gamma _to_copy _trilinear _unsafe_index _unsafe_index_put
+    _unsafe_masked_index _unsafe_masked_index_put_accumulate _unsafe_view _upsample_bicubic2d_aa
+    _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
+    _upsample_nearest_exact1d _upsample_nearest_exact1d_backward _upsample_nearest_exact2d
+    _upsample_nearest_exact2d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward _weight_norm
+    _weight_norm_interface _weight_norm_interface_backward
     """.split()
 )
 
@@ -82,6 +94,14 @@ def allow_operators(*names: str) -> None:
             _libraries.add(library)
 
 
+@cache
+def _allow_those_of_environment() -> None:
+    """Allow the operators that the environment variable names, once. Raise :class:`UntrustedOperatorError` for what is
+    no name.
+    """
+    allow_operators(*(name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip()))
+
+
 def note_operator_of_model(target: torch._ops.OpOverload) -> None:
     """Allow the operator ``target``, which a model of this process calls, in plans that this process reads."""
     _operators.add(target._schema.name)
@@ -108,6 +128,7 @@ def check_operator(name: str) -> None:
     """
     if name in _checked or name == "getitem":
         return
+    _allow_those_of_environment()
     library, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     if library in _libraries or f"{library}::{packet}" in _operators:
@@ -125,7 +146,7 @@ def check_operator(name: str) -> None:
         raise UntrustedOperatorError(
             f"operator {name!r} is refused: {obstacle}; a plan file may name operators of aten that compute tensors, "
             "and operators of libraries that you trust: import the library and call "
-            f"partitioner.allow_operators({_suggest(name)!r}) first"
+            f"partitioner.allow_operators({_suggest(name)!r}) first, or set {ENVIRONMENT}={_suggest(name)}"
         )
     _checked.add(name)
 

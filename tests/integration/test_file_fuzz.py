@@ -45,7 +45,7 @@ from partitioner.runtime.family.load import family_of
 from partitioner.runtime.observe.trace_events import read_spans
 from partitioner.runtime.program.load import program_of
 from partitioner.runtime.state.weights import FileWeights
-from tests.helpers.file_mutations import guarded_reading, mutate_bytes, mutate_tree, write_syntax
+from tests.helpers.mutations import guarded_reading, mutate_bytes, mutate_tree, write_syntax
 from tests.helpers.runtime_programs import Net, program_of_net
 from tests.helpers.square_layers import Tower, inputs
 

@@ -32,7 +32,10 @@ def placement_of(plan: Any) -> tuple[int, ...]:
     on device i.
     """
     if isinstance(plan, str | Path):
-        return tuple(read_plan_content(Path(plan)).get("devices", ()))
+        devices = read_plan_content(Path(plan)).get("devices", [])
+        if not isinstance(devices, list) or not all(type(device) is int for device in devices):
+            raise LaunchError(f"{plan} has wrong 'devices': expected the number of a device for each rank; plan again")
+        return tuple(devices)
     return tuple(getattr(plan, "devices", ()))
 
 
@@ -42,8 +45,12 @@ def disk_of(plan: Any, stage: int) -> int:
     ``plan``: a plan or the path of a plan file. ``stage``: the stage's index.
     """
     if isinstance(plan, str | Path):
-        stages = read_plan_content(Path(plan)).get("estimate", {}).get("stages", ())
-        return int(stages[stage].get("disk", 0)) if stages else 0
+        content = read_plan_content(Path(plan))
+        try:
+            stages = content.get("estimate", {}).get("stages", ())
+            return int(stages[stage].get("disk", 0)) if stages else 0
+        except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
+            raise LaunchError(f"{plan} has a wrong estimate of stage {stage} ({error}); plan again") from None
     stages = getattr(getattr(plan, "estimate", None), "stages", ())
     return int(stages[stage].disk) if stages else 0
 

@@ -43,7 +43,7 @@ from partitioner.runtime.checkpoint.training_state import unpack_plain_data
 from partitioner.runtime.execute.bind import SharedDerivatives
 from partitioner.runtime.family.load import family_of
 from partitioner.runtime.observe.trace_events import read_spans
-from partitioner.runtime.program.load import program_of
+from partitioner.runtime.program.load import disk_of, placement_of, program_of
 from partitioner.runtime.state.weights import FileWeights
 from tests.helpers.mutations import guarded_reading, mutate_bytes, mutate_tree, write_syntax
 from tests.helpers.runtime_programs import Net, program_of_net
@@ -111,6 +111,8 @@ def read_plan(path: Path) -> None:
     """Read a plan, all of its programs, and the graphs of their blocks."""
     plan = Plan.load(path)
     family = family_of(path)
+    placement_of(path)
+    disk_of(path, 0)
     for program in (plan.program, family.first, *(one.program for one in family.further.values())):
         read_blocks(program)
 

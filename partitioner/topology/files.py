@@ -156,7 +156,7 @@ def loads(text: str, source: str = "topology") -> Topology:
         raise TopologyError(f"{source}: nested too deeply; a topology takes five levels at most") from error
     except TopologyError:
         raise
-    except ValueError as error:  # values that look like dates and are none
+    except (ValueError, TypeError, AttributeError) as error:  # what looks like a date or a key and is none
         raise TopologyError(f"{source}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise TopologyError(f"{source}: expected a mapping with 'machine' or 'nodes', got {type(data).__name__}")

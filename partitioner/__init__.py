@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         UnusedOption,
     )
     from partitioner.interop.predict import Prediction, predict_layout
+    from partitioner.passes.allowed_operators import allow_operators
     from partitioner.passes.errors import (
         CaptureError,
         InputsError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         ResourceError,
         RuleError,
         UnsupportedError,
+        UntrustedOperatorError,
         UserCodeError,
     )
     from partitioner.passes.rules import by_expert, by_group, rule
@@ -153,11 +155,13 @@ __all__ = [
     "TrainingLayout",
     "UnknownOptionError",
     "UnsupportedError",
+    "UntrustedOperatorError",
     "UnusedOption",
     "UserCodeError",
     "Verification",
     "Watch",
     "WeightsError",
+    "allow_operators",
     "by_expert",
     "by_group",
     "check_fit",
@@ -206,6 +210,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "UnusedOption",
     ),
     "partitioner.interop.predict": ("Prediction", "predict_layout"),
+    "partitioner.passes.allowed_operators": ("allow_operators",),
     "partitioner.passes.errors": (
         "CaptureError",
         "InputsError",
@@ -214,6 +219,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "ResourceError",
         "RuleError",
         "UnsupportedError",
+        "UntrustedOperatorError",
         "UserCodeError",
     ),
     "partitioner.passes.rules": ("by_expert", "by_group", "rule"),

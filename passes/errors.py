@@ -39,6 +39,13 @@ class UnsupportedError(PartitionError):
     """
 
 
+class UntrustedOperatorError(PartitionError):
+    """Raised if a plan file names an operator that a file may not name, such as one that reads files.
+
+    :func:`allow_operators` allows the operators of a library.
+    """
+
+
 class UserCodeError(PartitionError):
     """Raised if code of the user (for example a loss, a hook or a ``state_dict``) raised an exception when it was
     called.

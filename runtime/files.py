@@ -1,10 +1,13 @@
-"""Write files atomically: under a temporary name first, then renamed."""
+"""Write files atomically: under a temporary name first, then renamed. Read JSON of others. Check names and folders."""
 
 from __future__ import annotations
 
+import json
 import os
+import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
@@ -50,3 +53,41 @@ def sync_folder(path: Path) -> None:
         pass
     finally:
         os.close(handle)
+
+
+def parse_json(text: str) -> Any:
+    """Return the data of the JSON text ``text``. Raise ``ValueError`` if it is malformed, nested too deeply, or has the
+    same key twice in an object, which programs read differently.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_build_unique_dict)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is given twice")
+    return found
+
+
+def is_file_name(name: Any) -> bool:
+    """Return whether ``name`` is the name of a file in a folder: a text without separators of folders, other than ``.``
+    and ``..``.
+    """
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
+
+
+def find_foreign_access(folder: Path) -> str:
+    """Return why other users of this machine may change files in ``folder``, as text; an empty string if they may not.
+
+    A folder is safe if it is no link, belongs to this user, and only this user may write to it.
+    """
+    found = folder.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return "it is a link"
+    if found.st_uid != os.getuid():
+        return f"it belongs to the user {found.st_uid}"
+    return "other users may write to it" if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""

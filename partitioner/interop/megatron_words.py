@@ -18,6 +18,7 @@ _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _COMPARISON = re.compile(r"\[+\s*[\"']?([^\"'\s]*)[\"']?\s*(==?|!=)\s*[\"']?([^\"'\s]*)[\"']?\s*\]+")
 _EMPTINESS = re.compile(r"\[+\s*-([zn])\s+[\"']?([^\"'\]]*)[\"']?\s*\]+")
 _MOST_DIGITS = 18
+_MOST_PARTS = 41  # numbers and signs of a product
 _LONGEST = 200_000  # characters of a script
 _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
@@ -139,9 +140,20 @@ def _split(line: str, variables: dict[str, str]) -> list[str]:
 
 
 def _replace_variables(line: str, variables: dict[str, str]) -> str:
+    """Return ``line`` with variables and products of numbers replaced by their values. Values that would make it longer
+    than a script may be are not filled in. ``variables``: variable name -> value.
+    """
+    room = _LONGEST
+
+    def fill_in(match: re.Match[str]) -> str:
+        nonlocal room
+        value = _replace(match, variables)
+        room -= len(value)
+        return value if room >= 0 else match[0]
+
     for _ in range(3):  # a value may name another variable
-        replaced = _VARIABLE.sub(lambda match: _replace(match, variables), line)
-        if replaced == line or len(replaced) > _LONGEST:
+        replaced = _VARIABLE.sub(fill_in, line)
+        if replaced == line or room < 0:
             break
         line = replaced
     return _ARITHMETIC.sub(lambda match: _compute(match[1]) or match[0], line)
@@ -159,7 +171,7 @@ def _compute(text: str) -> str:
     anything else.
     """
     parts = re.findall(r"\d+|[*/]", text)
-    if "".join(parts) != re.sub(r"\s", "", text) or not parts or not parts[0].isdigit():
+    if "".join(parts) != re.sub(r"\s", "", text) or not parts or not parts[0].isdigit() or len(parts) > _MOST_PARTS:
         return ""
     value, operator = int(parts[0][:_MOST_DIGITS]), ""
     for part in parts[1:]:

@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from partitioner.interop.layout import LayoutError, OptionValueError, UnknownOptionError, UnusedOption
-from partitioner.topology.validate import format_suggestion
+from partitioner.topology.validate import find_alias_problem, format_suggestion
 
 _NO_EFFECT = "has no effect on the time or memory of a planned step"
 _SHOWN = 60  # characters of a value in a message
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
+_LARGEST = 16 << 20  # bytes of a configuration
 _DEEPEST = 100  # levels of nested sections
 
 
@@ -42,7 +43,13 @@ def list_known_names(format_name: str) -> frozenset[str]:
 def read_text_file(path: Path) -> str:
     """Return the text of ``path``. Raise :class:`LayoutError` if it cannot be read."""
     try:
+        if path.exists() and not path.is_file():
+            raise LayoutError(f"{path} is no regular file; expected a text file in UTF-8")
+        if path.exists() and path.stat().st_size > _LARGEST:
+            raise LayoutError(f"{path} has more than {_LARGEST >> 20} MiB; expected a configuration")
         return path.read_text(encoding="utf-8")
+    except LayoutError:
+        raise
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise LayoutError(f"cannot read {path}: {error}; expected a text file in UTF-8") from None
 
@@ -57,6 +64,8 @@ def parse_mapping(text: str, kind: str, where: str) -> dict[str, Any]:
         if kind == "toml":
             found: Any = tomllib.loads(text)
         elif kind == "yaml":
+            if problem := find_alias_problem(yaml.compose(text, Loader=yaml.SafeLoader)):
+                raise LayoutError(f"{where}, {problem}")
             found = yaml.safe_load(text)
         else:
             found = json.loads(text, object_pairs_hook=lambda pairs: _build_unique_mapping(pairs, where))

@@ -8,6 +8,7 @@ from typing import Any
 from partitioner.interop.layout import LayoutError
 
 _MOST_CALLS = 50  # functions of a module that build on each other
+_MOST_CALLS_IN_ALL = 1000
 
 
 class Unreadable(str):
@@ -28,7 +29,10 @@ def read_config_function(source: str, function: str | None, where: str) -> dict[
         raise LayoutError(f"{where} is no Python module: {error}; correct the file") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if function is None:
-        found = [name for name, node in functions.items() if _returns_config(node)]
+        try:
+            found = [name for name, node in functions.items() if _returns_config(node)]
+        except RecursionError:
+            raise LayoutError(f"{where} is nested too deeply; expected a configuration") from None
         if len(found) != 1:
             listed = ", ".join(found[:20]) or "none"
             raise LayoutError(
@@ -65,6 +69,7 @@ class _Reader:
 
     def __init__(self, functions: dict[str, ast.FunctionDef], tree: ast.Module) -> None:
         self._functions = functions
+        self._num_calls = 0
         self._globals: dict[str, Any] = {}
         for node in tree.body:
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -72,9 +77,11 @@ class _Reader:
 
     def call(self, name: str, depth: int) -> Any:
         """Return the value that the function ``name`` of the module returns; configurations are dicts of their fields.
-        ``depth``: number of calls around this one. Raise ``RecursionError`` if it is too large.
+        ``depth``: number of calls around this one. Raise ``RecursionError`` if it is too large, or if there are too
+        many calls in all.
         """
-        if depth > _MOST_CALLS:
+        self._num_calls += 1
+        if depth > _MOST_CALLS or self._num_calls > _MOST_CALLS_IN_ALL:
             raise RecursionError
         names: dict[str, Any] = {}
         for node in self._functions[name].body:

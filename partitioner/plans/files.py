@@ -15,7 +15,8 @@ from partitioner.passes.errors import PartitionError
 from partitioner.plan import Plan
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.family.load import fold_programs, unfold_programs
-from partitioner.runtime.files import write_text
+from partitioner.runtime.files import parse_json, write_text
+from partitioner.runtime.program.load import check_program
 from partitioner.runtime.program.program import Program
 
 FORMAT = "partitioner-plan"
@@ -38,17 +39,24 @@ def save_plan(plan: Plan, path: Path) -> Path:
 
 def load_plan(path: Path) -> Plan:
     """Return the plan in the file ``path``. Raise :class:`PlanFileError` if the file cannot be read, is incomplete or
-    not a plan, has an unknown version, or was changed by hand.
+    not a plan, has an unknown version, or was changed by hand, and :class:`UntrustedOperatorError` if it names an
+    operator that plan files may not name.
     """
     content = _unwrap_plan_file(path, FORMAT)
     try:
-        return Plan.model_validate(unfold_programs(content))
+        plan = Plan.model_validate(unfold_programs(content))
     except LaunchError as error:
         raise PlanFileError(f"{path}: {error}; make the plan again") from None
     except ValidationError as error:
         raise PlanFileError(
             f"{path} does not describe a plan: {_format_first_error(error)}; make the plan again"
         ) from None
+    except (TypeError, AttributeError, LookupError, ValueError, RecursionError, OverflowError) as error:
+        raise PlanFileError(f"{path} does not describe a plan: {error}; make the plan again") from None
+    for program in (plan.written, *(one.program for one in plan.further.values())):
+        if program is not None:
+            check_program(program, path)
+    return plan
 
 
 def export_ranks(plan: Plan, folder: Path) -> list[Path]:
@@ -138,12 +146,14 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanFileError(f"cannot read the plan {path}: {error}") from None
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except json.JSONDecodeError as error:
         raise PlanFileError(
             f"{path} is not complete JSON (line {error.lineno}, column {error.colno}: {error.msg}); "
             "it may be truncated: make the plan again"
         ) from None
+    except ValueError as error:
+        raise PlanFileError(f"{path} is not JSON that can be read: {error}; make the plan again") from None
     if not isinstance(content, dict) or content.get("format") != kind:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise PlanFileError(f"{path} is not a plan file: expected format {kind!r}, got {found!r}")

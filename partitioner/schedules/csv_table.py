@@ -26,7 +26,7 @@ from partitioner.schedules.orders import merge_backward_halves
 
 SUFFIX = ".csv"
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAP = re.compile(r"\((.*)\)\s*OVERLAP_F_B")
 _OTHER = re.compile(r"\d+\s*(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 _HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")}  # actions that exclude each other

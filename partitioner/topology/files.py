@@ -40,7 +40,7 @@ from partitioner.errors import TopologyError
 from partitioner.topology.fabric import fitting_levels
 from partitioner.topology.hardware import TopologyPart, margin_bytes
 from partitioner.topology.topology import Topology
-from partitioner.topology.validate import MisplacedError, format_suggestion, format_validation_error
+from partitioner.topology.validate import MisplacedError, find_alias_problem, format_suggestion, format_validation_error
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
@@ -143,7 +143,9 @@ def loads(text: str, source: str = "topology") -> Topology:
     topology if the text gives none. Raise :class:`TopologyError` with the line of the mistake if it is not valid."""
     try:
         tree = yaml.compose(text, Loader=_Decimal)
-        _refuse_odd(tree, source)
+        if problem := find_alias_problem(tree):
+            raise TopologyError(f"{source}, {problem}")
+        _refuse_duplicates(tree, source, set())
         data = yaml.load(text, Loader=_Decimal)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -155,7 +157,7 @@ def loads(text: str, source: str = "topology") -> Topology:
         raise TopologyError(f"{source}: nested too deeply; a topology takes five levels at most") from error
     except TopologyError:
         raise
-    except ValueError as error:  # values that look like dates and are none
+    except (ValueError, TypeError, AttributeError) as error:  # what looks like a date or a key and is none
         raise TopologyError(f"{source}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise TopologyError(f"{source}: expected a mapping with 'machine' or 'nodes', got {type(data).__name__}")
@@ -313,25 +315,24 @@ def _expand_group(group: Any, number: int) -> Any:
     return {**group, "host": _resolve_like(host, catalogue("hosts"), "nodes", number, "host")}
 
 
-def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
-    """Raise :class:`TopologyError` if a YAML mapping has a key twice, or if a YAML node contains itself by an alias.
-    ``node``: a node of the parsed YAML, which is checked with all nodes inside it. ``source``: name of the file in
-    errors. ``around``: the nodes that enclose ``node``."""
-    if any(node is outer for outer in around):
-        line = node.start_mark.line + 1
-        raise TopologyError(f"{source}, line {line}: what stands here contains itself by its alias; write it out")
-    around = (*around, node)
+def _refuse_duplicates(node: Any, source: str, seen: set[int]) -> None:
+    """Raise :class:`TopologyError` if a YAML mapping has a key twice. ``node``: a node of the parsed YAML, which is
+    checked with all nodes inside it. ``source``: name of the file in errors. ``seen``: identities of the nodes that
+    were checked before, because aliases lead to a node more than once."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
                 line = key.start_mark.line + 1
                 raise TopologyError(f"{source}, line {line}: duplicate name {key.value!r}; each may be given once")
-            seen.add(str(key.value))
-            _refuse_odd(value, source, around)
+            names.add(str(key.value))
+            _refuse_duplicates(value, source, seen)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _refuse_odd(value, source, around)
+            _refuse_duplicates(value, source, seen)
 
 
 def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:

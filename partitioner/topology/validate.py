@@ -80,6 +80,31 @@ def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bo
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
+_MOST_VALUES = 1_000_000  # of a YAML file, with each alias counted as what it stands for
+
+
+def find_alias_problem(tree: Any) -> str:
+    """Return why the aliases of a YAML file cannot be followed, as text: a value contains itself, or they stand for too
+    many values. Return an empty string if they can. ``tree``: the root node of the parsed YAML, or ``None``.
+    """
+    counts: dict[int, int] = {}
+    stack = [(tree, False)] if tree is not None else []
+    while stack:
+        node, is_left = stack.pop()
+        pairs = node.value if isinstance(node.value, list) else []
+        inner = [part for entry in pairs for part in (entry if isinstance(entry, tuple) else (entry,))]
+        if is_left:
+            counts[id(node)] = min(_MOST_VALUES + 1, 1 + sum(counts[id(part)] for part in inner))
+        elif id(node) not in counts:
+            counts[id(node)] = 0  # open: an alias that leads here again is a cycle
+            stack += [(node, True), *((part, False) for part in inner)]
+        elif counts[id(node)] == 0:
+            return f"line {node.start_mark.line + 1}: what stands here contains itself by its alias; write it out"
+    if tree is not None and counts[id(tree)] > _MOST_VALUES:
+        return f"line {tree.start_mark.line + 1}: its aliases stand for more than {_MOST_VALUES:,} values; write fewer"
+    return ""
+
+
 def format_suggestion(name: str, known: Sequence[str]) -> str:
     """Return ``"did you mean ...? "`` (with a space at the end) with the names in ``known`` that resemble ``name``;
     ``""`` if there are none."""

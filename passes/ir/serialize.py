@@ -9,15 +9,16 @@ reshape copies.
 
 from __future__ import annotations
 
-import importlib
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from partitioner.passes.errors import PartitionError
+from partitioner.passes.allowed_operators import check_operator, find_operator, note_operator_of_model
+from partitioner.passes.errors import PartitionError, UntrustedOperatorError
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.model import Block, TensorSpec
 
@@ -38,7 +39,7 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype with the name ``name``, such as ``float32``. Raise :class:`GraphFormatError` if there is
     none.
     """
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise GraphFormatError(f"{name!r} is not a tensor type; expected float32, bfloat16, int64, ...")
     return dtype
@@ -56,18 +57,18 @@ def block_from_data(
 ) -> Block:
     """Return the block whose graph was written as ``nodes``, one dict of JSON values for each node, in order.
 
-    Raises :class:`GraphFormatError` with the name of the node that cannot be read. ``name``: the block's name.
-    ``states``, ``inputs``: names of the graph's placeholders: of parameters, buffers and constants, and of other
-    values.
+    Raises :class:`GraphFormatError` with the name of the node that cannot be read, and :class:`UntrustedOperatorError`
+    if a node calls an operator that plans may not name. ``name``: the block's name. ``states``, ``inputs``: names of
+    the graph's placeholders: of parameters, buffers and constants, and of other values.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for data in nodes:
         try:
             node = _node_from_data(graph, data, made)
-        except GraphFormatError as error:
-            raise GraphFormatError(f"block {name!r}, node {data.get('name')!r}: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (GraphFormatError, UntrustedOperatorError) as error:
+            raise type(error)(f"block {name!r}, node {data.get('name')!r}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise GraphFormatError(f"block {name!r}, node {data.get('name')!r} cannot be read ({reason})") from error
         made[data["name"]] = node
@@ -111,7 +112,8 @@ def _node_from_data(graph: fx.Graph, data: dict[str, Any], made: dict[str, fx.No
     elif op == "call_function":
         args = tuple(_from_json(data["args"], made))
         kwargs = {k: _from_json(v, made) for k, v in data.get("kwargs", {}).items()}
-        target = target_of(data["target"])
+        target = _CALLABLES.get(data["target"]) or _find_allowed(data["target"])
+        _check_call(target, args, kwargs)
         node = graph.create_node("call_function", target, args, kwargs, name=data["name"])
     else:
         raise GraphFormatError(f"unknown kind of node {op!r}")
@@ -123,11 +125,22 @@ def _node_from_data(graph: fx.Graph, data: dict[str, Any], made: dict[str, fx.No
     return node
 
 
+def _find_allowed(name: Any) -> Any:
+    """Return the torch operator with the name ``name``. Raise :class:`UntrustedOperatorError` if plans may not name it,
+    and :class:`GraphFormatError` if it is not registered.
+    """
+    if not isinstance(name, str):
+        raise GraphFormatError(f"{name!r} is no name of an operator")
+    check_operator(name)
+    return target_of(name)
+
+
 def target_name(target: Any) -> str:
     """Return the name of a node's target: ``aten.add.Tensor`` for an operator, ``getitem`` for ``operator.getitem``."""
     if target is operator.getitem:
         return "getitem"
     if isinstance(target, torch._ops.OpOverload):
+        note_operator_of_model(target)
         return str(target)
     raise AssertionError(f"{target} cannot be in a block's graph")
 
@@ -139,21 +152,8 @@ def target_of(name: str) -> Any:
     """
     if name in _CALLABLES:
         return _CALLABLES[name]
-    if name.startswith("partition."):
-        for module in (
-            "partitioner.passes.ops.random",
-            "partitioner.passes.ops.experts",
-            "partitioner.passes.ops.fp8",
-            "partitioner.passes.ops.cross_entropy",
-        ):
-            importlib.import_module(module)
-    target: Any = torch.ops
-    try:
-        for part in name.split("."):
-            target = getattr(target, part)
-    except AttributeError:
-        target = None
-    if not isinstance(target, torch._ops.OpOverload):
+    target = find_operator(name)
+    if target is None:
         raise GraphFormatError(f"operator {name!r} is not registered: import the library that defines it first")
     return target
 
@@ -210,10 +210,34 @@ def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
         case "complex":
             return complex(*(_from_json(part, made) for part in content))
         case "layout" | "memory_format":
-            return getattr(torch, content)
+            return _torch_constant(kind, content)
         case "slice":
             return slice(*(_from_json(v, made) for v in content))
     raise GraphFormatError(f"unknown argument {value!r}")
+
+
+def _torch_constant(kind: str, name: Any) -> Any:
+    """Return the object of torch with the name ``name``, such as ``strided``, if it is of the type ``kind``: ``layout``
+    or ``memory_format``. Raise :class:`GraphFormatError` if it is not.
+    """
+    value = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(value, {"layout": torch.layout, "memory_format": torch.memory_format}[kind]):
+        raise GraphFormatError(f"{name!r} is no {kind} of torch")
+    return value
+
+
+def _check_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise :class:`GraphFormatError` unless ``args`` and ``kwargs`` fit the names and the number of the parameters of
+    the operator ``target``. For ``getitem``, which takes an item of a tuple, the index must be an integer.
+    """
+    if target is operator.getitem:
+        if len(args) != 2 or kwargs or not isinstance(args[0], fx.Node) or type(args[1]) is not int:
+            raise GraphFormatError(f"getitem takes a value and an index, got {args!r}")
+        return
+    parameters = target._schema.arguments
+    odd = [name for name in kwargs if name not in {p.name for p in parameters}]
+    if odd or len(args) > sum(not p.kwarg_only for p in parameters):
+        raise GraphFormatError(f"{target} has no parameter {odd[0]!r}" if odd else f"too many arguments for {target}")
 
 
 def _val_to_json(value: Any) -> Any:

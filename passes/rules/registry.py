@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from partitioner.passes.allowed_operators import allow_operators
 from partitioner.passes.errors import RuleError
 from partitioner.passes.rules.factors import NAMES, Dims, OpFactors, get_meta_shape, operands_of, results_of
 
@@ -308,6 +309,8 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
             others are whole, the result is a partial sum.
         function: replaces ``texts``: it gets the ``fx.Node`` and returns its :class:`OpFactors`.
 
+    Plan files may name the operator from then on (:func:`allow_operators`).
+
     Raises :class:`RuleError` if a text is malformed or the operator does not exist. If a text does not fit the tensors
     of a call, the error is raised when a graph with the call is sharded.
     """
@@ -315,6 +318,8 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
     if (function is None) == (not texts):
         got = "both" if texts else "neither"
         raise RuleError(f"rule for {name}: expected one or more texts, or a function; got {got}")
+    if not name.startswith(("aten::", "partition::")):
+        allow_operators(name)  # the user knows it, and means it to be in plans
     _rules[name] = function or _text_rule(name, texts, tuple(frozenset(s) for s in linear))
     _found.clear()
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
+import pathlib
+import pickle
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +33,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from partitioner.runtime.checkpoint.shards import ShardPiece
+from partitioner.runtime.checkpoint.training_state import pack_plain_data, unpack_plain_data
+from partitioner.runtime.errors import DamagedCheckpointError
+from partitioner.runtime.files import is_file_name
 from partitioner.runtime.state.disk_offload import is_mapped, release_pages, view_own_storage
 
 if TYPE_CHECKING:
@@ -122,13 +128,14 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> None:
 class ShardReader:
     """Reads rectangular parts of tensors from the checkpoint in ``folder``.
 
-    ``tensors``: name -> shape, type and stored parts of each saved tensor. Raise ``OSError``, or an exception of
-    unpickling, if the files are missing or damaged.
+    ``tensors``: name -> shape, type and stored parts of each saved tensor. Raise ``OSError`` if the files are missing,
+    and :class:`DamagedCheckpointError` if ``.metadata`` is damaged, names other things than parts of tensors, or files
+    outside the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self._reader = FileSystemReader(folder)
-        metadata = self._reader.read_metadata()
+        metadata = _read_metadata(folder / METADATA)
         self._reader.set_up_storage_reader(metadata, False)
         found = metadata.state_dict_metadata
         self.tensors = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
@@ -145,6 +152,112 @@ class ShardReader:
             chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
             items += create_read_items_for_chunk_list(piece.key, self.tensors[piece.key], [chunk])
         self._reader.read_data(LoadPlan(items), _LoadPlanner(targets)).wait()
+
+
+def pack_record(written: Written, random: Mapping[str, Any], own: bytes) -> bytes:
+    """Return what a rank tells rank 0 of its part of a checkpoint, as bytes. ``written``: what it wrote. ``random``:
+    its states of random generators. ``own``: its other state, as :func:`pack_plain_data` returned it.
+    """
+    return pickle.dumps((written, pack_plain_data({"random": random}, "the random generators"), own))
+
+
+def unpack_record(content: bytes) -> tuple[Written, dict[str, Any], bytes]:
+    """Return what :func:`pack_record` got. Raise :class:`DamagedCheckpointError` if ``content`` was not written by it.
+    No code is run.
+    """
+    found = load_plain_pickle(content, "the record of a rank")
+    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], Written)):
+        raise DamagedCheckpointError("the record of a rank has another form than this version writes")
+    written, random, own = found
+    return written, unpack_plain_data(random)["random"], own
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads pickled descriptions of tensors and refuses everything else, because a pickle can name any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class or type ``name`` of ``module``. Raise ``UnpicklingError`` if descriptions of tensors have
+        none of it."""
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return pathlib.PurePosixPath
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _PLAIN_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors has")
+
+
+_OWN_MODULE = "partitioner.runtime.checkpoint.dcp_files"
+_PLAIN_CLASSES = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.storage": ("WriteResult",),
+    "torch.distributed.checkpoint.planner": ("TensorWriteData", "WriteItem", "WriteItemType"),
+    _OWN_MODULE: ("FileSum", "Written"),
+}
+
+
+def load_plain_pickle(content: bytes, what: str) -> Any:
+    """Return the descriptions of tensors that are pickled in ``content``. ``what``: its name, for the message.
+
+    Raise :class:`DamagedCheckpointError` if it is damaged, or names any other class or function; none of them is
+    called.
+    """
+    try:
+        return _PlainUnpickler(io.BytesIO(content)).load()
+    except Exception as error:  # of damaged pickles any
+        raise DamagedCheckpointError(
+            f"{what} cannot be read: {type(error).__name__}: {error}; load another checkpoint"
+        ) from None
+
+
+def _read_metadata(path: Path) -> Metadata:
+    """Return the content of the file ``path``, the ``.metadata`` of a checkpoint, after checking its types, sizes and
+    file names. Raise :class:`DamagedCheckpointError` if it describes no tensors in files of its folder.
+    """
+    found = load_plain_pickle(path.read_bytes(), str(path))
+    problem = "it does not hold the metadata of a checkpoint"
+    if isinstance(found, Metadata):
+        with suppress(AttributeError, TypeError, ValueError, LookupError, RuntimeError):  # odd types inside
+            problem = _find_metadata_problem(found)
+    if problem:
+        raise DamagedCheckpointError(f"{path} cannot be used: {problem}; load another checkpoint")
+    return found  # type: ignore[no-any-return]
+
+
+def _find_metadata_problem(metadata: Metadata) -> str:
+    """Return what is wrong with the metadata of a checkpoint, as text; an empty string if nothing is. Every part of a
+    tensor must be in a file of the folder, which has at least as many bytes for it as the part has.
+    """
+    stored = metadata.storage_data
+    for info in stored.values():
+        if not is_file_name(info.relative_path):
+            return f"it names the file {info.relative_path!r}, expected one in the checkpoint's folder"
+        if not (type(info.offset) is type(info.length) is int and info.offset >= 0 <= info.length):
+            return f"a part in {info.relative_path} has the offset {info.offset!r} and the length {info.length!r}"
+    held = {(index.fqn, tuple(index.offset or ())): info for index, info in stored.items()}
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            continue
+        for chunk in tensor.chunks:
+            info = held[name, tuple(chunk.offsets)]
+            needed = math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
+            if needed > info.length and not info.transform_descriptors:
+                return f"{name} has {needed} bytes at {list(chunk.offsets)}, and {info.length} are stored"
+        if math.prod(tensor.size) > sum(math.prod(chunk.sizes) for chunk in tensor.chunks):
+            return f"{name} has more elements than its parts"
+    return ""
 
 
 def _write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +14,22 @@ import torch
 from torch import Tensor
 
 from partitioner.passes.capture.wrappers import match_state_names
+from partitioner.passes.errors import PartitionError
 from partitioner.runtime.checkpoint import hyperparameters
 from partitioner.runtime.checkpoint.atomic_folder import MANIFEST, read_manifest
 from partitioner.runtime.checkpoint.dcp_files import FileSum, sum_of
 from partitioner.runtime.checkpoint.save import FORMAT, MODEL, TRAINING, saved_states
 from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, make_scalar_piece, whole_piece
-from partitioner.runtime.checkpoint.training_state import STATE, OptimizerState, check_whole, unpack_plain_data
+from partitioner.runtime.checkpoint.training_state import (
+    STATE,
+    OptimizerState,
+    check_whole,
+    find_wrong_state,
+    unpack_plain_data,
+)
 from partitioner.runtime.comm.group import Communicator, all_ranks
 from partitioner.runtime.errors import CheckpointError, DamagedCheckpointError
+from partitioner.runtime.files import is_file_name
 from partitioner.runtime.program.program import RankProgram
 from partitioner.runtime.state.parameters import names_read
 
@@ -31,6 +40,8 @@ LATEST = "latest"
 
 STEP = "step-"
 _SHOWN = 5
+_LONGEST = 60  # characters of a value in a message
+_TOKEN = re.compile("[0-9a-f]{1,15}", re.ASCII)
 _FAILURES = (CheckpointError, DamagedCheckpointError)  # by what a rank tells the others, from 1 on; 0: it is well
 _T = TypeVar("_T")
 
@@ -57,7 +68,16 @@ class CheckpointMatch(NamedTuple):
 
     @property
     def files(self) -> dict[str, FileSum]:
-        return {name: FileSum(**content) for name, content in self.manifest["files"].items()}
+        try:
+            files = {name: FileSum(**content) for name, content in self.manifest["files"].items()}
+        except (KeyError, TypeError, AttributeError):
+            files = {"": FileSum(0, "")}
+        if not all(map(is_file_name, files)):
+            raise DamagedCheckpointError(
+                f"{self.folder / MANIFEST} is damaged: expected in 'files' names of files in its folder, with length "
+                "and SHA-256; load another checkpoint"
+            )
+        return files
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -77,6 +97,8 @@ def find_checkpoint(directory: Path) -> CheckpointMatch:
         if manifest:
             if manifest.get("format") != FORMAT:
                 raise CheckpointError(f"{folder} has format {manifest.get('format')}; this version reads {FORMAT}")
+            if wrong := _find_wrong_field(manifest):
+                raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: {wrong}{_other_than(folder)}")
             return CheckpointMatch(folder, manifest)
         if (folder / MANIFEST).exists():
             raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: it is no JSON{_other_than(folder)}")
@@ -84,9 +106,21 @@ def find_checkpoint(directory: Path) -> CheckpointMatch:
     raise CheckpointError(f"{directory} {what}: it has no {MANIFEST}{_other_than(directory)}")
 
 
+def _find_wrong_field(manifest: Mapping[str, Any]) -> str:
+    """Return what is wrong with the content of a ``manifest.json``, as text; an empty string if nothing is."""
+    for name, kind in {"steps": int, "token": str, "world_size": int, "mesh": dict, "files": dict}.items():
+        if type(manifest.get(name)) is not kind:
+            return f"expected {kind.__name__} under {name!r}, got {str(manifest.get(name))[:_LONGEST]!r}"
+    if not _TOKEN.fullmatch(manifest["token"]):
+        return f"expected up to 15 hexadecimal digits under 'token', got {manifest['token'][:_LONGEST]!r}"
+    if type(manifest.get("optimizer_steps", 0)) is not int or not 0 <= manifest["steps"] < 2**60:
+        return "expected numbers of steps"
+    return ""
+
+
 def complete_in(root: Path) -> list[CheckpointMatch]:
     """Return the complete checkpoints in the folder ``root``, in ascending order of training steps."""
-    found = [CheckpointMatch(p, m) for p in root.glob(f"{STEP}*") if (m := read_manifest(p))]
+    found = [CheckpointMatch(p, m) for p in root.glob(f"{STEP}*") if not _find_wrong_field(m := read_manifest(p))]
     return sorted(found, key=lambda f: (f.steps, f.folder.name))
 
 
@@ -158,13 +192,13 @@ def load_checkpoint(
     reader = _run_collectively(communicator, rank, lambda: _open_shard_reader(found.folder), found)
     if rank.rank == 0:
         _warn_of_others(found.folder, reader, rank)
-    training = _run_collectively(
-        communicator, rank, lambda: unpack_plain_data((found.folder / TRAINING).read_bytes()), found
+    training = _run_collectively(communicator, rank, lambda: _read_training(found), found)
+    extras = _run_collectively(communicator, rank, lambda: _select_extra_states(found, training, rank, extra), found)
+    groups = _run_collectively(
+        communicator, rank, lambda: _read_group_hyperparameters(training, rank, optimizer), found
     )
-    extras = _run_collectively(communicator, rank, lambda: _select_extra_states(found, training, rank, extra))
-    groups = _run_collectively(communicator, rank, lambda: _read_group_hyperparameters(training, rank, optimizer))
     names, moments = _run_collectively(
-        communicator, rank, lambda: _match_saved_states(found, reader, rank, states, optimizer)
+        communicator, rank, lambda: _match_saved_states(found, reader, rank, states, optimizer), found
     )
     held = [p for n, name in names.items() for p in _list_state_pieces(MODEL, rank, n, name, states[n])]
     for n, name in names.items():
@@ -180,6 +214,16 @@ def load_checkpoint(
             optimizer.take(n, moments.get(n, {}))
         hyperparameters.set_hyperparameters(optimizer.optimizers, groups)
     return {**training, "extra": extras}
+
+
+def _read_training(found: CheckpointMatch) -> dict[str, Any]:
+    """Return the saved data other than tensors of the checkpoint ``found``. Raise :class:`DamagedCheckpointError` if a
+    part of it is missing or has another type.
+    """
+    training = unpack_plain_data((found.folder / TRAINING).read_bytes())
+    if wrong := find_wrong_state(training):
+        raise DamagedCheckpointError(f"{found.folder / TRAINING} is damaged: {wrong}{_other_than(found.folder)}")
+    return training
 
 
 def _open_shard_reader(folder: Path) -> ShardReader:
@@ -382,7 +426,7 @@ def _run_collectively(
     except CheckpointError as caught:
         error = caught
     except Exception as caught:
-        if reading is None:
+        if reading is None or isinstance(caught, PartitionError):
             raise
         told = f"{type(caught).__name__}: {caught}"
         error = DamagedCheckpointError(f"{reading.folder} cannot be read: {told}{_other_than(reading.folder)}")
@@ -429,8 +473,9 @@ def _list_candidate_folders(directory: Path) -> Sequence[Path]:
     if (directory / MANIFEST).exists():
         return [directory]
     named = directory / LATEST
-    if named.is_file() and (directory / named.read_text().strip() / MANIFEST).exists():
-        return [directory / named.read_text().strip()]
+    latest = named.read_text(errors="replace").strip() if named.is_file() else ""
+    if is_file_name(latest) and (directory / latest / MANIFEST).exists():
+        return [directory / latest]
     return [found.folder for found in complete_in(directory)[-1:]]
 
 

@@ -55,7 +55,7 @@ from partitioner.runtime.checkpoint.training_state import (
     unpack_plain_data,
 )
 from partitioner.runtime.errors import CheckpointError
-from partitioner.runtime.files import write_text
+from partitioner.runtime.files import find_foreign_access, write_text
 
 _NAME = re.compile(r"([0-9a-f]{16})\.(\d+)\.(\d+)")
 
@@ -402,7 +402,15 @@ class MemoryCopies:
                 f"copies in memory: expected a folder in this node's memory, got {parent}, which is none; name one "
                 "with copies_in=, a tmpfs"
             )
-        self.folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            foreign = find_foreign_access(self.folder)
+        except FileExistsError:
+            foreign = "it is no folder"
+        if foreign:
+            raise CheckpointError(
+                f"copies in memory: {self.folder} exists, and {foreign}; remove it, or name another with copies_in="
+            )
 
     def _identity_of(self, token: int) -> str:
         return hashlib.sha256(f"{token} {self._way}".encode()).hexdigest()[:16]

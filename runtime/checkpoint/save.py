@@ -32,7 +32,7 @@ from partitioner.runtime.checkpoint.atomic_folder import (
     remove_path_atomically,
     wait_for_writers,
 )
-from partitioner.runtime.checkpoint.dcp_files import METADATA, FileSum, Written, sum_of
+from partitioner.runtime.checkpoint.dcp_files import METADATA, FileSum, sum_of
 from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, written_by
 from partitioner.runtime.checkpoint.training_state import (
     Optimizers,
@@ -487,7 +487,7 @@ def _write_rank_part(
     which ``held`` refers to. On an error, report it to the other ranks and raise it. ``target``: the paths of the
     checkpoint. ``content``: everything that this rank saves.
     """
-    from partitioner.runtime.checkpoint.dcp_files import write_shards
+    from partitioner.runtime.checkpoint.dcp_files import pack_record, write_shards
 
     rank = content.rank.rank
     try:
@@ -500,7 +500,7 @@ def _write_rank_part(
             if staging is not None:
                 staging.written()
         own = pack_plain_data(content.own, "the run")
-        write_bytes(target.record(rank), pickle.dumps((written, dict(content.random), own)))
+        write_bytes(target.record(rank), pack_record(written, content.random, own))
         if rank == 0:
             _complete_checkpoint(target, content, timeout)
     except BaseException as error:
@@ -524,11 +524,11 @@ def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, t
     ``timeout``: seconds to wait for other ranks. Raise :class:`CheckpointError` if a rank failed or is late.
     ``target``: the paths of the checkpoint. ``content``: everything that this rank saves.
     """
-    from partitioner.runtime.checkpoint.dcp_files import write_metadata
+    from partitioner.runtime.checkpoint.dcp_files import unpack_record, write_metadata
 
     program = content.rank.program
     records = target.wait_for_records(program.world_size, timeout)
-    loaded: list[tuple[Written, dict[str, Any], bytes]] = [pickle.loads(r.read_bytes()) for r in records]
+    loaded = [unpack_record(r.read_bytes()) for r in records]
     written = [w for w, _, _ in loaded]
     write_metadata(target.partial, written)
     owns = [unpack_plain_data(own) for _, _, own in loaded]

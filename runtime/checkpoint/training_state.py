@@ -212,6 +212,39 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def find_wrong_state(training: Any) -> str:
+    """Return what is wrong with the saved data other than tensors of a training run, as text; an empty string if
+    nothing is.
+
+    It must be a dict with ``steps``, ``seed``, ``scale`` and ``extra``, and with states of random generators under
+    ``random``.
+    """
+    if not isinstance(training, dict):
+        return f"expected a dict, got {type(training).__name__}"
+    kinds = {"steps": int, "seed": int, "extra": dict, "random": dict}
+    for name, kind in kinds.items():
+        if type(training.get(name)) is not kind:
+            return f"expected {kind.__name__} under {name!r}, got {type(training.get(name)).__name__}"
+    if type(training.get("optimizer_steps", 0)) is not int or not isinstance(training.get("scale"), dict | None):
+        return "expected a number under 'optimizer_steps', and a dict or nothing under 'scale'"
+    of, states = training["random"].get("of"), training["random"].get("states")
+    if not (isinstance(of, list) and of and isinstance(states, list) and states):
+        return "expected lists under 'of' and 'states' of 'random'"
+    if not all(type(index) is int and 0 <= index < len(states) for index in of):
+        return "expected under 'of' of 'random' indices of its 'states'"
+    for state in states:
+        try:
+            version, internal, gauss = state["python"]
+            random.Random().setstate((version, tuple(internal), gauss))
+            torch.Generator().set_state(state["torch"])
+            if "numpy" in state and "numpy" in sys.modules:
+                name, keys, *rest = state["numpy"]
+                sys.modules["numpy"].random.RandomState().set_state((name, keys.numpy().astype("uint32"), *rest))
+        except (TypeError, ValueError, KeyError, RuntimeError, OverflowError, AttributeError) as error:
+            return f"expected states of random generators under 'random' ({error})"
+    return ""
+
+
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Set the random generators of Python, NumPy, torch on the CPU and the CUDA ``device`` to ``state``.
 

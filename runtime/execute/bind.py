@@ -30,6 +30,7 @@ from partitioner.passes.ops.attention import band_of
 from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.torch_backend import give_back, share_memory
+from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute import collective_ops
 from partitioner.runtime.execute.codegen import (
     AliasBinding,
@@ -42,7 +43,7 @@ from partitioner.runtime.execute.codegen import (
 )
 from partitioner.runtime.execute.collective_ops import ContextAttention, ContextDocumentAttention
 from partitioner.runtime.execute.torch_compile import Segment, backend_of, fuse_segments, one_thread
-from partitioner.runtime.files import write_bytes
+from partitioner.runtime.files import find_foreign_access, write_bytes
 from partitioner.runtime.program.analysis import differentiate_for_cpu
 from partitioner.runtime.program.program import CallData, Program, RankProgram
 
@@ -52,11 +53,18 @@ _KEPT = ("path", "source")
 class SharedDerivatives:
     """A folder through which the processes on one machine share the forward and backward graphs of the model's
     blocks.
+
+    The graphs are pickled. Raise :class:`LaunchError` if another user could write to the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if foreign := find_foreign_access(folder):
+            raise LaunchError(
+                f"{folder} cannot be used for graphs: {foreign}; name a folder that you alone can write to"
+            )
 
     def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
         """Return the forward and backward graphs of a block, from the folder if another process has stored them.

@@ -8,7 +8,6 @@ same numbers everywhere; ``{"numbers": {"512": 256}, "rest": ...}`` replaces the
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
-from partitioner.runtime.program.load import program_of
+from partitioner.runtime.program.load import check_program, program_of, read_plan_content
 from partitioner.runtime.program.program import Program
 
 Delta = dict[str, Any]
@@ -25,20 +24,24 @@ Delta = dict[str, Any]
 def family_of(plan: Any) -> ProgramFamily:
     """Return all programs of ``plan``: a :class:`Program`, a plan, or the path of a plan file.
 
-    Raise :class:`LaunchError` if there is no program, or if the file cannot be read.
+    Raise :class:`LaunchError` if there is no program, or if the file cannot be read, and
+    :class:`UntrustedOperatorError` if it names an operator that plan files may not name.
     """
     first = program_of(plan)
     if isinstance(plan, Program):
         return ProgramFamily(first, None, {})
     if not isinstance(plan, str | Path):
         return ProgramFamily(first, getattr(plan, "padding", None), getattr(plan, "further", {}))
-    content = unfold_programs(json.loads(Path(plan).read_text()))
+    content = unfold_programs(read_plan_content(Path(plan)))
     try:
         further = {n: FurtherProgram.model_validate(data) for n, data in content.get("further", {}).items()}
         padding = content.get("padding")
-        return ProgramFamily(first, None if padding is None else BatchPadding.model_validate(padding), further)
-    except ValueError as error:
+        family = ProgramFamily(first, None if padding is None else BatchPadding.model_validate(padding), further)
+    except (ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise LaunchError(f"{plan} does not hold programs of this version: {error}") from None
+    for one in further.values():
+        check_program(one.program, plan)
+    return family
 
 
 def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
             numbers = {int(a): b for a, b in folded["numbers"].items()}
             before = apply_delta(replace_numbers(before, numbers), folded["rest"])
             whole[name] = {**data, "program": before}
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise LaunchError(f"the further programs of the plan do not follow from its first one ({error})") from None
     return {**content, "further": whole}
 

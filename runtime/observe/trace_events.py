@@ -201,7 +201,7 @@ def read_spans(path: str | Path) -> list[TraceSpan]:
         ]
     except OSError as error:
         raise LaunchError(f"cannot read the trace {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LaunchError(
             f"{path} is no trace: expected a file as `partitioner trace` writes it, got {type(error).__name__}: {error}"
         ) from None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from partitioner.passes.allowed_operators import check_node_operators
+from partitioner.passes.errors import UntrustedOperatorError
 from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.files import parse_json
 from partitioner.runtime.program.program import Program
 
 
@@ -30,7 +32,10 @@ def placement_of(plan: Any) -> tuple[int, ...]:
     on device i.
     """
     if isinstance(plan, str | Path):
-        return tuple(_read_plan_content(Path(plan)).get("devices", ()))
+        devices = read_plan_content(Path(plan)).get("devices", [])
+        if not isinstance(devices, list) or not all(type(device) is int for device in devices):
+            raise LaunchError(f"{plan} has wrong 'devices': expected the number of a device for each rank; plan again")
+        return tuple(devices)
     return tuple(getattr(plan, "devices", ()))
 
 
@@ -40,33 +45,53 @@ def disk_of(plan: Any, stage: int) -> int:
     ``plan``: a plan or the path of a plan file. ``stage``: the stage's index.
     """
     if isinstance(plan, str | Path):
-        stages = _read_plan_content(Path(plan)).get("estimate", {}).get("stages", ())
-        return int(stages[stage].get("disk", 0)) if stages else 0
+        content = read_plan_content(Path(plan))
+        try:
+            stages = content.get("estimate", {}).get("stages", ())
+            return int(stages[stage].get("disk", 0)) if stages else 0
+        except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
+            raise LaunchError(f"{plan} has a wrong estimate of stage {stage} ({error}); plan again") from None
     stages = getattr(getattr(plan, "estimate", None), "stages", ())
     return int(stages[stage].disk) if stages else 0
 
 
+def check_program(program: Program, source: object) -> None:
+    """Raise :class:`UntrustedOperatorError` if ``program`` calls an operator that plan files may not name.
+
+    ``source``: the file that it was read from, for the message.
+    """
+    for name, block in program.blocks.items():
+        try:
+            check_node_operators(block.nodes, name)
+        except UntrustedOperatorError as error:
+            raise UntrustedOperatorError(f"{source}: {error}") from None
+
+
 def _read_program(path: Path) -> Program:
-    """Return the program in the plan file ``path``. Raise :class:`LaunchError` if the file has none of this version."""
-    content = _read_plan_content(path)
+    """Return the program in the plan file ``path``. Raise :class:`LaunchError` if the file has none of this version,
+    and :class:`UntrustedOperatorError` if it calls an operator that plan files may not name.
+    """
+    content = read_plan_content(path)
     try:
-        return Program.model_validate(content["program"])
-    except ValueError as error:
+        program = Program.model_validate(content["program"])
+    except (ValueError, RecursionError, OverflowError) as error:
         raise LaunchError(f"{path} does not hold a program of this version: {error}") from None
+    check_program(program, path)
+    return program
 
 
-def _read_plan_content(path: Path) -> dict[str, Any]:
+def read_plan_content(path: Path) -> dict[str, Any]:
     """Return the JSON data of the plan file ``path``. Raise :class:`LaunchError` if it cannot be read or has no
     program.
     """
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"cannot read the plan {path}: {error}") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise LaunchError(f"{path} is not complete JSON ({error}); make the plan again") from None
     if isinstance(content, dict) and content.get("planned_only"):
-        what = ", ".join(content["planned_only"])
+        what = ", ".join(map(str, content["planned_only"]))
         raise LaunchError(f"{path} has no program: {what} is planned but not executed here; plan without it to run")
     if not isinstance(content, dict) or "program" not in content:
         raise LaunchError(f"{path} is not a plan: it has no 'program'; save one with plan.save(path)")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from partitioner.passes.capture.wrappers import check_tensor, match_state_names, unwrap_model
 from partitioner.passes.ir.layouts import Layout, shard_slices, take_shard
 from partitioner.runtime.errors import WeightsError
+from partitioner.runtime.files import is_file_name, parse_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -202,11 +203,20 @@ class FileWeights:
         """
         path, handle = self._files[name], self._open_file(name)
         if path not in self._paired:
-            self._paired[path] = frozenset(json.loads((handle.metadata() or {}).get(_PAIRED, "[]")))
+            try:
+                self._paired[path] = frozenset(parse_json((handle.metadata() or {}).get(_PAIRED, "[]")))
+            except (ValueError, TypeError) as error:
+                raise WeightsError(f"{path} has wrong metadata under {_PAIRED!r}: {error}; save it again") from None
         return name in self._paired[path]
 
     def _open_slice(self, name: str) -> Any:
-        return self._open_file(name).get_slice(self._saved_as.get(name, name))
+        saved_as = self._saved_as.get(name, name)
+        try:
+            return self._open_file(name).get_slice(saved_as)
+        except SafetensorError as error:  # an index may name what is not there
+            raise WeightsError(
+                f"{self._files[name]} does not hold {saved_as}: {error}; save the model again"
+            ) from error
 
     def _open_file(self, name: str) -> Any:
         path = self._files[name]
@@ -336,7 +346,7 @@ def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
     """
     if path.is_dir():
         if (path / index).exists():
-            return {name: path / file for name, file in json.loads((path / index).read_text())["weight_map"].items()}
+            return {name: path / file for name, file in _read_weight_map(path / index).items()}
         files = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
         if not files and (path / "manifest.json").exists():
             raise WeightsError(
@@ -354,6 +364,23 @@ def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
         with _open_safetensors(file) as handle:
             found.update(dict.fromkeys(handle.keys(), file))
     return found
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Return the map from tensors to file names in the file ``index`` of a folder of safetensors files.
+
+    Raise :class:`WeightsError` if it cannot be read, or if it names files outside of its folder.
+    """
+    try:
+        found = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{index} cannot be read as an index of safetensors files: {error}") from None
+    odd = [f for f in found.values() if not is_file_name(f)] if isinstance(found, dict) else [found]
+    if odd:
+        raise WeightsError(
+            f"{index} names {str(odd[0])[:100]!r}; expected for each tensor the name of a file beside it"
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def _open_safetensors(path: Path) -> Any:

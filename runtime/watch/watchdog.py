@@ -27,6 +27,7 @@ from partitioner.runtime.comm.wait_clock import waited
 from partitioner.runtime.errors import STALLED, Failure, InstructionError, LaunchError
 from partitioner.runtime.execute.flight_recorder import Recorder, Recording
 from partitioner.runtime.execute.stack_location import place_of, walk_stack_frames, walk_traceback_frames
+from partitioner.runtime.files import find_foreign_access
 from partitioner.runtime.watch.host_mirror import Mirror, own_addresses
 from partitioner.runtime.watch.root_cause import HOST_SETTLE_S
 from partitioner.runtime.watch.status_board import Board, RankState
@@ -288,7 +289,7 @@ def default_folder() -> Path:
     """Return the folder for the status files of the ranks that torchrun has started, one for each of its restarts.
 
     It is inside the folder that the environment variable ``PARTITION_WATCH`` names if that is set, and otherwise a
-    temporary folder on each host.
+    temporary folder on each host, which is created. Raise :class:`LaunchError` if other users can write to it.
     """
     env = os.environ
     attempt = f"{_ATTEMPT}{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -297,7 +298,13 @@ def default_folder() -> Path:
     shared = Path("/dev/shm")
     base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     run = f"{env.get('TORCHELASTIC_RUN_ID', 'run')}-{env.get('MASTER_PORT', os.getpid())}-{env.get('GROUP_RANK', '0')}"
-    return base / f"partition-watch-{os.getuid()}-{run}" / attempt
+    folder = base / f"partition-watch-{os.getuid()}-{run.replace('/', '-')}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if foreign := find_foreign_access(folder):
+        raise LaunchError(
+            f"{folder} is for status files of ranks, and {foreign}; remove it, or name another with {FOLDER}"
+        )
+    return folder / attempt
 
 
 def newest_attempt(folder: Path) -> Path:

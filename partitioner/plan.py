@@ -93,6 +93,16 @@ class Estimate(Data):
         description="Seconds at which the simulation of the program ends: step_time to 1 %, or fewer. "
         "None: there is no program.",
     )
+    kinds: dict[str, float] = Field(
+        default_factory=dict,
+        description="Kind of operator to its seconds of a microbatch, on the stage that computes longest; empty where "
+        "the devices are used well.",
+    )
+    exchanges: dict[str, float] = Field(
+        default_factory=dict,
+        description="Purpose to the seconds of a step of communication inside layers, on the busiest stage, with what "
+        "computation hides of it; empty where it takes little of the step.",
+    )
 
 
 class Candidate(Data):

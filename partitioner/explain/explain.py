@@ -93,9 +93,8 @@ _AXIS_WORDS = {  # axes of groups that are not of the plan's mesh
     "edp_shard": "ranks with the same experts that share states",
     "edp_replicate": "ranks with the same experts and the same part of the states",
 }
-_LOW = 0.3  # MFU: below it the kinds of operators are named that take longest
 _NOTED = 0.01  # of a step: recomputation that is worth a word
-_SPLIT = 0.1  # share of the step from which communication inside layers is split; that loads PyTorch
+_MOST_KINDS, _LEAST_SHARE = 3, 0.01  # kinds of operators that are named, and the share below which none is
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
 
 
@@ -198,7 +197,7 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("Can it be run?", list(_planned_only(plan))),
         ("Does it fit?", list(_explain_fit(plan))),
         ("What limits it?", list(_explain_limits(plan))),
-        ("Where does the time go?", _explain_breakdown(plan, whole)),
+        ("Where does the time go?", _explain_breakdown(plan)),
         ("How is the work divided?", list(_explain_partition(plan, whole))),
         ("How is the sequence shared?", list(explain_sequence_axis(plan))),
         ("How are the experts spread?", list(explain_expert_axis(plan))),
@@ -294,14 +293,8 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
     estimate = plan.estimate
     if time_shares(plan):
         yield format_text_line(f"Time of the slowest rank{_describe_slowest_stage(plan)}: {_shares_text(plan)}.")
-        computing = estimate.breakdown.get("compute", 0.0) / sum(estimate.breakdown.values())
-        if computing > 0.5 and estimate.mfu < _LOW and plan.written is not None:
-            from partitioner.explain.kernel_costs import (
-                format_costliest_kinds,  # with the cost model and PyTorch, which most need not
-            )
-
-            kinds = format_costliest_kinds(plan)
-            yield from [format_text_line(f"Most of a microbatch's computation is in {kinds}.")] if kinds else []
+        if kinds := _format_costliest_kinds(plan):
+            yield format_text_line(f"Most of a microbatch's computation is in {kinds}.")
     if estimate.memory:
         rank = fullest_rank(plan)
         share = share_of_usable(estimate.memory[rank], list_usable_bytes(plan)[rank])
@@ -341,11 +334,28 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
     yield format_text_line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
 
 
-def _explain_breakdown(plan: Plan, whole: Outline | None) -> list[RenderableType]:
-    """Return a bar chart of the step time of ``plan`` by kind of time, with sentences on waiting and on communication
-    inside layers; an empty list if no times are known. ``whole``: the overview of the plan's program; ``None`` without
-    a program.
+def _format_costliest_kinds(plan: Plan) -> str:
+    """Return the kinds of operators that take the most time on the stage with the longest computation of ``plan``, with
+    their fractions of it, for example ``matrix products (61%), norms (20%) and reductions (8.1%)``. At most three are
+    listed; empty if the plan's estimate does not name kinds.
     """
+    seconds = plan.estimate.kinds
+    total = sum(seconds.values())
+    ranked = sorted(seconds.items(), key=lambda item: -item[1])[:_MOST_KINDS]
+    shown = [f"{kind} ({format_percent(s / total)})" for kind, s in ranked if s > _LEAST_SHARE * total]
+    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+
+
+def _format_layer_communication(plan: Plan) -> str:
+    """Return the seconds per step of communication inside layers by purpose, on the busiest stage of ``plan``, for
+    example ``tensor parallelism (tp) 2.8 s, experts (ep) 630 ms``; empty if the plan's estimate does not split it."""
+    found = sorted(((took, purpose) for purpose, took in plan.estimate.exchanges.items() if took), reverse=True)
+    return ", ".join(f"{purpose} {seconds_text(took)}" for took, purpose in found)
+
+
+def _explain_breakdown(plan: Plan) -> list[RenderableType]:
+    """Return a bar chart of the step time of ``plan`` by kind of time, with sentences on waiting and on communication
+    inside layers; an empty list if no times are known."""
     kinds = sorted(without_residue(plan.estimate.breakdown).items(), key=lambda item: -item[1])
     total = sum(s for _, s in kinds)
     if not total:
@@ -355,11 +365,8 @@ def _explain_breakdown(plan: Plan, whole: Outline | None) -> list[RenderableType
     words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak{peak and f' of {peak}'} (MFU):"
     chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
     lines = [f"Bubble: {waits}."] if (waits := waiting_text(plan)) else []
-    if whole is not None and plan.estimate.breakdown.get("tp_communication", 0.0) > _SPLIT * total:
-        from partitioner.explain.kernel_costs import format_layer_communication  # as for operators above
-
-        if told := format_layer_communication(plan, whole):
-            lines.append(f"Communication inside layers, with what computation hides of it: {told}.")
+    if told := _format_layer_communication(plan):
+        lines.append(f"Communication inside layers, with what computation hides of it: {told}.")
     return [format_text_line(words), chart, *map(format_text_line, lines)]
 
 

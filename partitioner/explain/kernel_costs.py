@@ -1,4 +1,7 @@
-"""Split a microbatch's predicted time by kind of operator, and communication inside layers by mesh axis."""
+"""Split a microbatch's predicted time by kind of operator, and communication inside layers by mesh axis.
+
+This needs the cost model and PyTorch, so it is done when a plan is made, for the plans whose explanation names it.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from partitioner.cost.call.roofline import kernel_times
 from partitioner.passes.ir.model import Block
 from partitioner.plan import Plan
 from partitioner.plans.figures import AXIS_NAMES
-from partitioner.plans.outline import Outline
+from partitioner.plans.outline import outline_program
 from partitioner.simulate.program_time import PlanDurations
 from partitioner.topology.hardware import DeviceType
-from partitioner.units import format_percent, seconds_text
 
 Seconds = dict[str, float]  # by kind, in words
 
-_MOST, _LEAST = 3, 0.01  # kinds that are named, and the share below which none is
-
+_LOW = 0.3  # MFU: below it the kinds of operators are named that take longest
+_COMPUTING = 0.5  # share of the step that is computation, above which they are named
+_SPLIT = 0.1  # share of the step from which communication inside layers is split
 _ISSUING = "the host's issuing of operators"
 _WORDS = {
     "matmul": "matrix products",
@@ -38,24 +41,32 @@ _WORDS = {
 }
 
 
-def format_costliest_kinds(plan: Plan) -> str:
-    """Return the kinds of operators that take the most time on the stage with the longest computation of ``plan``, with
-    their fractions of it, for example ``matrix products (61%), norms (20%) and reductions (8.1%)``. At most three are
-    listed.
-    """
+def with_kernel_seconds(plan: Plan) -> Plan:
+    """Return ``plan`` with the fields ``kinds`` and ``exchanges`` of its estimate filled, each only if the explanation
+    of the plan names it: kinds of operators at a low utilisation of the devices, and communication inside layers if it
+    takes a large part of the step."""
+    estimate = plan.estimate
+    total = sum(estimate.breakdown.values())
+    if plan.written is None or not total:
+        return plan
+    found: dict[str, dict[str, float]] = {}
+    if estimate.breakdown.get("compute", 0.0) > _COMPUTING * total and estimate.mfu < _LOW:
+        found["kinds"] = _sum_kinds_of_slowest(plan)
+    if estimate.breakdown.get("tp_communication", 0.0) > _SPLIT * total:
+        found["exchanges"] = sum_exchange_seconds(plan)
+    return plan.model_copy(update={"estimate": estimate.model_copy(update=found)}) if found else plan
+
+
+def _sum_kinds_of_slowest(plan: Plan) -> Seconds:
+    """Return kind of operator -> seconds of a microbatch, on the stage of ``plan`` with the longest computation."""
     durations = PlanDurations(plan)
     seconds = max((_of_stage(plan, durations, stage) for stage in range(plan.num_stages)), key=_sum_kind_seconds)
-    total = _sum_kind_seconds(seconds)
-    ranked = sorted(seconds.items(), key=lambda item: -item[1])[:_MOST]
-    shown = [f"{kind} ({format_percent(s / total)})" for kind, s in ranked if s > _LEAST * total]
-    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+    return dict(seconds)
 
 
-def format_layer_communication(plan: Plan, whole: Outline) -> str:
-    """Return the seconds per step of communication inside layers by purpose, on the busiest stage of ``plan``, for
-    example ``tensor parallelism (tp) 2.8 s, experts (ep) 630 ms``; empty if there is none. Time that overlaps
-    computation is included in full. ``whole``: the overview of the plan's program.
-    """
+def sum_exchange_seconds(plan: Plan) -> Seconds:
+    """Return purpose -> seconds of a step for the communication inside layers, on the busiest stage of ``plan``. A
+    purpose is a text such as ``tensor parallelism (tp)``. Time that overlaps computation is included in full."""
     durations, program = PlanDurations(plan), plan.program
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
     stage = busy.index(max(busy)) if busy else 0
@@ -64,13 +75,12 @@ def format_layer_communication(plan: Plan, whole: Outline) -> str:
     for name, count in calls.items():
         for purpose, took in _list_exchange_seconds(durations, stage, name):
             seconds[purpose] += program.num_microbatches * count * took
-    for moved in whole.stages[stage].reductions if program.zero == 3 else ():
+    for moved in outline_program(program).stages[stage].reductions if program.zero == 3 else ():
         op = cast("Any", moved.op)
         if moved.op in ("all_gather", "reduce_scatter"):
             each = durations.share(op, tuple(moved.axis.split("×")), moved.num_bytes // moved.count, stage)
             seconds[f"{moved.what} of ZeRO-3 ({moved.axis})"] += moved.count * each
-    found = sorted(((took, purpose) for purpose, took in seconds.items() if took), reverse=True)
-    return ", ".join(f"{purpose} {seconds_text(took)}" for took, purpose in found)
+    return dict(seconds)
 
 
 def _list_exchange_seconds(durations: PlanDurations, stage: int, name: str) -> Iterator[tuple[str, float]]:

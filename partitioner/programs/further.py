@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.errors import ConstraintError, PlanError
+from partitioner.explain.kernel_costs import with_kernel_seconds
 from partitioner.explain.tables import notes_on_precision
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.plan import Candidate, Estimate, Plan, operator_share
@@ -347,7 +348,7 @@ def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str
     """
     job, found, prepared = first.job, first.found, first.prepared
     chosen = found.chosen
-    return Plan(
+    plan = Plan(
         program=found.program,
         topology=topology,
         devices=chosen.devices,
@@ -374,3 +375,4 @@ def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str
         further=plan_further_programs(first, programs),
         padding=None if first.family is None else first.family.padding_at(first.family.shapes[0]),
     )
+    return with_kernel_seconds(plan)

@@ -21,7 +21,7 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost import MEAN_ERRORS
 from partitioner.explain.explain import format_explanation, format_summary
-from partitioner.explain.kernel_costs import format_layer_communication
+from partitioner.explain.kernel_costs import sum_exchange_seconds, with_kernel_seconds
 from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome, sharing_text
 from partitioner.explain.time_parts import format_time_changes
 from partitioner.passes.errors import InputsError
@@ -112,7 +112,8 @@ def test_the_links_of_each_axis_are_named(plan: Plan):
 def test_the_dearest_operators_are_named_where_little_of_the_peak_is_reached(plan: Plan):
     def text(mfu: float) -> str:
         estimate = plan.estimate.model_copy(update={"mfu": mfu})
-        return " ".join(format_explanation(plan.model_copy(update={"estimate": estimate})).split())
+        told = with_kernel_seconds(plan.model_copy(update={"estimate": estimate}))
+        return " ".join(format_explanation(told).split())
 
     assert re.search(r"Most of a microbatch's computation is in matrix products \(\d+%\), ", text(0.1))
     assert "Most of a microbatch" not in text(0.5)
@@ -152,8 +153,8 @@ def test_distinct_transfers_of_buckets_are_read_once_each(monkeypatch: pytest.Mo
         outline_shared, "describe_bucket_exchange", lambda *given: seen.append(given) or exchanged(*given)
     )
     for count in (8, 64):
-        seen.clear()
         program = zero_program(count)
+        seen.clear()
         stage = program.stages[0]
         totals = outline_shared.exchange_totals(program, stage)
         assert len(seen) <= 2 * len(stage.buckets)
@@ -528,15 +529,13 @@ def test_communication_inside_layers_is_split_by_axis(pins: dict[str, int], purp
     with torch.device("meta"):
         model, x = Mixture(), torch.empty(8, 16, 64)
     plan = partition(model, Topology.preset("dgx-h100"), (x,), constraints=Constraints(**pins))
-    told = format_layer_communication(plan, outline_program(plan.program))
-    seconds = dict(part.rsplit(") ", 1) for part in told.split(", "))
-    assert seconds.keys() == purposes
-    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-    total = sum(float(value.split()[0]) * units[value.split()[1]] for value in seconds.values())
-    assert total == pytest.approx(plan.estimate.breakdown["tp_communication"], rel=within)
+    seconds = sum_exchange_seconds(plan)
+    assert {purpose.rstrip(")") for purpose in seconds} == purposes
+    assert sum(seconds.values()) == pytest.approx(plan.estimate.breakdown["tp_communication"], rel=within)
     text, parts = " ".join(plan.explain().split()), plan.estimate.breakdown
     much = parts["tp_communication"] > 0.1 * sum(parts.values())
-    assert (f"Communication inside layers, with what computation hides of it: {told}." in text) == much
+    assert plan.estimate.exchanges == (seconds if much else {})
+    assert ("Communication inside layers, with what computation hides of it: " in text) == much
 
 
 def test_equal_parts_of_the_step_are_no_difference():

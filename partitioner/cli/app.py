@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioner import __version__
+from partitioner.cli.check import add_check_command
 from partitioner.cli.console import (
     Commands,
     build_output_console,
@@ -458,6 +459,7 @@ def _print_written_path(what: str, path: Path) -> None:
     build_output_console().print(Text.assemble((f"{what}: ", "dim"), str(path)))
 
 
+add_check_command(app)
 add_watch_commands(app)
 
 add_launch_commands(app)

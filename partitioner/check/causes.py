@@ -17,7 +17,7 @@ from torch import Tensor
 from partitioner.check.compare import HeldElements, PlacedShards, largest_gradient
 from partitioner.check.plain_run import GradientParts, PlainResults
 
-_CLOSE = 1e-7  # relative: a relation between gradients holds
+CLOSE = 1e-7  # relative: a relation between gradients holds
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class CauseFinder:
         if one.shape != other.shape:
             return False
         least = max(scale, 1e-6 * self.largest)
-        return one.numel() == 0 or float((one - other).abs().max()) <= _CLOSE * least
+        return one.numel() == 0 or float((one - other).abs().max()) <= CLOSE * least
 
     @cached_property
     def largest(self) -> float:
@@ -158,7 +158,7 @@ class CauseFinder:
             if holder.gradient is None or not self.is_close(holder.gradient, due, float(whole.abs().max())):
                 return None
         total = math.sqrt(sum(float(g.square().sum()) for g in self.parts.grads.values()))
-        told = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in sorted(norms.items()))
+        told = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in sorted(self._local_norms.items()))
         return Cause(
             "local-clip",
             f"the gradient is clipped by the norm of a rank's own gradients ({told}), not of all ({total:.4g})",
@@ -179,24 +179,24 @@ class CauseFinder:
         scale = float(expected.abs().max())
         factors: dict[int, float] = {}
         for holder in self.placed.holders[name]:
-            factor = _ratio(holder.gradient, expected[holder.index])
+            factor = fit_factor(holder.gradient, expected[holder.index])
             if factor is None or holder.gradient is None:
                 return None
             if not self.is_close(holder.gradient, factor * expected[holder.index], scale * max(abs(factor), 1.0)):
                 return None
             factors[holder.rank] = factor
         values = sorted(factors.values())
-        if values[-1] - values[0] > _CLOSE * max(map(abs, values)):
+        if values[-1] - values[0] > CLOSE * max(map(abs, values)):
             told = ", ".join(f"{_format_factor(f)} on rank {r}" for r, f in sorted(factors.items()))
             return Cause("factor-by-rank", f"the gradient is right but for a factor that differs by rank: {told}")
-        return _name_factor(values[-1], self.world_size)
+        return name_factor(values[-1], self.world_size)
 
     def _find_unsummed(self, name: str) -> Cause | None:
         """Test whether the gradients of ranks that hold the same elements give the right one, summed or averaged."""
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
         expected = self.expected(name)
         scale = float(expected.abs().max())
-        for group in _list_groupings(sorted({h.rank for h in holders}), self.world_size):
+        for group in list_groupings(sorted({h.rank for h in holders}), self.world_size):
             total, count = torch.zeros((2, len(group), len(expected)), dtype=torch.float64).unbind()
             for row, ranks in enumerate(group):
                 for holder in (h for h in holders if h.rank in ranks):
@@ -212,7 +212,7 @@ class CauseFinder:
                 return Cause("unsummed", f"the gradient is a partial sum: the sum over {over} is right{own}")
             if self.is_close(total / count.clamp(min=1), due, scale):
                 return Cause("unaveraged", f"each rank has its own gradient: the mean over {over} is right{own}")
-            factor = _ratio(total.flatten(), due.flatten())
+            factor = fit_factor(total.flatten(), due.flatten())
             if factor is not None and self.is_close(total, factor * due, scale * max(1.0, abs(factor))):
                 return Cause(
                     "unsummed-scaled",
@@ -313,8 +313,8 @@ class CauseFinder:
         return _name_weights(first, self.world_size)
 
     def _fit_pieces(self, rank: int) -> dict[tuple[int, int], float] | None:
-        """Return the weight of each piece of the batch in the gradients of ``rank`` that differ; ``None`` if they are no
-        weighted sum of pieces."""
+        """Return the weight of each piece of the batch in the gradients of ``rank`` that differ; ``None`` if they are
+        no weighted sum of pieces."""
         if rank not in self._fits:
             self._fits[rank] = self._solve_weights(rank)
         return self._fits[rank]
@@ -343,20 +343,20 @@ class CauseFinder:
         return dict(zip(labels, solution.tolist(), strict=True))
 
 
-def _name_factor(factor: float, world_size: int) -> Cause | None:
-    """Return the cause of a constant ``factor`` between a gradient and the right one."""
-    if abs(factor - 1.0) < _CLOSE:
+def name_factor(factor: float, world_size: int, what: str = "gradient") -> Cause | None:
+    """Return the cause of a constant ``factor`` between a result and the right one; ``None`` if it is 1. ``what``: the
+    result in the text.
+    """
+    if abs(factor - 1.0) < CLOSE:
         return None
     for n in range(2, world_size + 1):
-        if world_size % n == 0 and abs(factor - n) < _CLOSE * n:
+        if world_size % n == 0 and abs(factor - n) < CLOSE * n:
+            return Cause("summed", f"the {what} is {n} times the right one: a sum over {n} ranks where the mean is due")
+        if world_size % n == 0 and abs(factor * n - 1.0) < CLOSE:
             return Cause(
-                "summed", f"the gradient is {n} times the right one: a sum over {n} ranks where the mean is due"
+                "averaged", f"the {what} is 1/{n} of the right one: a mean over {n} ranks where the sum is due"
             )
-        if world_size % n == 0 and abs(factor * n - 1.0) < _CLOSE:
-            return Cause(
-                "averaged", f"the gradient is 1/{n} of the right one: a mean over {n} ranks where the sum is due"
-            )
-    return Cause("factor", f"the gradient is {_format_factor(factor)} times the right one")
+    return Cause("factor", f"the {what} is {_format_factor(factor)} times the right one")
 
 
 def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> Cause | None:
@@ -411,7 +411,7 @@ def _split_equal_weights(means: Mapping[int, float], world_size: int) -> int | N
     return None
 
 
-def _list_groupings(ranks: Sequence[int], world_size: int) -> list[list[list[int]]]:
+def list_groupings(ranks: Sequence[int], world_size: int) -> list[list[list[int]]]:
     """Return the ways to group ``ranks`` over which a reduction may be missing: all ranks; neighbouring ranks; ranks at
     equal distances."""
     found = [[list(ranks)]]
@@ -425,7 +425,7 @@ def _list_groupings(ranks: Sequence[int], world_size: int) -> list[list[list[int
     return found
 
 
-def _ratio(given: Tensor | None, right: Tensor) -> float | None:
+def fit_factor(given: Tensor | None, right: Tensor) -> float | None:
     """Return the least-squares factor between two tensors; ``None`` if there is none."""
     if given is None or not bool(given.isfinite().all()):
         return None
@@ -459,39 +459,3 @@ def _format_ranges(numbers: Sequence[int]) -> str:
         else:
             found.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
-
-
-def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int) -> Cause:
-    """Return the likely cause of the difference of an output or loss.
-
-    ``expected``: that of the plain model. ``given``: those of the ranks.
-    """
-    scale = float(expected.abs().max())
-
-    def is_close(one: Tensor, other: Tensor) -> bool:
-        return one.shape == other.shape and float((one - other).abs().max()) <= _CLOSE * max(scale, 1e-12)
-
-    wider = [g for g in given if g.dim() == expected.dim() and g.dim() and g.shape[-1] > expected.shape[-1]]
-    if wider and all(
-        is_close(g[..., : expected.shape[-1]], expected) for g in wider if g.shape[:-1] == expected.shape[:-1]
-    ):
-        return Cause(
-            "padding", f"the output has {wider[0].shape[-1] - expected.shape[-1]} columns beyond the plain one"
-        )
-    whole = [g for g in given if g.shape == expected.shape]
-    if whole and len(whole) == len(given):
-        if len(whole) > 1 and is_close(torch.stack(whole).sum(0), expected):
-            return Cause("unsummed", "the output is a partial sum: the sum over the ranks is right")
-        factor = _ratio(whole[0].flatten(), expected.flatten())
-        if factor is not None and all(is_close(g, factor * expected) for g in whole):
-            return _name_factor(factor, world_size) or UNKNOWN
-        for dim, size in enumerate(expected.shape):
-            for count in [c for c in range(2, min(size, 64) + 1) if size % c == 0]:
-                blocks = expected.chunk(count, dim)
-                order = [
-                    next((i for i, b in enumerate(blocks) if is_close(g, b)), None) for g in whole[0].chunk(count, dim)
-                ]
-                if None not in order:
-                    told = ", ".join(map(str, order))
-                    return Cause("permuted", f"the {count} blocks of dim {dim} are in a wrong order: {told}")
-    return UNKNOWN

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from partitioner.check.causes import Cause, CauseFinder, name_output_cause
+from torch import Tensor
+
+from partitioner.check.causes import UNKNOWN, Cause, CauseFinder
 from partitioner.check.compare import (
     TOLERANCE,
     PlacedShards,
@@ -20,9 +22,11 @@ from partitioner.check.compare import (
     compare_output,
     place_shards,
 )
+from partitioner.check.output_causes import find_first_wrong_module, name_output_cause
 from partitioner.check.plain_run import PlainResults, run_plain, split_gradients
 from partitioner.check.rank_run import RankOutcome, run_rank
 from partitioner.check.setup import CheckSetupError, Setup
+from partitioner.plans.verify import relative_error
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.launch.process_pool import LocalRanks
 
@@ -95,14 +99,18 @@ def check_layout(
         plain: PlainResults = single.call(run_plain, target, timeout=timeout)[0]
         outcomes: list[RankOutcome] = pool.call(run_rank, target, timeout=timeout)
         errors, placed, loss_is = _compare(plain, outcomes)
-        differences = []
         wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+        differences = _find_foreign(plain, outcomes, placed)
         if wrong:
             parts = single.call(split_gradients, target, ranks, timeout=timeout)[0]
             names = [n.removeprefix("grad ") for n in wrong if n.startswith("grad ")]
             finder = CauseFinder(plain, parts, placed, ranks, names)
-            differences = _explain(finder, plain, outcomes, wrong)
-        differences += _find_foreign(plain, outcomes, placed)
+            if len(names) < len(wrong):  # outputs or the loss differ: where first?
+                outcomes = pool.call(run_rank, target, False, True, timeout=timeout)
+            differences += _explain(finder, plain, outcomes, wrong)
+        if plain.uses_random and not differences:
+            outcomes = pool.call(run_rank, target, True, timeout=timeout)
+            differences += _compare_replicas(place_shards(plain, outcomes))
     return LayoutCheck(not differences, errors, tuple(differences), ranks, loss_is)
 
 
@@ -130,24 +138,75 @@ def _compare(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[dict
 def _explain(
     finder: CauseFinder, plain: PlainResults, outcomes: Sequence[RankOutcome], wrong: dict[str, float]
 ) -> list[LayoutDifference]:
-    """Return the differences in ``wrong`` (name -> error), grouped by cause."""
-    groups: dict[Cause, list[str]] = defaultdict(list)
+    """Return the differences in ``wrong`` (name -> error), grouped by cause; what follows from others comes last."""
+    causes: dict[str, Cause] = {}
     for name in wrong:
         kind, _, rest = name.partition(" ")
         if kind == "grad":
-            cause = finder.explain_gradient(rest)
+            causes[name] = finder.explain_gradient(rest)
         elif kind == "output":
             given = [o.outputs[rest] for o in outcomes if rest in o.outputs]
-            cause = name_output_cause(plain.outputs[rest], given, len(outcomes))
+            causes[name] = name_output_cause(plain.outputs[rest], given, len(outcomes))
         else:
             losses = [o.loss for o in outcomes if o.loss is not None]
             cause = name_output_cause(plain.loss, losses, len(outcomes))
+            causes[name] = UNKNOWN if cause.kind == "factor" else cause  # one number always has a factor
+    _explain_unknown(causes, plain, find_first_wrong_module(plain, outcomes))
+    groups: dict[Cause, list[str]] = defaultdict(list)
+    for name, cause in causes.items():
         groups[cause].append(name)
     found = [
         LayoutDifference(cause.kind, cause.text, tuple(names), max(wrong[n] for n in names))
         for cause, names in groups.items()
     ]
-    return sorted(found, key=lambda d: (d.kind == "unknown", -len(d.names)))
+    return sorted(found, key=lambda d: (d.kind == "unknown", d.kind == "follows", -len(d.names)))
+
+
+def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong: Cause | None) -> None:
+    """Replace unknown causes in ``causes`` (name -> cause) where another difference can be what they follow from.
+
+    A wrong output makes the loss and gradients wrong. A gradient that is wrong on its way back from the loss makes
+    those of the parameters used before it wrong. ``first_wrong``: the module with the first wrong output, if any.
+    """
+    unknown = [name for name, cause in causes.items() if cause == UNKNOWN]
+    if first_wrong is not None:
+        results = [n for n in causes if not n.startswith("grad ")]
+        for name in [n for n in unknown if n in results] or results[:1]:
+            causes[name] = first_wrong
+        for name in unknown:
+            if name.startswith("grad "):
+                causes[name] = Cause("follows", "follows from the wrong outputs")
+        return
+    order = {f"grad {name}": place for place, name in enumerate(plain.weights)}
+    known = [name for name, cause in causes.items() if cause != UNKNOWN and name in order]
+    if not known:
+        return
+    last = max(known, key=order.__getitem__)
+    for name in unknown:
+        if name == "loss" and causes[last].kind in ("mean-of-means", "reweighted", "dropped"):
+            causes[name] = Cause("follows", "follows from the weights of samples or tokens in the gradients")
+        elif name in order and order[name] < order[last]:
+            text = f"may follow: backward reaches {last.removeprefix('grad ')} earlier, whose gradient is wrong"
+            causes[name] = Cause("follows", text)
+
+
+def _compare_replicas(placed: PlacedShards) -> list[LayoutDifference]:
+    """Return the difference that ranks which hold the same elements have other gradients, if there is one. Dropout is
+    active, and everything is equal without it.
+    """
+    names = []
+    for name, holders in placed.holders.items():
+        first: dict[tuple[int, ...], Tensor | None] = {}
+        for holder in holders:
+            other = first.setdefault(tuple(holder.index.tolist()), holder.gradient)
+            if other is None or holder.gradient is None:
+                continue
+            if relative_error(holder.gradient, other) > TOLERANCE and name not in names:
+                names.append(name)
+    if not names:
+        return []
+    text = "with dropout, ranks that hold the same parameter have different gradients: their random states differ"
+    return [LayoutDifference("random-state", text, tuple(f"grad {n}" for n in names), math.inf)]
 
 
 def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: PlacedShards) -> list[LayoutDifference]:

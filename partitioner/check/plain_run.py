@@ -6,11 +6,13 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -25,7 +27,7 @@ class PlainResults:
     """What the plain model computes on one process, and the weights it has.
 
     Attributes:
-        weights: parameter name -> value. A tied parameter has its first name only.
+        weights: parameter name -> value, in the order of use by forward. A tied parameter has its first name only.
         grads: name -> gradient; ``None`` if the loss does not depend on the parameter.
         outputs: path in the output -> tensor.
         loss: the loss, as a tensor without dims.
@@ -33,6 +35,8 @@ class PlainResults:
         uses_random: whether the results depend on the random generator, because of dropout.
         digest: hash of weights and inputs as the user's function made them.
         clip_norm: largest norm of the gradients, if they were clipped.
+        modules: module name -> its output at each call, in the order in which modules returned.
+        biases: module name -> its bias.
     """
 
     weights: dict[str, Tensor]
@@ -43,6 +47,41 @@ class PlainResults:
     uses_random: bool
     digest: str
     clip_norm: float | None
+    modules: dict[str, list[Tensor]]
+    biases: dict[str, Tensor]
+
+
+class ModuleTrace:
+    """The outputs of modules while their forward runs, until :meth:`close`.
+
+    Attributes:
+        outputs: module name -> the output at each call, in the order in which modules returned. Modules that return
+            something other than a floating-point tensor are left out. Of a ``DTensor``, this rank's part is kept.
+        entered: names of the modules in the order in which they were first called.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.entered: list[str] = []
+        self._handles = []
+        for root in modules:
+            for name, module in root.named_modules():
+                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                self._handles.append(module.register_forward_hook(partial(self._keep, name), prepend=True))
+
+    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        if name not in self.entered:
+            self.entered.append(name)
+
+    def _keep(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if _is_number(output):
+            local = output.to_local() if isinstance(output, DTensor) else output
+            self.outputs.setdefault(name, []).append(local.detach().clone())
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -96,22 +135,29 @@ def run_plain(target: str) -> PlainResults:
     """Run one step of the plain model of the setup ``target`` on this process, without dropout."""
     setup, digest = load_setup(target)
     model = setup.plain
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trace = ModuleTrace([model])
     with WithoutDropout():
         output = run_model(model, setup.inputs)
         loss = loss_of(output, setup.loss)
         loss.backward()
+    trace.close()
+    named = dict(model.named_parameters())
+    used = {id(p): name for name, p in named.items()}
+    order = [used[id(p)] for m in trace.entered for p in model.get_submodule(m).parameters(recurse=False)]
+    weights = {name: named[name].detach().clone() for name in dict.fromkeys([*order, *named])}
     if setup.clip_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), setup.clip_norm)
     return PlainResults(
         weights=weights,
-        grads={n: None if p.grad is None else p.grad.detach().clone() for n, p in _trained(model)},
+        grads={n: _copy_gradient(named[n]) for n in weights if named[n].requires_grad},
         outputs={path: leaf.detach().clone() for path, leaf in leaves_by_path(output).items() if _is_number(leaf)},
         loss=loss.detach().clone().reshape(()),
         aliases=_alias_groups(model),
         uses_random=_depends_on_seed(target),
         digest=digest,
         clip_norm=setup.clip_norm,
+        modules=trace.outputs,
+        biases={n: m.bias.detach().clone() for n, m in model.named_modules() if _has_bias(m)},
     )
 
 
@@ -211,6 +257,14 @@ def _alias_groups(model: nn.Module) -> dict[str, list[str]]:
 
 def _trained(model: nn.Module) -> Sequence[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _copy_gradient(parameter: nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "bias", None), Tensor)
 
 
 def _is_number(leaf: Any) -> bool:

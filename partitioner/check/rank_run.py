@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from partitioner.check.plain_run import WithoutDropout
+from partitioner.check.plain_run import ModuleTrace, WithoutDropout
 from partitioner.check.setup import CheckSetupError, Setup, StepResult, load_setup, loss_of, run_model, seed_generators
 from partitioner.passes.errors import UserCodeError
 from partitioner.runtime.engine.batches import leaves_by_path
@@ -45,6 +45,7 @@ class RankOutcome:
         loss: the loss that the step returned, or ``None``.
         outputs: path in the output -> tensor.
         shards: the parameters of this rank.
+        modules: module name -> its output at each call, if they were kept.
     """
 
     rank: int
@@ -52,23 +53,26 @@ class RankOutcome:
     loss: Tensor | None
     outputs: dict[str, Tensor]
     shards: list[RankShard]
+    modules: dict[str, list[Tensor]]
 
 
-def run_rank(target: str, dropout: bool = False) -> RankOutcome:
+def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOutcome:
     """Distribute the model of the setup ``target`` on this rank, run one step, and return what it computed.
 
-    ``dropout``: whether dropout is active.
+    ``dropout``: whether dropout is active. ``trace``: whether to keep the outputs of all modules.
     """
     setup, digest = load_setup(target)
     seed_generators(0)
     distributed = _call_users(setup.distribute, setup.plain)
     modules = [m for m in pytree.tree_leaves(distributed, is_leaf=_is_module) if _is_module(m)]
+    traced = ModuleTrace(modules if trace else [])
     before = [{name: _local_part(p).clone() for name, p in m.named_parameters()} for m in modules]
     if dropout:
         result = _run_step(setup, distributed, modules)
     else:
         with WithoutDropout():
             result = _run_step(setup, distributed, modules)
+    traced.close()
     shards = [s for m, weights in zip(modules, before, strict=True) for s in _read_shards(m, weights)]
     given = {} if result.gradients is None else result.gradients
     shards += [RankShard(name, None, _whole_tensor(g), of=name) for name, g in given.items() if g is not None]
@@ -84,6 +88,7 @@ def run_rank(target: str, dropout: bool = False) -> RankOutcome:
         loss=None if result.loss is None else torch.as_tensor(_whole_tensor(result.loss)).detach().double().reshape(()),
         outputs={p: _whole_tensor(x).detach().clone() for p, x in outputs.items() if isinstance(x, Tensor)},
         shards=shards,
+        modules=traced.outputs,
     )
 
 

@@ -6,8 +6,8 @@ Every test is a comparison in float64. A cause is only reported if its relation 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
@@ -20,6 +20,9 @@ from partitioner.check.plain_run import GradientParts, PlainResults
 CLOSE = 1e-7  # relative: a relation between gradients holds
 
 
+_FITTED_ROWS = 100_000  # elements from which weights of pieces are computed; all are then compared
+
+
 @dataclass(frozen=True)
 class Cause:
     """A likely cause of differences.
@@ -27,13 +30,15 @@ class Cause:
     Attributes:
         kind: identifier, such as ``unsummed``; the page of the command explains each.
         text: what was found, in a sentence.
+        detail: a further sentence, which may differ within one cause; empty if there is none.
     """
 
     kind: str
     text: str
+    detail: str = field(default="", compare=False)
 
 
-UNKNOWN = Cause("unknown", "no known relation between the gradient and that of the plain model holds")
+UNKNOWN = Cause("unknown", "no known relation to the results of the plain model holds")
 
 
 class CauseFinder:
@@ -103,7 +108,8 @@ class CauseFinder:
         share = f"{int((~held).sum())} of {held.numel()} elements"
         rows = [i for i, row in enumerate(held.view(shape[0], -1).tolist()) if not any(row)]
         where = f" (rows {_format_ranges(rows)} of dim 0)" if rows else ""
-        return Cause("not-held", f"no rank holds {share}{where}: shards are missing, stale or duplicated")
+        text = "no rank holds some elements of the parameter: shards are missing, stale or duplicated"
+        return Cause("not-held", text, f"Of {name}, these are {share}{where}.")
 
     def _find_missing(self, name: str) -> Cause | None:
         holders = self.placed.holders[name]
@@ -119,7 +125,7 @@ class CauseFinder:
         kind, ranks = ("None", without) if without else ("zero", zero)
         if len(ranks) < len(holders) and not without:
             return None  # the others may have the sum
-        on = "every rank" if len(ranks) == len(holders) else _format_ranks(h.rank for h in ranks)
+        on = "every rank" if len(ranks) == len(holders) else format_ranks(h.rank for h in ranks)
         return Cause(
             "missing",
             f"the gradient is {kind} on {on}: the path from the loss is cut (detach, no_grad, frozen, unused)",
@@ -140,7 +146,7 @@ class CauseFinder:
             if use is None:
                 return None
             found.setdefault(use, []).append(holder.rank)
-        told = "; ".join(f"{_format_ranks(ranks)} only through {use}" for use, ranks in found.items())
+        told = "; ".join(f"{format_ranks(ranks)} only through {use}" for use, ranks in found.items())
         return Cause(
             "untied", f"the weights {' and '.join(uses)} are no longer tied: the gradient has one of two sums: {told}"
         )
@@ -209,37 +215,44 @@ class CauseFinder:
             own = self._describe_shares(name, holders)
             over = "all ranks that hold it" if len(group) == 1 else f"the ranks {_format_groups(group)}"
             if self.is_close(total, due, scale):
-                return Cause("unsummed", f"the gradient is a partial sum: the sum over {over} is right{own}")
+                return Cause("unsummed", f"the gradient is a partial sum: the sum over {over} is right", own)
             if self.is_close(total / count.clamp(min=1), due, scale):
-                return Cause("unaveraged", f"each rank has its own gradient: the mean over {over} is right{own}")
+                return Cause("unaveraged", f"each rank has its own gradient: the mean over {over} is right", own)
             factor = fit_factor(total.flatten(), due.flatten())
             if factor is not None and self.is_close(total, factor * due, scale * max(1.0, abs(factor))):
                 return Cause(
                     "unsummed-scaled",
                     f"the gradient is a partial sum with a wrong factor: the sum over {over} is "
-                    f"{_format_factor(factor)} times the right gradient{own}",
+                    f"{_format_factor(factor)} times the right gradient",
+                    own,
                 )
         return None
 
     def _describe_shares(self, name: str, holders: Sequence[HeldElements]) -> str:
-        """Return which samples or chunks the gradient of each rank is made of, as the end of a sentence; empty if it is
-        no sum over them."""
+        """Return a sentence on which samples or parts of the sequence the gradient of each rank is made of; empty if
+        that cannot be told.
+        """
+        if not self.parts.labels or self.plain.weights[name].numel() < 2 * len(self.parts.labels):
+            return ""
         shares: dict[int, set[tuple[int, int]]] = {}
         for rank in sorted({h.rank for h in holders}):
-            weights = self._fit_pieces(rank)
+            weights = self._solve_weights(rank, [name])
             if weights is None:
-                return ""
+                return (
+                    "The ranks' gradients are no sums over samples or parts of the sequence: the ranks divide "
+                    "something else, such as heads, hidden units or experts."
+                )
             shares[rank] = {label for label, w in weights.items() if abs(w) > 1e-6}
-        used = {label for label, _ in ((label, 0) for share in shares.values() for label in share)}
-        if all(share == used for share in shares.values()):
+        everything = set().union(*shares.values())
+        if all(share == everything for share in shares.values()):
             return ""
         samples = {rank: {sample for sample, _ in share} for rank, share in shares.items()}
         chunks = {rank: {chunk for _, chunk in share} for rank, share in shares.items()}
-        if all(s == set().union(*samples.values()) for s in samples.values()):
-            told = "; ".join(f"rank {r} has part {_format_ranges(sorted(c))}" for r, c in chunks.items())
-            return f". Each rank has only its own part of the sequence ({told})"
-        told = "; ".join(f"rank {r} has samples {_format_ranges(sorted(s))}" for r, s in samples.items())
-        return f". Each rank has only its own samples ({told})"
+        if all(s == {sample for sample, _ in everything} for s in samples.values()):
+            told = "; ".join(f"rank {r}: part {_format_ranges(sorted(c))}" for r, c in chunks.items())
+            return f"Each rank has only its own part of the sequence ({told})."
+        told = "; ".join(f"rank {r}: {_format_ranges(sorted(s))}" for r, s in samples.items())
+        return f"Each rank has only its own samples ({told})."
 
     def _find_swapped(self, name: str) -> Cause | None:
         """Test whether a rank has the right gradient of other elements than its own."""
@@ -316,16 +329,19 @@ class CauseFinder:
         """Return the weight of each piece of the batch in the gradients of ``rank`` that differ; ``None`` if they are
         no weighted sum of pieces."""
         if rank not in self._fits:
-            self._fits[rank] = self._solve_weights(rank)
+            self._fits[rank] = self._solve_weights(rank, self.differing)
         return self._fits[rank]
 
     @cached_property
     def _fits(self) -> dict[int, dict[tuple[int, int], float] | None]:
         return {}
 
-    def _solve_weights(self, rank: int) -> dict[tuple[int, int], float] | None:
+    def _solve_weights(self, rank: int, names: Sequence[str]) -> dict[tuple[int, int], float] | None:
+        """Return the weight of each piece of the batch in the gradients ``names`` of ``rank``, by least squares;
+        ``None`` if these are no weighted sum of the pieces.
+        """
         columns, targets = [], []
-        for name in self.differing:
+        for name in names:
             for holder in self.placed.holders[name]:
                 if holder.rank == rank and holder.gradient is not None and name in self.parts.pieces:
                     columns.append(self.parts.pieces[name][:, holder.index])
@@ -336,7 +352,9 @@ class CauseFinder:
         used = matrix.abs().amax(0) > 1e-12 * max(float(matrix.abs().max()), 1e-300)
         if not bool(used.any()) or matrix.shape[0] < 2 * int(used.sum()):
             return None
-        solution = torch.linalg.lstsq(matrix[:, used], target[:, None], driver="gelsd").solution[:, 0]
+        step = max(1, len(matrix) // _FITTED_ROWS)
+        equations = torch.linalg.lstsq(matrix[::step, used], target[::step, None], driver="gelsd")
+        solution = equations.solution[:, 0]
         if not self.is_close(matrix[:, used] @ solution, target, float(target.abs().max())):
             return None
         labels = [label for label, u in zip(self.parts.labels, used.tolist(), strict=True) if u]
@@ -350,12 +368,11 @@ def name_factor(factor: float, world_size: int, what: str = "gradient") -> Cause
     if abs(factor - 1.0) < CLOSE:
         return None
     for n in range(2, world_size + 1):
+        over = f"over {n} ranks (or microbatches)"
         if world_size % n == 0 and abs(factor - n) < CLOSE * n:
-            return Cause("summed", f"the {what} is {n} times the right one: a sum over {n} ranks where the mean is due")
+            return Cause("summed", f"the {what} is {n} times the right one: a sum {over} where the mean is due")
         if world_size % n == 0 and abs(factor * n - 1.0) < CLOSE:
-            return Cause(
-                "averaged", f"the {what} is 1/{n} of the right one: a mean over {n} ranks where the sum is due"
-            )
+            return Cause("averaged", f"the {what} is 1/{n} of the right one: a mean {over} where the sum is due")
     return Cause("factor", f"the {what} is {_format_factor(factor)} times the right one")
 
 
@@ -412,9 +429,10 @@ def _split_equal_weights(means: Mapping[int, float], world_size: int) -> int | N
 
 
 def list_groupings(ranks: Sequence[int], world_size: int) -> list[list[list[int]]]:
-    """Return the ways to group ``ranks`` over which a reduction may be missing: all ranks; neighbouring ranks; ranks at
-    equal distances."""
-    found = [[list(ranks)]]
+    """Return the ways to group ``ranks`` over which a reduction may be missing: neighbouring ranks, or ranks at equal
+    distances, in groups of each size that divides ``world_size``; then all ranks.
+    """
+    found = []
     for size in range(2, world_size):
         if world_size % size:
             continue
@@ -422,7 +440,7 @@ def list_groupings(ranks: Sequence[int], world_size: int) -> list[list[list[int]
         stride = world_size // size
         far = [[r for r in ranks if r % stride == g] for g in range(stride)]
         found += [[g for g in groups if g] for groups in (near, far)]
-    return found
+    return [*found, [list(ranks)]]
 
 
 def fit_factor(given: Tensor | None, right: Tensor) -> float | None:
@@ -435,14 +453,17 @@ def fit_factor(given: Tensor | None, right: Tensor) -> float | None:
 
 def _format_factor(value: float) -> str:
     """Return a number as text: a fraction if it is one with small terms."""
+    if abs(value) < 1e-9:
+        return "0"
     near = Fraction(value).limit_denominator(64)
     if near.denominator > 1 and abs(float(near) - value) < 1e-7 * max(1.0, abs(value)):
         return f"{near.numerator}/{near.denominator}"
     return f"{value:.6g}"
 
 
-def _format_ranks(ranks: object) -> str:
-    numbers = sorted(set(ranks))  # type: ignore[call-overload]
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as text, such as ``ranks 0-2, 5``."""
+    numbers = sorted(set(ranks))
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {_format_ranges(numbers)}"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from partitioner.check.causes import UNKNOWN, Cause, CauseFinder
+from partitioner.check.causes import UNKNOWN, Cause, CauseFinder, format_ranks
 from partitioner.check.compare import (
     TOLERANCE,
     PlacedShards,
@@ -22,12 +22,12 @@ from partitioner.check.compare import (
     compare_output,
     place_shards,
 )
-from partitioner.check.output_causes import find_first_wrong_module, name_output_cause
+from partitioner.check.output_causes import find_first_wrong_module, find_reduced_precision, name_output_cause
 from partitioner.check.plain_run import PlainResults, run_plain, split_gradients
 from partitioner.check.rank_run import RankOutcome, run_rank
 from partitioner.check.setup import CheckSetupError, Setup
 from partitioner.plans.verify import relative_error
-from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.errors import LaunchError, RankError
 from partitioner.runtime.launch.process_pool import LocalRanks
 
 
@@ -96,22 +96,34 @@ def check_layout(
         raise LaunchError(f"ranks={ranks}; expected the number of processes to run, 1 or more")
     target = _locate_function(function)
     with LocalRanks(1) as single, LocalRanks(ranks, debug=True) as pool:
-        plain: PlainResults = single.call(run_plain, target, timeout=timeout)[0]
+        plain = _run_alone(single, run_plain, target, timeout=timeout)
         outcomes: list[RankOutcome] = pool.call(run_rank, target, timeout=timeout)
         errors, placed, loss_is = _compare(plain, outcomes)
         wrong = {name: error for name, error in errors.items() if not error <= tolerance}
         differences = _find_foreign(plain, outcomes, placed)
         if wrong:
-            parts = single.call(split_gradients, target, ranks, timeout=timeout)[0]
+            parts = _run_alone(single, split_gradients, target, ranks, timeout=timeout)
             names = [n.removeprefix("grad ") for n in wrong if n.startswith("grad ")]
             finder = CauseFinder(plain, parts, placed, ranks, names)
-            if len(names) < len(wrong):  # outputs or the loss differ: where first?
-                outcomes = pool.call(run_rank, target, False, True, timeout=timeout)
-            differences += _explain(finder, plain, outcomes, wrong)
+            outcomes = pool.call(run_rank, target, False, True, timeout=timeout)
+            differences += _explain(finder, plain, outcomes, wrong, bool(differences))
         if plain.uses_random and not differences:
             outcomes = pool.call(run_rank, target, True, timeout=timeout)
             differences += _compare_replicas(place_shards(plain, outcomes))
     return LayoutCheck(not differences, errors, tuple(differences), ranks, loss_is)
+
+
+def _run_alone(single: LocalRanks, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
+    """Return ``function(*arguments)``, run in the process of ``single``. Raise :class:`CheckSetupError` if the user's
+    function or the plain model cannot be run.
+    """
+    try:
+        return single.call(function, *arguments, timeout=timeout)[0]
+    except RankError as error:
+        failure = error.failure
+        if failure.kind in ("TargetError", "CheckSetupError"):
+            raise CheckSetupError(failure.error) from error
+        raise CheckSetupError(f"the plain model failed with {failure.kind}: {failure.error}") from error
 
 
 def _compare(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[dict[str, float], PlacedShards, str]:
@@ -136,9 +148,12 @@ def _compare(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[dict
 
 
 def _explain(
-    finder: CauseFinder, plain: PlainResults, outcomes: Sequence[RankOutcome], wrong: dict[str, float]
+    finder: CauseFinder, plain: PlainResults, outcomes: Sequence[RankOutcome], wrong: dict[str, float], foreign: bool
 ) -> list[LayoutDifference]:
-    """Return the differences in ``wrong`` (name -> error), grouped by cause; what follows from others comes last."""
+    """Return the differences in ``wrong`` (name -> error), grouped by cause; what follows from others comes last.
+
+    ``foreign``: whether ranks have weights that the plain model does not have.
+    """
     causes: dict[str, Cause] = {}
     for name in wrong:
         kind, _, rest = name.partition(" ")
@@ -151,41 +166,43 @@ def _explain(
             losses = [o.loss for o in outcomes if o.loss is not None]
             cause = name_output_cause(plain.loss, losses, len(outcomes))
             causes[name] = UNKNOWN if cause.kind == "factor" else cause  # one number always has a factor
-    _explain_unknown(causes, plain, find_first_wrong_module(plain, outcomes))
+    outputs_differ = any(not name.startswith("grad ") for name in wrong)
+    first = find_reduced_precision(outcomes) or (find_first_wrong_module(plain, outcomes) if outputs_differ else None)
+    _explain_unknown(causes, plain, first, foreign)
     groups: dict[Cause, list[str]] = defaultdict(list)
     for name, cause in causes.items():
         groups[cause].append(name)
-    found = [
-        LayoutDifference(cause.kind, cause.text, tuple(names), max(wrong[n] for n in names))
-        for cause, names in groups.items()
-    ]
+    found = []
+    for cause, names in groups.items():
+        detail = next((causes[n].detail for n in names if causes[n].detail), "")
+        text = f"{cause.text}. {detail}" if detail else cause.text
+        found.append(LayoutDifference(cause.kind, text, tuple(names), max(wrong[n] for n in names)))
     return sorted(found, key=lambda d: (d.kind == "unknown", d.kind == "follows", -len(d.names)))
 
 
-def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong: Cause | None) -> None:
-    """Replace unknown causes in ``causes`` (name -> cause) where another difference can be what they follow from.
+def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong: Cause | None, foreign: bool) -> None:
+    """Replace unknown causes in ``causes`` (name -> cause) where they can follow from another difference.
 
     A wrong output makes the loss and gradients wrong. A gradient that is wrong on its way back from the loss makes
     those of the parameters used before it wrong. ``first_wrong``: the module with the first wrong output, if any.
+    ``foreign``: whether ranks have weights that the plain model does not have.
     """
-    unknown = [name for name, cause in causes.items() if cause == UNKNOWN]
+    results = [name for name in causes if not name.startswith("grad ")]
     if first_wrong is not None:
-        results = [n for n in causes if not n.startswith("grad ")]
-        for name in [n for n in unknown if n in results] or results[:1]:
+        for name in [n for n in results if causes[n] == UNKNOWN] or results[:1] or [*causes]:
             causes[name] = first_wrong
-        for name in unknown:
-            if name.startswith("grad "):
-                causes[name] = Cause("follows", "follows from the wrong outputs")
-        return
+    unknown = [name for name, cause in causes.items() if cause == UNKNOWN]
     order = {f"grad {name}": place for place, name in enumerate(plain.weights)}
     known = [name for name, cause in causes.items() if cause != UNKNOWN and name in order]
-    if not known:
-        return
-    last = max(known, key=order.__getitem__)
+    last = max(known, key=order.__getitem__, default="")
     for name in unknown:
-        if name == "loss" and causes[last].kind in ("mean-of-means", "reweighted", "dropped"):
+        if foreign:
+            causes[name] = Cause("follows", "follows from the other weights")
+        elif any(causes[n] != UNKNOWN for n in results):
+            causes[name] = Cause("follows", "follows from the wrong outputs")
+        elif name == "loss" and last and causes[last].kind in ("mean-of-means", "reweighted", "dropped"):
             causes[name] = Cause("follows", "follows from the weights of samples or tokens in the gradients")
-        elif name in order and order[name] < order[last]:
+        elif last and name in order and order[name] < order[last]:
             text = f"may follow: backward reaches {last.removeprefix('grad ')} earlier, whose gradient is wrong"
             causes[name] = Cause("follows", text)
 
@@ -196,9 +213,9 @@ def _compare_replicas(placed: PlacedShards) -> list[LayoutDifference]:
     """
     names = []
     for name, holders in placed.holders.items():
-        first: dict[tuple[int, ...], Tensor | None] = {}
+        first: dict[bytes, Tensor | None] = {}
         for holder in holders:
-            other = first.setdefault(tuple(holder.index.tolist()), holder.gradient)
+            other = first.setdefault(holder.index.numpy().tobytes(), holder.gradient)
             if other is None or holder.gradient is None:
                 continue
             if relative_error(holder.gradient, other) > TOLERANCE and name not in names:
@@ -217,21 +234,25 @@ def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: 
     others = [o.rank for o in outcomes if o.digest != plain.digest]
     if others:
         text = (
-            f"the function made other weights or inputs on ranks {others} than on one process: "
+            f"the function made other weights or inputs on {format_ranks(others)} than on one process: "
             "the random generators differ"
         )
         found.append(LayoutDifference("different-seeds", text, ("weights",), math.inf))
+    groups: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for elements in placed.foreign:
-        name = f"{elements.name} on rank {elements.rank}"
         if elements.beside is None or elements.count * 2 > elements.total:
-            text = f"{elements.count} of {elements.total} values are not those of the plain model"
-            found.append(LayoutDifference("other-weights", text, (name,), math.inf))
+            cause = ("other-weights", "the values are not those of the plain model")
         elif elements.largest_gradient > 0.0:
-            text = (
-                f"{elements.count} elements beyond those of {elements.beside} (padding) have a gradient: padded rows "
-                "take part in the loss"
+            cause = (
+                "padding",
+                "elements that the plain model does not have (padding) have a gradient",
             )
-            found.append(LayoutDifference("padding", text, (name,), elements.largest_gradient))
+        else:
+            continue
+        groups[cause][elements.name].append(elements.rank)
+    for (kind, text), names in groups.items():
+        told = [f"{name} on {format_ranks(ranks)}" for name, ranks in names.items()]
+        found.append(LayoutDifference(kind, text, tuple(told), math.inf))
     return found
 
 

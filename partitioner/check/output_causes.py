@@ -36,14 +36,20 @@ def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int
         return name_factor(factor, world_size, "output") or UNKNOWN
     for dim, size in enumerate(expected.shape):
         for count in [c for c in range(2, min(size, 64) + 1) if size % c == 0]:
-            blocks = expected.chunk(count, dim)
-            order = [
-                next((i for i, b in enumerate(blocks) if _is_equal(g, b)), None) for g in given[0].chunk(count, dim)
-            ]
-            if None not in order:
-                told = ", ".join(map(str, order))
+            orders = [_match_blocks(g, expected, dim, count) for g in given]
+            if None not in orders and orders[0] != list(range(count)):
+                told = ", ".join(map(str, orders[0] or ()))
                 return Cause("permuted", f"the {count} blocks of dim {dim} are in a wrong order: {told}")
     return UNKNOWN
+
+
+def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list[int] | None:
+    """Return for each of ``count`` blocks of ``given`` along ``dim`` the equal block of ``expected``; ``None`` if a block
+    has none.
+    """
+    blocks = expected.chunk(count, dim)
+    order = [next((i for i, b in enumerate(blocks) if _is_equal(g, b)), -1) for g in given.chunk(count, dim)]
+    return None if -1 in order else order
 
 
 def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
@@ -68,6 +74,17 @@ def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]
             before = f"; that of {last}, which returns before it, is right" if last else ""
             return Cause("wrong-module", f"{where}{before}")
         return Cause(cause.kind, f"{where}: {cause.text}")
+    return None
+
+
+def find_reduced_precision(outcomes: Sequence[RankOutcome]) -> Cause | None:
+    """Return the cause that a module has computed in a narrower type than float64, if one has."""
+    for outcome in outcomes:
+        for name, calls in outcome.modules.items():
+            narrow = next((call.dtype for call in calls if call.dtype != torch.float64), None)
+            if narrow is not None:
+                text = f"the output of {name or 'the model'} is {narrow}: leave mixed precision out of the check"
+                return Cause("precision", text)
     return None
 
 

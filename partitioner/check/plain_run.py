@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from partitioner.check.setup import Setup, load_setup, loss_of, run_model, seed_generators
+from partitioner.check.setup import CheckSetupError, Setup, load_setup, loss_of, run_model, seed_generators
 from partitioner.runtime.engine.batches import leaves_by_path
 
 MAX_PIECES = 64
+
+_MAX_PIECE_ELEMENTS = 1 << 26  # 512 MiB for the gradients through all pieces
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def run_plain(target: str) -> PlainResults:
     """Run one step of the plain model of the setup ``target`` on this process, without dropout."""
     setup, digest = load_setup(target)
     model = setup.plain
+    seed_generators(0)
     trace = ModuleTrace([model])
     with WithoutDropout():
         output = run_model(model, setup.inputs)
@@ -145,6 +148,10 @@ def run_plain(target: str) -> PlainResults:
     used = {id(p): name for name, p in named.items()}
     order = [used[id(p)] for m in trace.entered for p in model.get_submodule(m).parameters(recurse=False)]
     weights = {name: named[name].detach().clone() for name in dict.fromkeys([*order, *named])}
+    if not bool(loss.isfinite()):
+        raise CheckSetupError(
+            f"the loss of the plain model is {loss.item()}, so that nothing can be compared; expected a finite one"
+        )
     if setup.clip_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), setup.clip_norm)
     return PlainResults(
@@ -188,10 +195,14 @@ def _gradients_by_piece(
     grads = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), to_parameters, strict=True)}
     used = [(leaf, g) for leaf, g in zip(leaves, to_leaves, strict=True) if g is not None and leaf.dim() > 0]
     sizes = {leaf.shape[0] for leaf, _ in used}
-    if len(sizes) != 1 or (batch := sizes.pop()) > MAX_PIECES:
+    if len(sizes) != 1:
         return [], {}, grads
+    batch = sizes.pop()
     length = min((leaf.shape[1] for leaf, _ in used if leaf.dim() > 2), default=1)
-    chunks = num_ranks if length >= num_ranks and batch * num_ranks <= MAX_PIECES else 1
+    most = min(MAX_PIECES, _MAX_PIECE_ELEMENTS // max(1, sum(p.numel() for p in named.values())))
+    if batch > most:
+        return [], {}, grads
+    chunks = num_ranks if length >= num_ranks and batch * num_ranks <= most else 1
     labels = [(sample, chunk) for sample in range(batch) for chunk in range(chunks)]
     rows = []
     for sample, chunk in labels:

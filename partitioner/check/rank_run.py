@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -63,7 +66,8 @@ def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOut
     """
     setup, digest = load_setup(target)
     seed_generators(0)
-    distributed = _call_users(setup.distribute, setup.plain)
+    with _unwrapped_groups_for_ddp():
+        distributed = _call_users(setup.distribute, setup.plain)
     modules = [m for m in pytree.tree_leaves(distributed, is_leaf=_is_module) if _is_module(m)]
     traced = ModuleTrace(modules if trace else [])
     before = [{name: _local_part(p).clone() for name, p in m.named_parameters()} for m in modules]
@@ -90,6 +94,30 @@ def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOut
         shards=shards,
         modules=traced.outputs,
     )
+
+
+@contextmanager
+def _unwrapped_groups_for_ddp() -> Iterator[None]:
+    """Let ``DistributedDataParallel`` use a process group whose collectives are not verified.
+
+    torch 2.13 ends the process by a segmentation fault if ``DistributedDataParallel`` is made on a Gloo group under
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: its logger takes the verifying group for another class.
+    """
+    make = nn.parallel.DistributedDataParallel.__init__
+
+    @functools.wraps(make)
+    def make_on_plain_group(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("process_group") is None and kwargs.get("device_mesh") is None and len(args) < 6:
+            level = dist.get_debug_level()  # type: ignore[attr-defined]
+            dist.set_debug_level(dist.DebugLevel.OFF)  # type: ignore[attr-defined]
+            try:
+                kwargs["process_group"] = dist.new_group()
+            finally:
+                dist.set_debug_level(level)  # type: ignore[attr-defined]
+        make(self, *args, **kwargs)
+
+    with mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", make_on_plain_group):
+        yield
 
 
 def _run_step(setup: Setup, distributed: Any, modules: list[nn.Module]) -> StepResult:

@@ -1,4 +1,4 @@
-"""Correct layouts of many kinds, as a user would write them for ``partitioner check``. Each function returns a Setup."""
+"""Correct layouts of many kinds, as a user would write them for ``partitioner check``. Each function makes a Setup."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def fsdp_checkpointed() -> Setup:
 
 
 def fsdp_accumulation() -> Setup:
-    ids, targets = make_batch()
+    targets = make_batch()[1]
 
     def step(model: Any, inputs: Any) -> Any:
         rows, parts = share_of(inputs[0]), share_of(targets)
@@ -241,7 +241,7 @@ def dtensor_sequence_parallel() -> Setup:
 
 
 def dtensor_loss_parallel() -> Setup:
-    ids, targets = make_batch()
+    targets = make_batch()[1]
 
     def distribute(model: Any) -> Any:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -44,8 +44,8 @@ def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int
 
 
 def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list[int] | None:
-    """Return for each of ``count`` blocks of ``given`` along ``dim`` the equal block of ``expected``; ``None`` if a block
-    has none.
+    """Return for each of ``count`` blocks of ``given`` along ``dim`` the equal block of ``expected``; ``None`` if a
+    block has none.
     """
     blocks = expected.chunk(count, dim)
     order = [next((i for i, b in enumerate(blocks) if _is_equal(g, b)), -1) for g in given.chunk(count, dim)]

@@ -1,8 +1,8 @@
 """The command line: ``partitioner plan | show | explain | diff | prove | verify | run | trace | compare | ...``.
 
 Commands call only the public interface of the package. Results go to the standard output, errors and progress to the
-standard error. The exit code is 0 for success, 1 if a plan, layout or run differs from what it is compared with, 2 for an
-error that the user can correct, and 3 for a fault of the partitioner.
+standard error. The exit code is 0 for success, 1 if a plan, layout or run differs from what it is compared with, 2 for
+an error that the user can correct, and 3 for a fault of the partitioner.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ import pytest
 
 import partitioner
 from partitioner import CheckSetupError, LayoutCheck, RankTimeout, check_layout
-from tests.helpers.check_faults import CAUSES, ERRORS
-from tests.helpers.check_setups import ON_MORE, ON_TWO
 from tests.helpers.command_line import invoke
+from tests.helpers.layouts.correct_layouts import ON_MORE, ON_TWO
+from tests.helpers.layouts.faulty_layouts import CAUSES, ERRORS
 from tests.helpers.paths import ROOT
 
 GALLERY = ROOT / "examples" / "gallery"
@@ -20,7 +20,7 @@ FAST_EXAMPLES = ("row_parallel_bias", "dropout_state")
 
 
 def run(module: str, function: str, ranks: int = 2, timeout: float = 60.0) -> LayoutCheck:
-    return check_layout(f"{ROOT / 'tests' / 'helpers' / module}.py:{function}", ranks, timeout)
+    return check_layout(f"{ROOT / 'tests' / 'helpers' / 'layouts' / module}.py:{function}", ranks, timeout)
 
 
 def mark_slow(names: list[str], fast: tuple[str, ...]) -> list[object]:
@@ -29,7 +29,7 @@ def mark_slow(names: list[str], fast: tuple[str, ...]) -> list[object]:
 
 @pytest.mark.parametrize("name", mark_slow([*ON_TWO, *ON_MORE], FAST))
 def test_correct_layouts_raise_no_alarm(name: str):
-    found = run("check_setups", name, ON_MORE.get(name, 2))
+    found = run("correct_layouts", name, ON_MORE.get(name, 2))
     assert found.ok, str(found)
     assert found.differences == ()
     assert len(found.errors) > 1
@@ -38,7 +38,7 @@ def test_correct_layouts_raise_no_alarm(name: str):
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_faults_are_named(name: str):
-    found = run("check_faults", name)
+    found = run("faulty_layouts", name)
     assert not found.ok
     assert found.differences[0].kind == CAUSES[name], str(found)
     assert "unknown" not in [d.kind for d in found.differences], str(found)
@@ -66,17 +66,17 @@ def test_the_gallery_names_its_sources():
 
 
 def test_interleaved_rows_are_no_fault():
-    assert run("check_faults", "permuted_shards").ok
+    assert run("faulty_layouts", "permuted_shards").ok
 
 
 def test_a_missing_reduction_names_its_groups():
-    (found,) = run("check_faults", "unaveraged_between_pairs", 4).differences
+    (found,) = run("faulty_layouts", "unaveraged_between_pairs", 4).differences
     assert found.kind == "unaveraged"
     assert "the ranks 0, 2 and 1, 3 is right" in found.cause
 
 
 def test_partial_sums_say_what_each_rank_has():
-    (found,) = run("check_faults", "unsummed").differences
+    (found,) = run("faulty_layouts", "unsummed").differences
     assert "Each rank has only its own samples (rank 0: 0-1; rank 1: 2-3)" in found.cause
 
 
@@ -84,16 +84,16 @@ def test_partial_sums_say_what_each_rank_has():
 def test_what_cannot_be_run_is_an_error(name: str):
     kind, text = ERRORS[name]
     with pytest.raises(getattr(partitioner, kind), match=text):
-        run("check_faults", name)
+        run("faulty_layouts", name)
 
 
 def test_ranks_that_hang_are_ended():
     with pytest.raises(RankTimeout, match="rank 1"):
-        run("check_faults", "hangs", timeout=5.0)
+        run("faulty_layouts", "hangs", timeout=5.0)
 
 
 def test_a_function_can_be_given_itself():
-    from tests.helpers.check_faults import missing
+    from tests.helpers.layouts.faulty_layouts import missing
 
     assert [d.kind for d in check_layout(missing).differences] == ["missing"]
     with pytest.raises(CheckSetupError, match="top level"):
@@ -101,7 +101,7 @@ def test_a_function_can_be_given_itself():
 
 
 def test_the_command_has_three_exit_codes():
-    faults = ROOT / "tests" / "helpers" / "check_faults.py"
+    faults = ROOT / "tests" / "helpers" / "layouts" / "faulty_layouts.py"
     equal = invoke("check", f"{faults}:permuted_shards")
     assert equal.exit_code == 0
     assert "Equal: 5 tensors compared" in equal.stdout

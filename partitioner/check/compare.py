@@ -74,7 +74,8 @@ def place_shards(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Placed
     names = list(plain.weights)
     sizes = [plain.weights[n].numel() for n in names]
     ends = torch.tensor([0, *itertools.accumulate(sizes)])
-    values, order = torch.cat([plain.weights[n].flatten() for n in names]).sort()
+    elements = torch.cat([plain.weights[n].flatten() for n in names])
+    values, order = elements.sort()
     firsts = {alias: name for name, aliases in plain.aliases.items() for alias in aliases}
     holders: dict[str, list[HeldElements]] = {n: [] for n in names}
     foreign = []
@@ -87,9 +88,7 @@ def place_shards(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Placed
             assert shard.weight is not None
             flat = shard.weight.flatten().double().cpu()
             gradient = None if shard.gradient is None else shard.gradient.flatten().double().cpu()
-            at = torch.searchsorted(values, flat).clamp(max=len(values) - 1)
-            known = values[at] == flat
-            found = order[at]
+            found, known = _find_elements(flat, elements, values, order)
             owner = torch.bucketize(found, ends, right=True) - 1
             owners = owner[known].unique().tolist()
             for i in owners:
@@ -103,6 +102,18 @@ def place_shards(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Placed
                     ForeignElements(outcome.rank, shard.name, int((~known).sum()), flat.numel(), beside, other)
                 )
     return PlacedShards(holders, foreign)
+
+
+def _find_elements(flat: Tensor, elements: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place in ``elements`` of each value of ``flat``, and whether it occurs there.
+
+    ``values``, ``order``: the sorted ``elements`` and their places.
+    """
+    first = order[torch.searchsorted(values, flat[:1]).clamp(max=len(values) - 1)]
+    if len(flat) and torch.equal(elements[int(first) : int(first) + len(flat)], flat):  # a whole, or rows: no search
+        return torch.arange(len(flat)) + first, torch.ones(len(flat), dtype=torch.bool)
+    at = torch.searchsorted(values, flat).clamp(max=len(values) - 1)
+    return order[at], values[at] == flat
 
 
 def _take_given_gradient(

@@ -94,6 +94,10 @@ def load_setup(target: str) -> tuple[Setup, str]:
             f"{target}: plain is {type(setup.plain).__name__} and inputs {type(setup.inputs).__name__}; expected an "
             "nn.Module, and a tuple or dict of arguments"
         )
+    if not any(p.requires_grad for p in setup.plain.parameters()):
+        raise CheckSetupError(
+            f"{target}: the plain model has no parameters to train, so that no gradient can be compared"
+        )
     bad = next((n for n, p in setup.plain.named_parameters() if p.is_meta or not p.is_floating_point()), None)
     if bad is not None:
         raise CheckSetupError(

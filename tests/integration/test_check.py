@@ -75,6 +75,14 @@ def test_a_missing_reduction_names_its_groups():
     assert "the ranks 0, 2 and 1, 3 is right" in found.cause
 
 
+def test_two_faults_are_two_differences():
+    found = run("faulty_layouts", "two_faults")
+    assert {d.kind: d.names for d in found.differences} == {
+        "summed": ("grad 0.weight",),
+        "missing": ("grad 2.bias",),
+    }
+
+
 def test_partial_sums_say_what_each_rank_has():
     (found,) = run("faulty_layouts", "unsummed").differences
     assert "Each rank has only its own samples (rank 0: 0-1; rank 1: 2-3)" in found.cause

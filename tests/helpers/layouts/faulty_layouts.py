@@ -307,6 +307,20 @@ def no_setup() -> Any:
     return _model()
 
 
+def two_faults() -> Setup:
+    """A gradient is doubled and another one is lost."""
+
+    def change(model: Any) -> None:
+        model[0].weight.grad *= 2.0
+        model[2].bias.grad = None
+
+    return _with_gradients(change)
+
+
+def nothing_to_train() -> Setup:
+    return Setup(nn.Tanh(), (torch.randn(4, DIM),), lambda model: model, loss=_square)
+
+
 def no_loss() -> Setup:
     return Setup(_model(), (torch.randn(4, DIM),), lambda model: model)
 
@@ -354,6 +368,7 @@ ERRORS = {  # function -> type of the error, and a part of its message
     "raises": ("RankError", "no such layer"),
     "mismatched": ("RankError", "Detected mismatch"),
     "no_setup": ("CheckSetupError", r"expected partitioner\.Setup"),
+    "nothing_to_train": ("CheckSetupError", "no parameters to train"),
     "no_loss": ("CheckSetupError", "gives no loss"),
     "nan_loss": ("CheckSetupError", "expected a finite one"),
     "no_parameters": ("RankError", "expected a module"),

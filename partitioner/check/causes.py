@@ -23,6 +23,9 @@ CLOSE = 1e-7  # relative: a relation between gradients holds
 _FITTED_ROWS = 100_000  # elements from which weights of pieces are computed; all are then compared
 
 
+_PERMUTED_ELEMENTS = 1_000_000  # of the largest gradient in which permuted blocks are looked for
+
+
 @dataclass(frozen=True)
 class Cause:
     """A likely cause of differences.
@@ -78,7 +81,8 @@ class CauseFinder:
             self._find_swapped,
             self._find_reweighted,
         )
-        return next((cause for test in tests if (cause := test(name)) is not None), UNKNOWN)
+        cause = next((cause for test in tests if (cause := test(name)) is not None), None)
+        return self._describe_unknown(name) if cause is None else cause
 
     def expected(self, name: str) -> Tensor:
         """Return the flat gradient of the plain parameter ``name``."""
@@ -96,6 +100,21 @@ class CauseFinder:
     def largest(self) -> float:
         return largest_gradient(self.plain)
 
+    def _describe_unknown(self, name: str) -> Cause:
+        """Return the unknown cause, with how alike the gradient of the first rank and the right one are."""
+        holder = next((h for h in self.placed.holders[name] if h.gradient is not None), None)
+        if holder is None or holder.gradient is None:
+            return UNKNOWN
+        due, given = self.expected(name)[holder.index], holder.gradient
+        if not bool(given.isfinite().all()):
+            return Cause(UNKNOWN.kind, UNKNOWN.text, f"That of {name} on rank {holder.rank} is not finite.")
+        lengths = float(due.norm()), float(given.norm())
+        if min(lengths) == 0.0:
+            return UNKNOWN
+        cosine = float(due @ given) / lengths[0] / lengths[1]
+        told = f"has cosine {cosine:.4f} with the right gradient, and {lengths[1] / lengths[0]:.4g} times its length"
+        return Cause(UNKNOWN.kind, UNKNOWN.text, f"That of {name} on rank {holder.rank} {told}.")
+
     def _find_unheld(self, name: str) -> Cause | None:
         shape = self.plain.weights[name].shape
         held = torch.zeros(shape.numel(), dtype=torch.bool)
@@ -106,7 +125,7 @@ class CauseFinder:
         if not bool(held.any()):
             return Cause("not-held", "no rank holds the parameter with the values of the plain model")
         share = f"{int((~held).sum())} of {held.numel()} elements"
-        rows = [i for i, row in enumerate(held.view(shape[0], -1).tolist()) if not any(row)]
+        rows = (~held.view(shape[0], -1).any(1)).nonzero().flatten().tolist()
         where = f" (rows {_format_ranges(rows)} of dim 0)" if rows else ""
         text = "no rank holds some elements of the parameter: shards are missing, stale or duplicated"
         return Cause("not-held", text, f"Of {name}, these are {share}{where}.")
@@ -148,7 +167,7 @@ class CauseFinder:
             found.setdefault(use, []).append(holder.rank)
         told = "; ".join(f"{format_ranks(ranks)} only through {use}" for use, ranks in found.items())
         return Cause(
-            "untied", f"the weights {' and '.join(uses)} are no longer tied: the gradient has one of two sums: {told}"
+            "untied", f"the weights {' and '.join(uses)} are no longer tied: the gradient is that of one use: {told}"
         )
 
     def _find_local_clipping(self, name: str) -> Cause | None:
@@ -185,12 +204,16 @@ class CauseFinder:
         scale = float(expected.abs().max())
         factors: dict[int, float] = {}
         for holder in self.placed.holders[name]:
+            if holder.gradient is not None and not bool(expected[holder.index].any() | holder.gradient.any()):
+                continue  # such as rows of an embedding that the batch does not have
             factor = fit_factor(holder.gradient, expected[holder.index])
             if factor is None or holder.gradient is None:
                 return None
             if not self.is_close(holder.gradient, factor * expected[holder.index], scale * max(abs(factor), 1.0)):
                 return None
             factors[holder.rank] = factor
+        if not factors:
+            return None
         values = sorted(factors.values())
         if values[-1] - values[0] > CLOSE * max(map(abs, values)):
             told = ", ".join(f"{_format_factor(f)} on rank {r}" for r, f in sorted(factors.items()))
@@ -285,7 +308,7 @@ class CauseFinder:
         shape = self.plain.weights[name].shape
         expected = self.expected(name)
         scale = float(expected.abs().max())
-        for dim, size in enumerate(shape):
+        for dim, size in enumerate(shape if len(expected) <= _PERMUTED_ELEMENTS else ()):
             for count in [c for c in range(2, min(size, 64) + 1) if size % c == 0]:
                 orders = []
                 for holder in holders:
@@ -323,7 +346,14 @@ class CauseFinder:
         if len(found) < len(ranks) or not found:
             return None
         first = found[ranks[0]]
-        return _name_weights(first, self.world_size)
+        if all(_is_same_fit(first, weights) for weights in found.values()):
+            return _name_weights(first, self.world_size)
+        shares = {
+            rank: ", ".join(f"sample {s} part {c} {_format_factor(w)}" for (s, c), w in [*weights.items()][:4])
+            for rank, weights in found.items()
+        }
+        told = "; ".join(f"rank {rank}: {share}" for rank, share in shares.items())
+        return Cause("reweighted", f"the gradient of each rank is another weighted sum of parts of the batch ({told})")
 
     def _fit_pieces(self, rank: int) -> dict[tuple[int, int], float] | None:
         """Return the weight of each piece of the batch in the gradients of ``rank`` that differ; ``None`` if they are
@@ -374,6 +404,10 @@ def name_factor(factor: float, world_size: int, what: str = "gradient") -> Cause
         if world_size % n == 0 and abs(factor * n - 1.0) < CLOSE:
             return Cause("averaged", f"the {what} is 1/{n} of the right one: a mean {over} where the sum is due")
     return Cause("factor", f"the {what} is {_format_factor(factor)} times the right one")
+
+
+def _is_same_fit(one: Mapping[tuple[int, int], float], other: Mapping[tuple[int, int], float]) -> bool:
+    return one.keys() == other.keys() and all(abs(one[label] - other[label]) < 1e-6 for label in one)
 
 
 def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> Cause | None:

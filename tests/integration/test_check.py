@@ -83,6 +83,17 @@ def test_two_faults_are_two_differences():
     }
 
 
+def test_shards_without_a_gradient_do_not_hide_a_factor():
+    (found,) = run("faulty_layouts", "doubled_rows").differences
+    assert (found.kind, found.names) == ("summed", ("grad table.weight",))
+
+
+def test_no_cause_is_claimed_without_a_relation():
+    (found,) = run("faulty_layouts", "noise").differences
+    assert (found.kind, found.names) == ("unknown", ("grad 0.weight",))
+    assert "cosine" in found.cause
+
+
 def test_partial_sums_say_what_each_rank_has():
     (found,) = run("faulty_layouts", "unsummed").differences
     assert "Each rank has only its own samples (rank 0: 0-1; rank 1: 2-3)" in found.cause

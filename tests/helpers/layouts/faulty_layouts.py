@@ -317,6 +317,42 @@ def two_faults() -> Setup:
     return _with_gradients(change)
 
 
+def doubled_rows() -> Setup:
+    """The gradient of an embedding whose second half no sample uses is doubled. Each rank has one half."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.table = nn.Parameter(torch.tensor(2.0)), nn.Embedding(DIM, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids) * self.scale
+
+    class Half(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.whole = _Hidden(model)
+            self.scale = model.scale
+            self.rows = nn.Parameter(_rows(model.table.weight.detach()).clone())
+
+    def step(model: Any, inputs: Any) -> Any:
+        loss = _square(model.whole.module(*inputs))
+        loss.backward()
+        model.rows.grad = 2.0 * _rows(model.whole.module.table.weight.grad)
+        return loss
+
+    return Setup(Scaled(), (torch.tensor([0, 2, 3, 0]),), Half, step, _square)
+
+
+def noise() -> Setup:
+    """A gradient that has no relation to the right one."""
+
+    def change(model: Any) -> None:
+        model[0].weight.grad = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(5))
+
+    return _with_gradients(change)
+
+
 def nothing_to_train() -> Setup:
     return Setup(nn.Tanh(), (torch.randn(4, DIM),), lambda model: model, loss=_square)
 

@@ -65,6 +65,15 @@ def test_the_gallery_names_its_sources():
         assert re.search(r"Reported as [\w.-]+/[\w.-]+#\d+", (GALLERY / f"{name}.py").read_text()), name
 
 
+@pytest.mark.slow
+def test_norms_under_sequence_parallelism_have_a_part_of_the_sequence():
+    (found,) = check_layout(f"{GALLERY / 'sequence_parallel_norm'}.py:faulty", 2, 60.0).differences
+    assert (
+        "At norm.weight, each rank has only its own part of the sequence (rank 0: part 0; rank 1: part 1)"
+        in found.cause
+    )
+
+
 def test_interleaved_rows_are_no_fault():
     assert run("faulty_layouts", "permuted_shards").ok
 
@@ -96,7 +105,7 @@ def test_no_cause_is_claimed_without_a_relation():
 
 def test_partial_sums_say_what_each_rank_has():
     (found,) = run("faulty_layouts", "unsummed").differences
-    assert "Each rank has only its own samples (rank 0: 0-1; rank 1: 2-3)" in found.cause
+    assert "At 0.weight, each rank has only its own samples (rank 0: 0-1; rank 1: 2-3)" in found.cause
 
 
 @pytest.mark.parametrize("name", ERRORS)

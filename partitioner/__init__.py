@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from partitioner.api import partition
+    from partitioner.check.check import LayoutCheck, LayoutDifference, check_layout
+    from partitioner.check.setup import CheckSetupError, Setup, StepResult
     from partitioner.cluster_size import (
         Fit,
         Largest,
@@ -98,6 +100,7 @@ __all__ = [
     "CapacityError",
     "CaptureError",
     "Certificate",
+    "CheckSetupError",
     "CheckpointError",
     "Checkpoints",
     "ConstraintError",
@@ -116,6 +119,8 @@ __all__ = [
     "InternalError",
     "Largest",
     "LaunchError",
+    "LayoutCheck",
+    "LayoutDifference",
     "LayoutError",
     "Loader",
     "LocalRanks",
@@ -144,12 +149,14 @@ __all__ = [
     "Run",
     "ScheduleError",
     "ScheduleTable",
+    "Setup",
     "ShapeError",
     "Shapes",
     "Size",
     "SizeError",
     "Sizing",
     "StepLog",
+    "StepResult",
     "Topology",
     "TopologyError",
     "TrainingLayout",
@@ -165,6 +172,7 @@ __all__ = [
     "by_expert",
     "by_group",
     "check_fit",
+    "check_layout",
     "check_strategies",
     "debug",
     "init_process_group",
@@ -187,6 +195,8 @@ __all__ = [
 # A name is imported when it is first used: a command that needs no PyTorch then starts without it.
 _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.api": ("partition",),
+    "partitioner.check.check": ("LayoutDifference", "LayoutCheck", "check_layout"),
+    "partitioner.check.setup": ("CheckSetupError", "Setup", "StepResult"),
     "partitioner.cluster_size": (
         "Fit",
         "Largest",

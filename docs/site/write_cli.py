@@ -44,7 +44,7 @@ traceback of an error. `partitioner --version` prints the version.
 | exit code | meaning |
 |---|---|
 | 0 | success |
-| 1 | a plan computes something else than its model, or two runs differ |
+| 1 | a plan or a checked layout computes something else than its model, or two runs differ |
 | 2 | an error that you can mend |
 | 3 | a fault of the partitioner |
 | 130 | interrupted |

@@ -1,8 +1,8 @@
 """The command line: ``partitioner plan | show | explain | diff | prove | verify | run | trace | compare | ...``.
 
 Commands call only the public interface of the package. Results go to the standard output, errors and progress to the
-standard error. The exit code is 0 for success, 1 if a plan or run differs from what it is compared with, 2 for an error
-that the user can correct, and 3 for a fault of the partitioner.
+standard error. The exit code is 0 for success, 1 if a plan, layout or run differs from what it is compared with, 2 for
+an error that the user can correct, and 3 for a fault of the partitioner.
 """
 
 from __future__ import annotations
@@ -322,6 +322,53 @@ def verify(
     console.print(Text.assemble(word, f"{len(result.errors)} tensors compared, largest error {result.max_error:.2e}"))
     if not result.ok:
         raise typer.Exit(1)
+
+
+@app.command(
+    epilog=format_examples(
+        "partitioner check train.py:layout --ranks 4",
+        "partitioner check examples/gallery/sequence_parallel_norm.py:faulty",
+    )
+)
+def check(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="FUNCTION",
+            help="`FILE.py:FUNCTION`, a function without arguments that returns a `partitioner.Setup`.",
+            show_default=False,
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, which communicate over Gloo.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which all processes are ended.")] = 120.0,
+    rows: Annotated[int, typer.Option(min=1, help="How many names to list for each cause.")] = 8,
+) -> None:
+    """Run a model that is distributed by other means (FSDP, DTensor, pipelining, own collectives) on this machine in
+    float64; compare outputs, loss and every gradient with the plain model, and name likely causes of differences.
+
+    The exit code is 1 if they differ.
+    """
+    from partitioner import check_layout
+
+    with show_spinner(f"Running {ranks} ranks and the plain model"):
+        found = check_layout(function, ranks, timeout)
+    console = build_output_console()
+    if found.ok:
+        largest = max(found.errors.values(), default=0.0)
+        told = f"{len(found.errors)} tensors compared, largest error {largest:.2e}"
+        console.print(Text.assemble(("Equal: ", "bold green"), told))
+        return
+    wrong = {name for difference in found.differences for name in difference.names} & set(found.errors)
+    told = f"{len(wrong)} of {len(found.errors)} tensors compared differ"
+    console.print(Text.assemble(("Different: ", "bold red"), told))
+    for difference in found.differences:
+        console.print(Text.assemble("\n", (f"{difference.kind}: ", "bold"), difference.cause))
+        for name in difference.names[:rows]:
+            error = f"  {found.errors[name]:.1e}" if name in found.errors else ""
+            console.print(Text(f"    {name}{error}"))
+        if len(difference.names) > rows:
+            console.print(Text(f"    and {len(difference.names) - rows} more"))
+    raise typer.Exit(1)
 
 
 @app.command(epilog=format_examples("partitioner run plan.json model.py:make --steps 20 --lr 1e-3"))

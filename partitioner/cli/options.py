@@ -7,21 +7,15 @@ a ``config.json``, or a name on the hub.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
-import inspect
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from partitioner.option_text import read_options
-from partitioner.passes.errors import PartitionError
+from partitioner.user_function import TargetError, blame_user_code, find_user_function, import_user_module
 
 if TYPE_CHECKING:
     from torch import nn
@@ -122,12 +116,6 @@ def format_examples(*lines: str) -> str:
 
 
 SHAPE = "a model, (model, inputs) or (model, inputs, loss)"
-
-
-class TargetError(PartitionError):
-    """Error: the model function that a command names does not exist, fails, or returns something other than a model; or
-    an option has an invalid value.
-    """
 
 
 def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any]:
@@ -237,69 +225,12 @@ def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = 
     given = [option for option in ("seq", "task", "lora") if getattr(asked, option) is not None]
     if given:
         raise TargetError(f"--{given[0]} is for a configuration; {text} is a function, which makes the inputs")
-    function = _find_user_function(_import_user_module(where), where, name)
+    function = find_user_function(import_user_module(where), where, name)
     import torch  # the model has it already; a wrong name is told without
 
-    with _blame_user_code(text), torch.device("meta") if meta else contextlib.nullcontext():
+    with blame_user_code(text), torch.device("meta") if meta else contextlib.nullcontext():
         made = function()
     return _parse_target_model(made, text)
-
-
-def _import_user_module(where: str) -> ModuleType:
-    """Return the imported Python module ``where``: the path of a ``.py`` file, or a module name. Raise
-    :class:`TargetError` if it does not exist or fails.
-    """
-    path = Path(where)
-    if not where.endswith(".py"):
-        sys.path.insert(0, str(Path.cwd()))
-        with _blame_user_code(where):
-            return importlib.import_module(where)
-    if not path.is_file():
-        raise TargetError(f"there is no file {where}; expected FILE.py:FUNCTION")
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # so that pickles and dataclasses in the file find it
-    with _blame_user_code(where):
-        spec.loader.exec_module(module)
-    return module
-
-
-def _find_user_function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
-    """Return the function ``name`` of ``module``. ``where``: the module's path, for messages. Raise
-    :class:`TargetError` if there is no such function, or if it has required parameters.
-    """
-    found = getattr(module, name, None)
-    if not callable(found):
-        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-        have = f"it has {', '.join(own)}" if own else "it has no functions"
-        raise TargetError(f"{where} has no function {name!r}; {have}")
-    needed = [
-        p.name
-        for p in inspect.signature(found).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if needed:
-        raise TargetError(f"{where}:{name} needs arguments ({', '.join(needed)}); expected a function without any")
-    made: Callable[[], Any] = found
-    return made
-
-
-@contextlib.contextmanager
-def _blame_user_code(where: str) -> Iterator[None]:
-    """Convert exceptions in the block, which runs the user's code, into :class:`TargetError` with the line that failed.
-    ``where``: the name of the code in the message."""
-    try:
-        yield
-    except PartitionError:
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        last = next((f for f in reversed(frames) if f.filename.endswith(where.rpartition(":")[0] or where)), None)
-        at = f" (line {last.lineno}: {last.line})" if last else ""
-        raise TargetError(f"{where} failed with {type(error).__name__}: {error}{at}") from error
 
 
 def _parse_target_model(made: Any, text: str) -> TargetModel:

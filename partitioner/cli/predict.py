@@ -19,12 +19,12 @@ from partitioner.cli.options import (
     Precision,
     SampleOptions,
     Seq,
-    TargetError,
     TaskName,
     format_examples,
     load_target,
 )
 from partitioner.option_text import read_options
+from partitioner.user_function import TargetError
 
 _PREDICT_EPILOG = format_examples(
     'partitioner predict model.py:make --megatron "--tensor-model-parallel-size 4 --micro-batch-size 1 --bf16" '

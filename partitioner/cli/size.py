@@ -24,11 +24,11 @@ from partitioner.cli.options import (
     Profile,
     SampleOptions,
     Seq,
-    TargetError,
     TaskName,
     format_examples,
     load_target,
 )
+from partitioner.user_function import TargetError
 
 _EPILOG = format_examples(
     "partitioner size model.py:make dgx-h100 --step-time 0.5 --nodes 1,2,4,8",

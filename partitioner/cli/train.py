@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import torch
 
 import partitioner
-from partitioner.cli.options import TargetError, TargetModel
+from partitioner.cli.options import TargetModel
 from partitioner.errors import PlanError
 from partitioner.passes.capture.wrappers import unwrap_model
 from partitioner.plan import Plan
+from partitioner.user_function import TargetError
 
 
 def train_on_target(plan: Plan, target: TargetModel, steps: int, lr: float) -> Iterator[float]:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from partitioner import Plan
-from partitioner.cli.options import TargetError, load_target
+from partitioner.cli.options import load_target
 from partitioner.runtime.errors import Failure, RankError
+from partitioner.user_function import TargetError
 from tests.helpers.command_line import invoke
 from tests.helpers.sample_programs import llama, plan_of
 

@@ -1,0 +1,268 @@
+"""``check_layout``: run a distributed model on local ranks, compare it with the plain model, and name likely causes of
+differences.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from partitioner.check.causes import UNKNOWN, Cause, CauseFinder, format_ranks
+from partitioner.check.compare import (
+    TOLERANCE,
+    PlacedShards,
+    compare_gradient,
+    compare_loss,
+    compare_output,
+    place_shards,
+)
+from partitioner.check.output_causes import find_first_wrong_module, find_reduced_precision, name_output_cause
+from partitioner.check.plain_run import PlainResults, run_plain, split_gradients
+from partitioner.check.rank_run import RankOutcome, run_rank
+from partitioner.check.setup import CheckSetupError, Setup
+from partitioner.plans.verify import relative_error
+from partitioner.runtime.errors import LaunchError, RankError
+from partitioner.runtime.launch.process_pool import LocalRanks
+
+
+@dataclass(frozen=True)
+class LayoutDifference:
+    """Results that differ from those of the plain model for one cause.
+
+    Attributes:
+        kind: identifier of the cause, such as ``unsummed``, ``untied`` or ``unknown``.
+        cause: what was found, in a sentence.
+        names: what differs: ``loss``, ``output <path>`` or ``grad <name>``.
+        error: largest relative error among them; infinite if something is missing.
+    """
+
+    kind: str
+    cause: str
+    names: tuple[str, ...]
+    error: float
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:4]) + (f" and {len(self.names) - 4} more" if len(self.names) > 4 else "")
+        return f"{shown}: {self.cause} [{self.kind}]"
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """The comparison of a distributed model with the plain model.
+
+    Attributes:
+        ok: whether everything is equal.
+        errors: relative error by name: ``loss``, ``output <path>``, ``grad <name>``.
+        differences: what differs, by cause; the causes with most names first.
+        world_size: number of ranks.
+        loss_is: how the ranks' losses give the loss: ``equal``, ``mean``, ``sum``, or ``none`` if none was returned.
+    """
+
+    ok: bool
+    errors: dict[str, float] = field(repr=False)
+    differences: tuple[LayoutDifference, ...]
+    world_size: int
+    loss_is: str
+
+    def __str__(self) -> str:
+        worst = max(self.errors.values(), default=0.0)
+        if self.ok:
+            return f"equal to the plain model: {len(self.errors)} tensors, largest relative error {worst:.1e}"
+        return "NOT equal to the plain model:\n" + "\n".join(f"  {d}" for d in self.differences)
+
+
+def check_layout(
+    function: Callable[[], Setup] | str, ranks: int = 2, timeout: float = 120.0, tolerance: float = TOLERANCE
+) -> LayoutCheck:
+    """Run a distributed model on local processes over Gloo, in float64, and compare outputs, loss and every gradient
+    with the plain model on one process.
+
+    Args:
+        function: returns the :class:`Setup`, without arguments: a function in a file, or ``FILE.py:FUNCTION``.
+        ranks: number of processes.
+        timeout: seconds after which all processes are ended.
+        tolerance: largest relative error that counts as equal.
+
+    Raise :class:`CheckSetupError` for an incomplete setup, :class:`RankError` if a rank fails, and
+    :class:`RankTimeout` after ``timeout``.
+    """
+    if ranks < 1:
+        raise LaunchError(f"ranks={ranks}; expected the number of processes to run, 1 or more")
+    target = _locate_function(function)
+    with LocalRanks(1) as single, LocalRanks(ranks, debug=True) as pool:
+        plain = _run_alone(single, run_plain, target, timeout=timeout)
+        outcomes: list[RankOutcome] = pool.call(run_rank, target, timeout=timeout)
+        errors, placed, loss_is = _compare(plain, outcomes)
+        wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+        differences = _find_foreign(plain, outcomes, placed)
+        if wrong:
+            parts = _run_alone(single, split_gradients, target, ranks, timeout=timeout)
+            names = [n.removeprefix("grad ") for n in wrong if n.startswith("grad ")]
+            finder = CauseFinder(plain, parts, placed, ranks, names)
+            outcomes = pool.call(run_rank, target, False, True, timeout=timeout)
+            differences += _explain(finder, plain, outcomes, wrong, bool(differences))
+        if plain.uses_random and not differences:
+            outcomes = pool.call(run_rank, target, True, timeout=timeout)
+            differences += _compare_replicas(place_shards(plain, outcomes))
+    return LayoutCheck(not differences, errors, tuple(differences), ranks, loss_is)
+
+
+def _run_alone(single: LocalRanks, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
+    """Return ``function(*arguments)``, run in the process of ``single``. Raise :class:`CheckSetupError` if the user's
+    function or the plain model cannot be run.
+    """
+    try:
+        return single.call(function, *arguments, timeout=timeout)[0]
+    except RankError as error:
+        failure = error.failure
+        if failure.kind in ("TargetError", "CheckSetupError"):
+            raise CheckSetupError(failure.error) from error
+        raise CheckSetupError(f"the plain model failed with {failure.kind}: {failure.error}") from error
+
+
+def _compare(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[dict[str, float], PlacedShards, str]:
+    """Return the relative error by name, the elements that each rank holds, and how the losses of ranks are reduced."""
+    placed = place_shards(plain, outcomes)
+    errors: dict[str, float] = {}
+    loss, loss_is = compare_loss(plain, outcomes)
+    if loss_is != "none":
+        errors["loss"] = loss
+    for outcome in outcomes:
+        for path, given in outcome.outputs.items():
+            expected = plain.outputs.get(path)
+            if expected is None:
+                raise CheckSetupError(
+                    f"step() returned the output {path!r}; the plain model has {', '.join(plain.outputs) or 'none'}"
+                )
+            name = f"output {path}"
+            errors[name] = max(errors.get(name, 0.0), compare_output(expected, given))
+    for name in plain.grads:
+        errors[f"grad {name}"] = compare_gradient(plain, name, placed.holders[name])
+    return errors, placed, loss_is
+
+
+def _explain(
+    finder: CauseFinder, plain: PlainResults, outcomes: Sequence[RankOutcome], wrong: dict[str, float], foreign: bool
+) -> list[LayoutDifference]:
+    """Return the differences in ``wrong`` (name -> error), grouped by cause; what follows from others comes last.
+
+    ``foreign``: whether ranks have weights that the plain model does not have.
+    """
+    causes: dict[str, Cause] = {}
+    for name in wrong:
+        kind, _, rest = name.partition(" ")
+        if kind == "grad":
+            causes[name] = finder.explain_gradient(rest)
+        elif kind == "output":
+            given = [o.outputs[rest] for o in outcomes if rest in o.outputs]
+            causes[name] = name_output_cause(plain.outputs[rest], given, len(outcomes))
+        else:
+            losses = [o.loss for o in outcomes if o.loss is not None]
+            cause = name_output_cause(plain.loss, losses, len(outcomes))
+            causes[name] = UNKNOWN if cause.kind == "factor" else cause  # one number always has a factor
+    outputs_differ = any(not name.startswith("grad ") for name in wrong)
+    first = find_reduced_precision(outcomes) or (find_first_wrong_module(plain, outcomes) if outputs_differ else None)
+    _explain_unknown(causes, plain, first, foreign)
+    groups: dict[Cause, list[str]] = defaultdict(list)
+    for name, cause in causes.items():
+        groups[cause].append(name)
+    found = []
+    for cause, names in groups.items():
+        detail = next((causes[n].detail for n in names if causes[n].detail), "")
+        text = f"{cause.text}. {detail}" if detail else cause.text
+        found.append(LayoutDifference(cause.kind, text, tuple(names), max(wrong[n] for n in names)))
+    return sorted(found, key=lambda d: (d.kind == "unknown", d.kind == "follows", -len(d.names)))
+
+
+def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong: Cause | None, foreign: bool) -> None:
+    """Replace unknown causes in ``causes`` (name -> cause) where they can follow from another difference.
+
+    A wrong output makes the loss and gradients wrong. A gradient that is wrong on its way back from the loss makes
+    those of the parameters used before it wrong. ``first_wrong``: the module with the first wrong output, if any.
+    ``foreign``: whether ranks have weights that the plain model does not have.
+    """
+    results = [name for name in causes if not name.startswith("grad ")]
+    if first_wrong is not None:
+        for name in [n for n in results if causes[n] == UNKNOWN] or results[:1] or [*causes]:
+            causes[name] = first_wrong
+    unknown = [name for name, cause in causes.items() if cause == UNKNOWN]
+    order = {f"grad {name}": place for place, name in enumerate(plain.weights)}
+    known = [name for name, cause in causes.items() if cause != UNKNOWN and name in order]
+    last = max(known, key=order.__getitem__, default="")
+    for name in unknown:
+        if foreign:
+            causes[name] = Cause("follows", "follows from the other weights")
+        elif any(causes[n] != UNKNOWN for n in results):
+            causes[name] = Cause("follows", "follows from the wrong outputs")
+        elif name == "loss" and last and causes[last].kind in ("mean-of-means", "reweighted", "dropped"):
+            causes[name] = Cause("follows", "follows from the weights of samples or tokens in the gradients")
+        elif last and name in order and order[name] < order[last]:
+            text = f"may follow: backward reaches {last.removeprefix('grad ')} earlier, whose gradient is wrong"
+            causes[name] = Cause("follows", text)
+
+
+def _compare_replicas(placed: PlacedShards) -> list[LayoutDifference]:
+    """Return the difference that ranks which hold the same elements have other gradients, if there is one. Dropout is
+    active, and everything is equal without it.
+    """
+    names = []
+    for name, holders in placed.holders.items():
+        first: dict[bytes, Tensor | None] = {}
+        for holder in holders:
+            other = first.setdefault(holder.index.numpy().tobytes(), holder.gradient)
+            if other is None or holder.gradient is None:
+                continue
+            if relative_error(holder.gradient, other) > TOLERANCE and name not in names:
+                names.append(name)
+    if not names:
+        return []
+    text = "with dropout, ranks that hold the same parameter have different gradients: their random states differ"
+    return [LayoutDifference("random-state", text, tuple(f"grad {n}" for n in names), math.inf)]
+
+
+def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: PlacedShards) -> list[LayoutDifference]:
+    """Return differences that no gradient shows: ranks that made another model, weights that are not the plain model's,
+    and padding that gets a gradient.
+    """
+    found = []
+    others = [o.rank for o in outcomes if o.digest != plain.digest]
+    if others:
+        text = (
+            f"the function made other weights or inputs on {format_ranks(others)} than on one process: "
+            "the random generators differ"
+        )
+        found.append(LayoutDifference("different-seeds", text, ("weights",), math.inf))
+    groups: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for elements in placed.foreign:
+        if elements.beside is None or elements.count * 2 > elements.total:
+            cause = ("other-weights", "the values are not those of the plain model")
+        elif elements.largest_gradient > 0.0:
+            cause = (
+                "padding",
+                "elements that the plain model does not have (padding) have a gradient",
+            )
+        else:
+            continue
+        groups[cause][elements.name].append(elements.rank)
+    for (kind, text), names in groups.items():
+        told = [f"{name} on {format_ranks(ranks)}" for name, ranks in names.items()]
+        found.append(LayoutDifference(kind, text, tuple(told), math.inf))
+    return found
+
+
+def _locate_function(function: Callable[[], Any] | str) -> str:
+    """Return ``FILE.py:FUNCTION`` for a function of a file."""
+    if isinstance(function, str):
+        return function
+    name, where = getattr(function, "__qualname__", ""), inspect.getsourcefile(function)
+    if not name.isidentifier() or where is None or not where.endswith(".py"):
+        raise CheckSetupError(
+            f"{function!r} cannot be imported by ranks; expected a function at the top level of a .py file"
+        )
+    return f"{where}:{name}"

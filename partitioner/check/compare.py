@@ -1,0 +1,209 @@
+"""Find which elements of the plain model each rank holds, and compare outputs, loss and gradients with the plain model.
+
+Every element of the plain parameters has its own value. A rank's element is the plain element with the equal value, so
+that no placement has to be declared: slices of any dim, permuted, transposed, fused or flattened weights, uneven shards
+and replicas are all found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from partitioner.check.plain_run import PlainResults
+from partitioner.check.rank_run import RankOutcome, RankShard
+from partitioner.check.setup import CheckSetupError
+from partitioner.plans.verify import relative_error
+
+TOLERANCE = 1e-9  # relative, in float64: nothing but the order of sums may differ
+
+_ROUNDING_SCALE = 1e-3  # a gradient below this share of the largest one is compared with that share
+
+
+@dataclass(frozen=True)
+class HeldElements:
+    """The elements of one plain parameter that one distributed parameter of a rank holds.
+
+    Attributes:
+        rank: the rank.
+        name: name of the distributed parameter.
+        index: flat index of each element in the plain parameter.
+        gradient: gradient of each element; ``None`` if there is none.
+    """
+
+    rank: int
+    name: str
+    index: Tensor
+    gradient: Tensor | None
+
+
+@dataclass(frozen=True)
+class ForeignElements:
+    """Elements of a distributed parameter whose values do not occur in the plain model, such as padding rows.
+
+    Attributes:
+        rank, name: the rank and the distributed parameter.
+        count, total: number of such elements, and of all elements of the parameter.
+        beside: name of the plain parameter to which the other elements belong; ``None`` if there are none.
+        largest_gradient: largest absolute gradient of such an element.
+    """
+
+    rank: int
+    name: str
+    count: int
+    total: int
+    beside: str | None
+    largest_gradient: float
+
+
+@dataclass(frozen=True)
+class PlacedShards:
+    """All elements that the ranks hold: plain name -> holders, and the elements that are not the plain model's."""
+
+    holders: dict[str, list[HeldElements]]
+    foreign: list[ForeignElements] = field(default_factory=list)
+
+
+def place_shards(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> PlacedShards:
+    """Return which elements of the plain model every rank holds."""
+    names = list(plain.weights)
+    sizes = [plain.weights[n].numel() for n in names]
+    ends = torch.tensor([0, *itertools.accumulate(sizes)])
+    elements = torch.cat([plain.weights[n].flatten() for n in names])
+    values, order = elements.sort()
+    firsts = {alias: name for name, aliases in plain.aliases.items() for alias in aliases}
+    holders: dict[str, list[HeldElements]] = {n: [] for n in names}
+    foreign = []
+    for outcome in outcomes:
+        for shard in outcome.shards:
+            if shard.of is not None:
+                name, held = _take_given_gradient(plain, firsts, outcome.rank, shard)
+                holders[name].append(held)
+                continue
+            assert shard.weight is not None
+            flat = shard.weight.flatten().double().cpu()
+            gradient = None if shard.gradient is None else shard.gradient.flatten().double().cpu()
+            found, known = _find_elements(flat, elements, values, order)
+            owner = torch.bucketize(found, ends, right=True) - 1
+            owners = owner[known].unique().tolist()
+            for i in owners:
+                mask = known & (owner == i)
+                part = None if gradient is None else gradient[mask]
+                holders[names[i]].append(HeldElements(outcome.rank, shard.name, found[mask] - ends[i], part))
+            if not bool(known.all()):
+                other = 0.0 if gradient is None else float(gradient[~known].abs().max())
+                beside = names[owners[0]] if owners else None
+                foreign.append(
+                    ForeignElements(outcome.rank, shard.name, int((~known).sum()), flat.numel(), beside, other)
+                )
+    return PlacedShards(holders, foreign)
+
+
+def _find_elements(flat: Tensor, elements: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place in ``elements`` of each value of ``flat``, and whether it occurs there.
+
+    ``values``, ``order``: the sorted ``elements`` and their places.
+    """
+    first = order[torch.searchsorted(values, flat[:1]).clamp(max=len(values) - 1)]
+    if len(flat) and torch.equal(elements[int(first) : int(first) + len(flat)], flat):  # a whole, or rows: no search
+        return torch.arange(len(flat)) + first, torch.ones(len(flat), dtype=torch.bool)
+    at = torch.searchsorted(values, flat).clamp(max=len(values) - 1)
+    return order[at], values[at] == flat
+
+
+def _take_given_gradient(
+    plain: PlainResults, firsts: dict[str, str], rank: int, shard: RankShard
+) -> tuple[str, HeldElements]:
+    """Return the plain name and the elements of a whole gradient that the user's step returned by name."""
+    name, gradient = firsts.get(str(shard.of)), shard.gradient
+    assert gradient is not None
+    if name is None or gradient.shape != plain.weights[name].shape:
+        expected = (
+            f"the shape {list(plain.weights[name].shape)}" if name else f"one of {', '.join(list(firsts)[:5])}, ..."
+        )
+        raise CheckSetupError(
+            f"StepResult.gradients has {shard.of} with the shape {list(gradient.shape)}; expected {expected}"
+        )
+    return name, HeldElements(rank, shard.name, torch.arange(gradient.numel()), gradient.flatten().double().cpu())
+
+
+def compare_gradient(plain: PlainResults, name: str, holders: Sequence[HeldElements]) -> float:
+    """Return the largest relative error of the gradient of the plain parameter ``name`` on any rank; infinite if an
+    element is held by no rank or a gradient is missing.
+    """
+    expected = plain.grads[name]
+    flat = None if expected is None else expected.flatten()
+    size = plain.weights[name].numel()
+    held = torch.zeros(size, dtype=torch.bool)
+    worst = 0.0
+    scale = max(
+        0.0 if flat is None or size == 0 else float(flat.abs().max()), _ROUNDING_SCALE * largest_gradient(plain)
+    )
+    for holder in holders:
+        held[holder.index] = True
+        due = torch.zeros(len(holder.index)) if flat is None else flat[holder.index]
+        if holder.gradient is None:
+            worst = max(worst, 0.0 if not bool(due.any()) else math.inf)
+        else:
+            worst = max(worst, relative_error(holder.gradient, due, scale))
+    return worst if bool(held.all()) else math.inf
+
+
+def largest_gradient(plain: PlainResults) -> float:
+    """Return the largest absolute element of all gradients of the plain model."""
+    return max((float(g.abs().max()) for g in plain.grads.values() if g is not None and g.numel()), default=0.0)
+
+
+def compare_loss(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[float, str]:
+    """Return the relative error of the loss, and how the ranks' losses give the loss: ``equal``, ``mean`` or ``sum``
+    over the ranks; ``none`` if no rank returned one.
+    """
+    losses = [o.loss for o in outcomes if o.loss is not None]
+    if not losses:
+        return 0.0, "none"
+    stacked = torch.stack(losses)
+    ways = {"equal": max(relative_error(x, plain.loss) for x in losses)}
+    if float(stacked.max() - stacked.min()) > TOLERANCE * float(stacked.abs().max()):
+        ways |= {"mean": relative_error(stacked.mean(), plain.loss), "sum": relative_error(stacked.sum(), plain.loss)}
+    way = min(ways, key=ways.__getitem__)
+    return ways[way], way
+
+
+def compare_output(expected: Tensor, given: Tensor) -> float:
+    """Return the relative error of one output of a rank: the whole output, or the best matching slice of it. Infinite
+    if ``given`` is no slice.
+    """
+    if given.dim() != expected.dim() or any(g > e for g, e in zip(given.shape, expected.shape, strict=True)):
+        return math.inf
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    parts = _slices_with_element(expected, given, scale) or _aligned_slices(expected, given.shape)
+    return min((relative_error(given, part, scale) for part in parts), default=math.inf)
+
+
+_MOST_SLICES = 256  # that are compared with an output
+
+
+def _slices_with_element(whole: Tensor, part: Tensor, scale: float) -> list[Tensor]:
+    """Return the slices of ``whole`` that have the shape of ``part`` and its largest element in the same place."""
+    if part.numel() == 0 or part.dim() == 0:
+        return []
+    place = torch.unravel_index(part.abs().argmax(), part.shape)
+    found = ((whole - part[place]).abs() <= 1e-6 * scale).nonzero() - torch.stack(place)
+    room = torch.tensor(whole.shape) - torch.tensor(part.shape)
+    offsets = found[((found >= 0) & (found <= room)).all(1)][:_MOST_SLICES]
+    return [_cut_slice(whole, offset, part.shape) for offset in offsets.tolist()]
+
+
+def _aligned_slices(whole: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    """Return the slices of ``whole`` with the given shape whose offsets are multiples of it."""
+    ranges = [range(0, w - s + 1, max(s, 1)) for w, s in zip(whole.shape, shape, strict=True)]
+    return [_cut_slice(whole, offset, shape) for offset in itertools.islice(itertools.product(*ranges), _MOST_SLICES)]
+
+
+def _cut_slice(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    return whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]

@@ -1,0 +1,142 @@
+"""Find the likely cause of a wrong output or loss, and the module whose output is wrong first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from partitioner.check.causes import CLOSE, UNKNOWN, Cause, fit_factor, list_groupings, name_factor
+from partitioner.check.compare import compare_output
+from partitioner.check.plain_run import PlainResults
+from partitioner.check.rank_run import RankOutcome
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+_MOST_ROWS = 4096  # rows of an output that are compared with all rows of the plain one
+
+
+def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int) -> Cause:
+    """Return the likely cause of the difference of an output or loss.
+
+    ``expected``: that of the plain model. ``given``: those of the ranks that have one.
+    """
+    wide = expected.shape[-1] if expected.dim() else 0
+    wider = [g for g in given if g.dim() == expected.dim() and g.dim() and g.shape[-1] > wide]
+    if wider and all(compare_output(expected, g[..., :wide]) < CLOSE for g in wider):
+        return Cause("padding", f"the output has {wider[0].shape[-1] - wide} columns beyond those of the plain model")
+    if not given or any(g.shape != expected.shape for g in given):
+        return UNKNOWN
+    if len(given) > 1 and _is_equal(torch.stack([*given]).sum(0), expected):
+        return Cause("unsummed", "the output is a partial sum: the sum over the ranks is right")
+    factor = fit_factor(given[0].flatten(), expected.flatten())
+    if factor is not None and all(_is_equal(g, factor * expected) for g in given):
+        return name_factor(factor, world_size, "output") or UNKNOWN
+    for dim, size in enumerate(expected.shape):
+        for count in [c for c in range(2, min(size, 64) + 1) if size % c == 0]:
+            orders = [_match_blocks(g, expected, dim, count) for g in given]
+            if None not in orders and orders[0] != list(range(count)):
+                told = ", ".join(map(str, orders[0] or ()))
+                return Cause("permuted", f"the {count} blocks of dim {dim} are in a wrong order: {told}")
+    return UNKNOWN
+
+
+def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list[int] | None:
+    """Return for each of ``count`` blocks of ``given`` along ``dim`` the equal block of ``expected``; ``None`` if a
+    block has none.
+    """
+    blocks = expected.chunk(count, dim)
+    order = [next((i for i, b in enumerate(blocks) if _is_equal(g, b)), -1) for g in given.chunk(count, dim)]
+    return None if -1 in order else order
+
+
+def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
+    """Return which module has the first wrong output, in the order in which the plain model's modules return, and what
+    is wrong with it; ``None`` if no module's output can be told to be wrong.
+
+    The output of a rank is right if it is a part of the plain output, or if the sum over a group of ranks is.
+    """
+    by_rank = [{_match_name(plain, n): calls for n, calls in o.modules.items()} for o in outcomes]
+    last = ""  # the last module whose output is right
+    for name, expected in plain.modules.items():
+        given = {o.rank: calls[name] for o, calls in zip(outcomes, by_rank, strict=True) if name in calls}
+        if given and _is_right(expected, given, len(outcomes)):
+            last = name
+        if not given or last == name:
+            continue
+        cause = _name_bias(plain, name, given) or UNKNOWN
+        if cause is UNKNOWN and all(len(calls) == len(expected) == 1 for calls in given.values()):
+            cause = name_output_cause(expected[0], [calls[0] for calls in given.values()], len(outcomes))
+        where = f"the output of {name or 'the model'} is wrong first"
+        if cause is UNKNOWN:
+            before = f"; that of {last}, which returns before it, is right" if last else ""
+            return Cause("wrong-module", f"{where}{before}")
+        return Cause(cause.kind, f"{where}: {cause.text}")
+    return None
+
+
+def find_reduced_precision(outcomes: Sequence[RankOutcome]) -> Cause | None:
+    """Return the cause that a module has computed in a narrower type than float64, if one has."""
+    for outcome in outcomes:
+        for name, calls in outcome.modules.items():
+            narrow = next((call.dtype for call in calls if call.dtype != torch.float64), None)
+            if narrow is not None:
+                text = f"the output of {name or 'the model'} is {narrow}: leave mixed precision out of the check"
+                return Cause("precision", text)
+    return None
+
+
+def _match_name(plain: PlainResults, name: str) -> str:
+    """Return the name in the plain model of the module ``name`` of a distributed model, without wrappers."""
+    if name in plain.modules:
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _is_right(expected: Sequence[Tensor], given: dict[int, list[Tensor]], world_size: int) -> bool:
+    """Return whether the outputs of a module on the ranks are those of the plain model.
+
+    ``given``: rank -> its calls.
+    """
+    if all(any(_is_part(whole, part) for whole in expected) for calls in given.values() for part in calls):
+        return True
+    if len({tuple(call.shape for call in calls) for calls in given.values()}) > 1:
+        return False
+    for groups in list_groupings(sorted(given), world_size):
+        sums = [[torch.stack(call).sum(0) for call in zip(*(given[r] for r in g), strict=True)] for g in groups]
+        if all(any(_is_part(whole, part) for whole in expected) for calls in sums for part in calls):
+            return True
+    return False
+
+
+def _is_part(whole: Tensor, part: Tensor) -> bool:
+    """Return whether ``part`` is a part of ``whole``: a slice, or rows (of the last dim) in any order."""
+    if compare_output(whole, part) < CLOSE:
+        return True
+    if part.dim() < 2 or whole.dim() < 2 or part.shape[-1] != whole.shape[-1]:
+        return False
+    rows, parts = whole.flatten(0, -2), part.flatten(0, -2)
+    if max(len(rows), len(parts)) > _MOST_ROWS:
+        return False
+    return bool((torch.cdist(parts, rows).amin(1) <= 1e-6 * max(float(rows.abs().max()), 1e-12)).all())
+
+
+def _name_bias(plain: PlainResults, name: str, given: dict[int, list[Tensor]]) -> Cause | None:
+    """Test whether a module has added its bias more than once, or not at all."""
+    bias, expected = plain.biases.get(name), plain.modules[name]
+    calls = [call for found in given.values() for call in found]
+    if bias is None or len(expected) != 1 or any(call.shape != expected[0].shape for call in calls):
+        return None
+    added = [fit_factor((call - expected[0]).flatten(), bias.expand_as(call).flatten()) for call in calls]
+    times = None if added[0] is None else round(added[0]) + 1
+    if times is None or times == 1 or not all(_is_equal(c, expected[0] + (times - 1) * bias) for c in calls):
+        return None
+    return Cause("bias", f"its bias is added {times} times" if times else "its bias is not added")
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    scale = float(other.abs().max()) if other.numel() else 0.0
+    error = float((one - other).abs().max()) if one.shape == other.shape else math.inf
+    return error <= CLOSE * max(scale, 1e-12)

@@ -1,0 +1,282 @@
+"""The plain model on one process: its results, and the parts of which its gradients are sums."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from partitioner.check.setup import CheckSetupError, Setup, load_setup, loss_of, run_model, seed_generators
+from partitioner.runtime.engine.batches import leaves_by_path
+
+MAX_PIECES = 64
+
+_MAX_PIECE_ELEMENTS = 1 << 26  # 512 MiB for the gradients through all pieces
+
+
+@dataclass(frozen=True)
+class PlainResults:
+    """What the plain model computes on one process, and the weights it has.
+
+    Attributes:
+        weights: parameter name -> value, in the order of use by forward. A tied parameter has its first name only.
+        grads: name -> gradient; ``None`` if the loss does not depend on the parameter.
+        outputs: path in the output -> tensor.
+        loss: the loss, as a tensor without dims.
+        aliases: name -> all names of a parameter.
+        uses_random: whether the results depend on the random generator, because of dropout.
+        digest: hash of weights and inputs as the user's function made them.
+        clip_norm: largest norm of the gradients, if they were clipped.
+        modules: module name -> its output at each call, in the order in which modules returned.
+        biases: module name -> its bias.
+    """
+
+    weights: dict[str, Tensor]
+    grads: dict[str, Tensor | None]
+    outputs: dict[str, Tensor]
+    loss: Tensor
+    aliases: dict[str, list[str]]
+    uses_random: bool
+    digest: str
+    clip_norm: float | None
+    modules: dict[str, list[Tensor]]
+    biases: dict[str, Tensor]
+
+
+class ModuleTrace:
+    """The outputs of modules while their forward runs, until :meth:`close`.
+
+    Attributes:
+        outputs: module name -> the output at each call, in the order in which modules returned. Modules that return
+            something other than a floating-point tensor are left out. Of a ``DTensor``, this rank's part is kept.
+        entered: names of the modules in the order in which they were first called.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.entered: list[str] = []
+        self._handles = []
+        for root in modules:
+            for name, module in root.named_modules():
+                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                self._handles.append(module.register_forward_hook(partial(self._keep, name), prepend=True))
+
+    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        if name not in self.entered:
+            self.entered.append(name)
+
+    def _keep(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if _is_number(output):
+            local = output.to_local() if isinstance(output, DTensor) else output
+            self.outputs.setdefault(name, []).append(local.detach().clone())
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class GradientParts:
+    """Parts of which the gradients of the plain model, before clipping, are sums.
+
+    Attributes:
+        labels: (sample, chunk) of each piece of the batch. Chunks are equal parts of dim 1 of the output, counted from
+            0; there is one chunk if the output has fewer than 3 dims.
+        pieces: parameter name -> tensor (pieces, elements): the gradient through each piece of the output.
+        uses: name of a tied parameter -> each of its names -> gradient through the use under this name.
+        grads: name -> whole gradient before clipping.
+    """
+
+    labels: list[tuple[int, int]]
+    pieces: dict[str, Tensor]
+    uses: dict[str, dict[str, Tensor]]
+    grads: dict[str, Tensor]
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Mode in which dropout changes nothing, so that results can be compared."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+        return func(*args, **kwargs)
+
+
+_DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+        torch.dropout_,
+        torch.alpha_dropout,
+        torch.feature_dropout,
+    }
+)
+
+
+def run_plain(target: str) -> PlainResults:
+    """Run one step of the plain model of the setup ``target`` on this process, without dropout."""
+    setup, digest = load_setup(target)
+    model = setup.plain
+    seed_generators(0)
+    trace = ModuleTrace([model])
+    with WithoutDropout():
+        output = run_model(model, setup.inputs)
+        loss = loss_of(output, setup.loss)
+        loss.backward()
+    trace.close()
+    named = dict(model.named_parameters())
+    used = {id(p): name for name, p in named.items()}
+    order = [used[id(p)] for m in trace.entered for p in model.get_submodule(m).parameters(recurse=False)]
+    weights = {name: named[name].detach().clone() for name in dict.fromkeys([*order, *named])}
+    if not bool(loss.isfinite()):
+        raise CheckSetupError(
+            f"the loss of the plain model is {loss.item()}, so that nothing can be compared; expected a finite one"
+        )
+    if setup.clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), setup.clip_norm)
+    return PlainResults(
+        weights=weights,
+        grads={n: _copy_gradient(named[n]) for n in weights if named[n].requires_grad},
+        outputs={path: leaf.detach().clone() for path, leaf in leaves_by_path(output).items() if _is_number(leaf)},
+        loss=loss.detach().clone().reshape(()),
+        aliases=_alias_groups(model),
+        uses_random=_depends_on_seed(target),
+        digest=digest,
+        clip_norm=setup.clip_norm,
+        modules=trace.outputs,
+        biases={n: m.bias.detach().clone() for n, m in model.named_modules() if _has_bias(m)},
+    )
+
+
+def split_gradients(target: str, num_ranks: int) -> GradientParts:
+    """Compute the parts of the gradients of the plain model of the setup ``target``, without dropout.
+
+    A piece is one sample, or one of ``num_ranks`` chunks of dim 1 of a sample. There are no pieces if the output has no
+    batch dim, or more than 64 samples.
+    """
+    setup, _ = load_setup(target)
+    with WithoutDropout():
+        uses = _gradients_by_use(setup)
+        labels, pieces, grads = _gradients_by_piece(setup, num_ranks)
+    return GradientParts(labels, pieces, uses, grads)
+
+
+def _gradients_by_piece(
+    setup: Setup, num_ranks: int
+) -> tuple[list[tuple[int, int]], dict[str, Tensor], dict[str, Tensor]]:
+    """Return the labels of the pieces, the gradients through each piece, and the whole gradients (see
+    :class:`GradientParts`)."""
+    named = dict(_trained(setup.plain))
+    output = run_model(setup.plain, setup.inputs)
+    loss = loss_of(output, setup.loss)
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    wholes = torch.autograd.grad(loss, [*leaves, *named.values()], retain_graph=True, allow_unused=True)
+    to_leaves, to_parameters = wholes[: len(leaves)], wholes[len(leaves) :]
+    grads = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), to_parameters, strict=True)}
+    used = [(leaf, g) for leaf, g in zip(leaves, to_leaves, strict=True) if g is not None and leaf.dim() > 0]
+    sizes = {leaf.shape[0] for leaf, _ in used}
+    if len(sizes) != 1:
+        return [], {}, grads
+    batch = sizes.pop()
+    length = min((leaf.shape[1] for leaf, _ in used if leaf.dim() > 2), default=1)
+    most = min(MAX_PIECES, _MAX_PIECE_ELEMENTS // max(1, sum(p.numel() for p in named.values())))
+    if batch > most:
+        return [], {}, grads
+    chunks = num_ranks if length >= num_ranks and batch * num_ranks <= most else 1
+    labels = [(sample, chunk) for sample in range(batch) for chunk in range(chunks)]
+    rows = []
+    for sample, chunk in labels:
+        masked = [_keep_piece(g, sample, chunk, chunks) for _, g in used]
+        found = torch.autograd.grad(
+            [leaf for leaf, _ in used], [*named.values()], masked, retain_graph=True, allow_unused=True
+        )
+        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(named.values(), found, strict=True)])
+    pieces = {name: torch.stack([row[i].flatten() for row in rows]) for i, name in enumerate(named)}
+    return labels, pieces, grads
+
+
+def _keep_piece(gradient: Tensor, sample: int, chunk: int, chunks: int) -> Tensor:
+    """Return ``gradient`` with zeros outside of one sample and one of ``chunks`` equal parts of dim 1."""
+    kept = torch.zeros_like(gradient)
+    if chunks == 1 or gradient.dim() < 3:
+        if chunk == 0:
+            kept[sample] = gradient[sample]
+        return kept
+    part = torch.arange(gradient.shape[1]).tensor_split(chunks)[chunk]
+    kept[sample, part] = gradient[sample, part]
+    return kept
+
+
+def _gradients_by_use(setup: Setup) -> dict[str, dict[str, Tensor]]:
+    """Return the gradient of each tied parameter through each of its uses: name -> name of the use -> gradient."""
+    groups = {name: names for name, names in _alias_groups(setup.plain).items() if len(names) > 1}
+    if not groups:
+        return {}
+    model = copy.deepcopy(setup.plain)
+    for names in groups.values():
+        for name in names[1:]:
+            where, _, last = name.rpartition(".")
+            owner = model.get_submodule(where)
+            setattr(owner, last, nn.Parameter(getattr(owner, last).detach().clone()))
+    loss_of(run_model(model, setup.inputs), setup.loss).backward()
+    found = dict(model.named_parameters())
+    uses: dict[str, dict[str, Tensor]] = {}
+    for first, names in groups.items():
+        parts = {name: found[name].grad for name in names}
+        uses[first] = {name: grad.detach() for name, grad in parts.items() if grad is not None}
+    return uses
+
+
+def _depends_on_seed(target: str) -> bool:
+    """Return whether two runs of the plain model with different random numbers have different losses."""
+    losses = []
+    for seed in (1, 2):
+        setup, _ = load_setup(target)
+        seed_generators(seed)
+        with torch.no_grad():
+            losses.append(float(loss_of(run_model(setup.plain, setup.inputs), setup.loss)))
+    return losses[0] != losses[1]
+
+
+def _alias_groups(model: nn.Module) -> dict[str, list[str]]:
+    """Return the first name of each parameter -> all of its names."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {group[0]: group for group in names.values()}
+
+
+def _trained(model: nn.Module) -> Sequence[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _copy_gradient(parameter: nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "bias", None), Tensor)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()

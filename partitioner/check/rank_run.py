@@ -1,0 +1,185 @@
+"""One rank of a distributed model: its weights, its gradients and its results, as plain tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from partitioner.check.plain_run import ModuleTrace, WithoutDropout
+from partitioner.check.setup import CheckSetupError, Setup, StepResult, load_setup, loss_of, run_model, seed_generators
+from partitioner.passes.errors import UserCodeError
+from partitioner.runtime.engine.batches import leaves_by_path
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """The elements of one distributed parameter that a rank holds.
+
+    Attributes:
+        name: name in the distributed module.
+        weight: values of the elements before the step.
+        gradient: their gradient; ``None`` if there is none.
+        of: name in the plain model, if ``weight`` is that whole parameter by the user's word; else ``None``.
+    """
+
+    name: str
+    weight: Tensor | None
+    gradient: Tensor | None
+    of: str | None = None
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rank computed.
+
+    Attributes:
+        rank: its number.
+        digest: hash of the plain model's weights and inputs on this rank.
+        loss: the loss that the step returned, or ``None``.
+        outputs: path in the output -> tensor.
+        shards: the parameters of this rank.
+        modules: module name -> its output at each call, if they were kept.
+    """
+
+    rank: int
+    digest: str
+    loss: Tensor | None
+    outputs: dict[str, Tensor]
+    shards: list[RankShard]
+    modules: dict[str, list[Tensor]]
+
+
+def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOutcome:
+    """Distribute the model of the setup ``target`` on this rank, run one step, and return what it computed.
+
+    ``dropout``: whether dropout is active. ``trace``: whether to keep the outputs of all modules.
+    """
+    setup, digest = load_setup(target)
+    seed_generators(0)
+    with _unwrapped_groups_for_ddp():
+        distributed = _call_users(setup.distribute, setup.plain)
+    modules = [m for m in pytree.tree_leaves(distributed, is_leaf=_is_module) if _is_module(m)]
+    traced = ModuleTrace(modules if trace else [])
+    before = [{name: _local_part(p).clone() for name, p in m.named_parameters()} for m in modules]
+    if dropout:
+        result = _run_step(setup, distributed, modules)
+    else:
+        with WithoutDropout():
+            result = _run_step(setup, distributed, modules)
+    traced.close()
+    shards = [s for m, weights in zip(modules, before, strict=True) for s in _read_shards(m, weights)]
+    given = {} if result.gradients is None else result.gradients
+    shards += [RankShard(name, None, _whole_tensor(g), of=name) for name, g in given.items() if g is not None]
+    if not shards:
+        raise CheckSetupError(
+            "distribute() returned no module with parameters, and step() no gradients; expected a module, a tuple or "
+            "dict that contains it, or StepResult(gradients={name: tensor})"
+        )
+    outputs = {} if result.outputs is None else leaves_by_path(result.outputs)
+    return RankOutcome(
+        rank=dist.get_rank(),
+        digest=digest,
+        loss=None if result.loss is None else torch.as_tensor(_whole_tensor(result.loss)).detach().double().reshape(()),
+        outputs={p: _whole_tensor(x).detach().clone() for p, x in outputs.items() if isinstance(x, Tensor)},
+        shards=shards,
+        modules=traced.outputs,
+    )
+
+
+@contextmanager
+def _unwrapped_groups_for_ddp() -> Iterator[None]:
+    """Let ``DistributedDataParallel`` use a process group whose collectives are not verified.
+
+    torch 2.13 ends the process by a segmentation fault if ``DistributedDataParallel`` is made on a Gloo group under
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: its logger takes the verifying group for another class.
+    """
+    make = nn.parallel.DistributedDataParallel.__init__
+
+    @functools.wraps(make)
+    def make_on_plain_group(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("process_group") is None and kwargs.get("device_mesh") is None and len(args) < 6:
+            level = dist.get_debug_level()  # type: ignore[attr-defined]
+            dist.set_debug_level(dist.DebugLevel.OFF)  # type: ignore[attr-defined]
+            try:
+                kwargs["process_group"] = dist.new_group()
+            finally:
+                dist.set_debug_level(level)  # type: ignore[attr-defined]
+        make(self, *args, **kwargs)
+
+    with mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", make_on_plain_group):
+        yield
+
+
+def _run_step(setup: Setup, distributed: Any, modules: list[nn.Module]) -> StepResult:
+    """Run the user's step, or the default one, and return its results."""
+    if setup.step is None:
+        if len(modules) != 1:
+            raise CheckSetupError(
+                f"distribute() returned {len(modules)} modules; expected one, or step=... that runs them"
+            )
+        output = run_model(modules[0], setup.inputs)
+        loss = loss_of(output, setup.loss)
+        loss.backward()
+        return StepResult(loss, output if setup.loss is not None else None)
+    made = _call_users(setup.step, distributed, setup.inputs)
+    if isinstance(made, StepResult):
+        return made
+    if isinstance(made, tuple):
+        if len(made) != 2:
+            raise CheckSetupError(f"step() returned {len(made)} values; expected the loss, or (loss, outputs)")
+        return StepResult(*made)
+    return StepResult(made)
+
+
+def _call_users(function: Any, *arguments: Any) -> Any:
+    """Call a function of the user. Raise :class:`UserCodeError` if it fails; lost connections stay as they are."""
+    try:
+        return function(*arguments)
+    except (TypeError, AttributeError, KeyError, IndexError, AssertionError, NotImplementedError) as error:
+        name = getattr(function, "__name__", str(function))
+        raise UserCodeError(f"{name}() failed with {type(error).__name__}: {error}") from error
+
+
+def _read_shards(module: nn.Module, weights: Mapping[str, Tensor]) -> list[RankShard]:
+    """Return the shards of this rank. ``weights``: name -> elements of this rank before the step."""
+    found = []
+    for name, parameter in module.named_parameters():
+        if name not in weights:
+            continue
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+                gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+            gradient = _local_part(gradient)
+        weight = weights[name]
+        if gradient is not None and gradient.shape != weight.shape:
+            raise CheckSetupError(
+                f"the gradient of {name} has the shape {list(gradient.shape)} and the parameter {list(weight.shape)}; "
+                "expected equal shapes, or StepResult(gradients={name: tensor})"
+            )
+        needed = parameter.requires_grad
+        found.append(RankShard(name, weight, gradient.detach().clone() if needed and gradient is not None else None))
+    return found
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    """Return the elements of ``tensor`` that this rank holds."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _whole_tensor(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)

@@ -1,0 +1,1 @@
+"""Layouts of small models, correct and faulty, for `partitioner check`."""

@@ -1,0 +1,414 @@
+"""Faulty layouts of a small model, one for each cause that ``partitioner check`` names. Each function makes a Setup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from partitioner import Setup, StepResult
+
+DIM = 8
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 4))
+
+
+def _square(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _setup(distribute: Any = lambda model: model, step: Any = None, **options: Any) -> Setup:
+    return Setup(_model(), (torch.randn(4, DIM),), distribute, step, _square, **options)
+
+
+def _with_gradients(change: Callable[[nn.Module], None], share: bool = False) -> Setup:
+    """Return a setup that runs the plain model, on this rank's samples if ``share``, and then changes gradients."""
+
+    def step(model: Any, inputs: Any) -> Any:
+        loss = _square(model(_rows(inputs[0]) if share else inputs[0]))
+        loss.backward()
+        change(model)
+        return loss
+
+    return _setup(step=step)
+
+
+def _reduce(model: nn.Module, group: Any = None, factor: float = 1.0) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad *= factor
+
+
+def unaveraged() -> Setup:
+    return _with_gradients(lambda model: None, share=True)
+
+
+def unsummed() -> Setup:
+    def halve(model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad /= dist.get_world_size()
+
+    return _with_gradients(halve, share=True)
+
+
+def unsummed_scaled() -> Setup:
+    def scale(model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad *= 3.0
+
+    return _with_gradients(scale, share=True)
+
+
+def unaveraged_between_pairs() -> Setup:
+    """Four ranks: the gradients of neighbours are averaged, those of the two pairs are not."""
+
+    def reduce(model: Any) -> None:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        _reduce(model, pairs[dist.get_rank() // 2], 0.5)
+
+    return _with_gradients(reduce, share=True)
+
+
+def summed() -> Setup:
+    return _with_gradients(_reduce, share=True)
+
+
+def averaged() -> Setup:
+    return _with_gradients(lambda model: _reduce(model, factor=dist.get_world_size() ** -2), share=True)
+
+
+def factor() -> Setup:
+    return _with_gradients(lambda model: _reduce(model, factor=0.35), share=True)
+
+
+def factor_by_rank() -> Setup:
+    def scale(model: Any) -> None:
+        model[0].weight.grad *= 1.0 + dist.get_rank()
+
+    return _with_gradients(scale)
+
+
+def missing() -> Setup:
+    def drop(model: Any) -> None:
+        model[2].bias.grad = None
+
+    return _with_gradients(drop)
+
+
+def missing_zero() -> Setup:
+    return _with_gradients(lambda model: model[0].weight.grad.zero_())
+
+
+def dropped() -> Setup:
+    """The last sample does not count."""
+
+    def step(model: Any, inputs: Any) -> Any:
+        loss = model(inputs[0][:3]).square().sum() / 16
+        loss.backward()
+        return loss
+
+    return _setup(step=step)
+
+
+def reweighted() -> Setup:
+    """The first sample counts twice."""
+
+    def step(model: Any, inputs: Any) -> Any:
+        loss = model(inputs[0][[0, 0, 1, 2, 3]]).square().sum() / 16
+        loss.backward()
+        return loss
+
+    return _setup(step=step)
+
+
+class _Part(nn.Module):
+    """Some rows of a layer, whose results are gathered. The gradients are set by the test."""
+
+    def __init__(self, layer: nn.Linear, rows: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.detach()[rows].clone())
+        self.bias = nn.Parameter(layer.bias.detach()[rows].clone())
+
+
+def _parts(rows: Callable[[int], Tensor], grads: Callable[[int], Tensor]) -> Setup:
+    """Return a setup whose ranks hold ``rows(rank)`` of a layer, and give the gradient of ``grads(rank)`` for them."""
+
+    def distribute(model: Any) -> Any:
+        return model, nn.ModuleList([_Part(model[0], rows(dist.get_rank())), model[2]])
+
+    def step(distributed: Any, inputs: Any) -> Any:
+        model, (part, _) = distributed
+        loss = _square(model(inputs[0]))
+        loss.backward()
+        part.weight.grad = model[0].weight.grad[grads(dist.get_rank())].clone()
+        part.bias.grad = model[0].bias.grad[grads(dist.get_rank())].clone()
+        return loss
+
+    def only_parts(model: Any) -> Any:
+        whole, parts = distribute(model)
+        return {"parts": parts, "whole": _Hidden(whole)}
+
+    return _setup(only_parts, lambda d, inputs: step((d["whole"].module, d["parts"]), inputs))
+
+
+class _Hidden:
+    """A module that the check is not to see."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+def _half(rank: int) -> Tensor:
+    return torch.arange(DIM).chunk(2)[rank]
+
+
+def swapped() -> Setup:
+    return _parts(_half, lambda rank: _half(1 - rank))
+
+
+def permuted() -> Setup:
+    """All rows are on both ranks; the gradient's blocks are in another order."""
+    return _parts(lambda rank: torch.arange(DIM), lambda rank: torch.arange(DIM).view(4, 2)[[2, 0, 3, 1]].flatten())
+
+
+def not_held() -> Setup:
+    """Both ranks have the first half."""
+    return _parts(lambda rank: _half(0), lambda rank: _half(0))
+
+
+def permuted_shards() -> Setup:
+    """No fault: the ranks hold interleaved rows, in an order of their own."""
+
+    def rows(rank: int) -> Tensor:
+        return torch.arange(DIM)[rank::2].flip(0)
+
+    return _parts(rows, rows)
+
+
+def other_weights() -> Setup:
+    def distribute(model: Any) -> Any:
+        torch.manual_seed(17 + dist.get_rank())
+        model[0].reset_parameters()
+        return model
+
+    return _setup(distribute)
+
+
+def different_seeds() -> Setup:
+    if dist.get_world_size() > 1:
+        torch.manual_seed(dist.get_rank())
+    return _setup()
+
+
+def padding() -> Setup:
+    """Rows are added to the last layer, and get a gradient."""
+
+    class Padded(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.body, self.last = model[:2], nn.Linear(DIM, 6)
+            with torch.no_grad():
+                self.last.weight[:4], self.last.bias[:4] = model[2].weight, model[2].bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.body(x))
+
+    return _setup(Padded)
+
+
+def precision() -> Setup:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def step(model: Any, inputs: Any) -> Any:
+        loss = _square(model(_rows(inputs[0])))
+        loss.backward()
+        return loss
+
+    return _setup(lambda model: fully_shard(model, mp_policy=policy), step)
+
+
+def local_clip() -> Setup:
+    """Each rank clips the rows that it holds by their own norm."""
+    setup = _parts(_half, _half)
+
+    def step(distributed: Any, inputs: Any) -> Any:
+        assert setup.step is not None
+        loss = setup.step(distributed, inputs)
+        nn.utils.clip_grad_norm_([*distributed["parts"].parameters()], 0.1)
+        return loss
+
+    return Setup(setup.plain, setup.inputs, setup.distribute, step, _square, clip_norm=0.1)
+
+
+def unsummed_output() -> Setup:
+    """A row-parallel layer without the sum over the ranks."""
+
+    class Half(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.rank = dist.get_rank()
+            self.weight = nn.Parameter(model[0].weight.detach().chunk(2, 1)[self.rank].clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.chunk(2, -1)[self.rank] @ self.weight.T
+
+    model = nn.Sequential(nn.Linear(DIM, DIM, bias=False))
+    return Setup(model, (torch.randn(4, DIM),), Half, loss=_square)
+
+
+def permuted_output() -> Setup:
+    def step(model: Any, inputs: Any) -> Any:
+        out = model(inputs[0])
+        _square(out).backward()
+        return StepResult(_square(out), out[[2, 3, 0, 1]])
+
+    return _setup(step=step)
+
+
+def raises() -> Setup:
+    def step(model: Any, inputs: Any) -> Any:
+        raise KeyError("no such layer")
+
+    return _setup(step=step)
+
+
+def hangs() -> Setup:
+    """Rank 1 waits for a message that nobody sends."""
+
+    def step(model: Any, inputs: Any) -> Any:
+        if dist.get_rank() == 1:
+            dist.recv(torch.zeros(3), 0)
+        return _square(model(inputs[0]))
+
+    return _setup(step=step)
+
+
+def mismatched() -> Setup:
+    """The ranks call a collective with different shapes."""
+
+    def step(model: Any, inputs: Any) -> Any:
+        dist.all_reduce(torch.zeros(2 + dist.get_rank()))
+        return _square(model(inputs[0]))
+
+    return _setup(step=step)
+
+
+def no_setup() -> Any:
+    return _model()
+
+
+def two_faults() -> Setup:
+    """A gradient is doubled and another one is lost."""
+
+    def change(model: Any) -> None:
+        model[0].weight.grad *= 2.0
+        model[2].bias.grad = None
+
+    return _with_gradients(change)
+
+
+def doubled_rows() -> Setup:
+    """The gradient of an embedding whose second half no sample uses is doubled. Each rank has one half."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.table = nn.Parameter(torch.tensor(2.0)), nn.Embedding(DIM, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids) * self.scale
+
+    class Half(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.whole = _Hidden(model)
+            self.scale = model.scale
+            self.rows = nn.Parameter(_rows(model.table.weight.detach()).clone())
+
+    def step(model: Any, inputs: Any) -> Any:
+        loss = _square(model.whole.module(*inputs))
+        loss.backward()
+        model.rows.grad = 2.0 * _rows(model.whole.module.table.weight.grad)
+        return loss
+
+    return Setup(Scaled(), (torch.tensor([0, 2, 3, 0]),), Half, step, _square)
+
+
+def noise() -> Setup:
+    """A gradient that has no relation to the right one."""
+
+    def change(model: Any) -> None:
+        model[0].weight.grad = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(5))
+
+    return _with_gradients(change)
+
+
+def nothing_to_train() -> Setup:
+    return Setup(nn.Tanh(), (torch.randn(4, DIM),), lambda model: model, loss=_square)
+
+
+def no_loss() -> Setup:
+    return Setup(_model(), (torch.randn(4, DIM),), lambda model: model)
+
+
+def nan_loss() -> Setup:
+    return Setup(_model(), (torch.full((4, DIM), torch.nan),), lambda model: model, loss=_square)
+
+
+def no_parameters() -> Setup:
+    return _setup(lambda model: None, lambda model, inputs: None)
+
+
+def unknown_gradient() -> Setup:
+    return _setup(step=lambda model, inputs: StepResult(None, gradients={"wrong.name": torch.zeros(3)}))
+
+
+def three_results() -> Setup:
+    return _setup(step=lambda model, inputs: (None, None, None))
+
+
+CAUSES = {  # function -> kind of the first difference
+    "unaveraged": "unaveraged",
+    "unsummed": "unsummed",
+    "unsummed_scaled": "unsummed-scaled",
+    "summed": "summed",
+    "averaged": "averaged",
+    "factor": "factor",
+    "factor_by_rank": "factor-by-rank",
+    "missing": "missing",
+    "missing_zero": "missing",
+    "dropped": "dropped",
+    "reweighted": "reweighted",
+    "swapped": "swapped",
+    "permuted": "permuted",
+    "not_held": "not-held",
+    "other_weights": "other-weights",
+    "different_seeds": "different-seeds",
+    "padding": "padding",
+    "precision": "precision",
+    "local_clip": "local-clip",
+    "unsummed_output": "unsummed",
+    "permuted_output": "permuted",
+}
+ERRORS = {  # function -> type of the error, and a part of its message
+    "raises": ("RankError", "no such layer"),
+    "mismatched": ("RankError", "Detected mismatch"),
+    "no_setup": ("CheckSetupError", r"expected partitioner\.Setup"),
+    "nothing_to_train": ("CheckSetupError", "no parameters to train"),
+    "no_loss": ("CheckSetupError", "gives no loss"),
+    "nan_loss": ("CheckSetupError", "expected a finite one"),
+    "no_parameters": ("RankError", "expected a module"),
+    "unknown_gradient": ("CheckSetupError", "wrong.name"),
+    "three_results": ("RankError", "expected the loss"),
+    "no_such_function": ("CheckSetupError", "no function 'no_such_function'"),
+}

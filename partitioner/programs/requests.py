@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 from partitioner.errors import PlanError
@@ -87,6 +92,82 @@ class Shapes(BaseModel, metaclass=DocumentedModel):
                 f"weights has {unknown or dict(self.weights)}; expected lengths among {list(self.length)}, each with a "
                 "number of 0 or more, and one above 0: correct weights, or leave it out"
             )
+
+    @classmethod
+    def of_lengths(
+        cls,
+        lengths: Sequence[int] | Mapping[int, float],
+        *,
+        count: int = 8,
+        batch: int | tuple[int, ...] = (),
+        multiple: int = 64,
+    ) -> Shapes:
+        """Return the shapes that pad batches of given lengths least: at most ``count`` numbers of positions, with
+        weights that say how often batches have each. The largest length always fits.
+
+        The sum of the padded lengths is minimised exactly, by dynamic programming over the sorted lengths. ``lengths``:
+        the positions of each batch of a sample, or a mapping of positions to how often batches have them. If a sampler
+        puts texts of similar lengths into a batch, these are the lengths of the texts. ``batch``: numbers of samples,
+        as for :class:`Shapes`. ``multiple``: each number of positions is a multiple of this one.
+
+        Raise :class:`ShapeError` if there are no lengths, or if a number is not a whole one of 1 or more.
+        """
+        given: dict[int, float] = dict(lengths if isinstance(lengths, Mapping) else Counter(lengths))
+        _check_lengths(given, count, multiple)
+        rounded: dict[int, float] = {}
+        for length, number in given.items():
+            size = -(-length // multiple) * multiple
+            rounded[size] = rounded.get(size, 0.0) + number
+        sizes = sorted(rounded)
+        often = np.array([rounded[size] for size in sizes], dtype=np.float64)
+        ends = _choose_buckets(np.array(sizes, dtype=np.float64), often, count)
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        weights = {sizes[b]: float(often[a : b + 1].sum() / often.sum()) for a, b in zip(starts, ends, strict=True)}
+        return cls(batch=batch, length=tuple(weights), weights=weights)
+
+
+def _check_lengths(lengths: Mapping[int, float], count: int, multiple: int) -> None:
+    """Raise :class:`ShapeError` unless ``lengths`` maps positive whole numbers to frequencies above 0, and ``count``
+    and ``multiple`` are positive whole numbers.
+    """
+    for name, number in (("count", count), ("multiple", multiple)):
+        if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+            raise ShapeError(f"{name} is {number!r}; expected a whole number of 1 or more: correct it")
+    if not lengths:
+        raise ShapeError("lengths is empty; expected the length of at least one batch: pass a sample of them")
+    for length, often in lengths.items():
+        if isinstance(length, bool) or not isinstance(length, Integral) or length < 1 or not 0 < often < math.inf:
+            raise ShapeError(
+                f"lengths has {length!r} with frequency {often!r}; expected whole numbers of positions of 1 or more, "
+                "with finite frequencies above 0: remove it"
+            )
+
+
+def _choose_buckets(sizes: NDArray[np.float64], often: NDArray[np.float64], count: int) -> list[int]:
+    """Return the indices of at most ``count`` of ``sizes``, in order, such that the padded sizes have the least sum.
+    Each size is padded to the next chosen one; the last is always chosen.
+
+    ``sizes``: in increasing order. ``often``: the frequency of each.
+    """
+    total = np.cumsum(often)
+    before = np.concatenate(([0.0], total))  # frequency of the sizes in front of an index
+    least = sizes * total  # with one bucket that ends at an index
+    chosen: list[NDArray[np.int64]] = []
+    for _ in range(min(count, len(sizes)) - 1):
+        previous = np.concatenate(([0.0], least))
+        start = np.zeros(len(sizes), dtype=np.int64)  # of the last bucket
+        least = np.empty(len(sizes))
+        for end, size in enumerate(sizes):
+            sums = previous[: end + 1] + size * (total[end] - before[: end + 1])
+            start[end] = int(sums.argmin())
+            least[end] = sums[start[end]]
+        chosen.append(start)
+    ends = [len(sizes) - 1]
+    for start in reversed(chosen):
+        if start[ends[-1]] == 0:
+            break
+        ends.append(int(start[ends[-1]]) - 1)
+    return ends[::-1]
 
 
 NO_PROGRAMS: Mapping[str, Evaluate] = MappingProxyType({})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -12,7 +13,7 @@ from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
 from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.faults import typed_errors
-from partitioner.runtime.family.data import BatchPadding, FurtherProgram
+from partitioner.runtime.family.data import BatchPadding, FurtherProgram, name_shape
 from partitioner.runtime.files import write_text
 from partitioner.runtime.program.instructions import Data
 from partitioner.runtime.program.program import Program, RankProgram
@@ -439,28 +440,69 @@ class Plan(Data):
         return prove(self.program)
 
     @typed_errors("Plan.verify()")
-    def verify(self, model: nn.Module, inputs: Any, loss: Any = None) -> Verification:
+    def verify(self, model: nn.Module, inputs: Any, loss: Any = None, program: str | None = None) -> Verification:
         """Run all ranks on this machine in float64. Return the differences of outputs, loss and gradients from those of
-        the unmodified ``model``. ``inputs``: one global batch. ``loss``: the function that computes the loss from the
-        output, if one was given to ``partition``."""
+        the unmodified ``model``, which is put into evaluation mode meanwhile if the program is an evaluation.
+
+        ``inputs``: one global batch. ``loss``: the function that computes the loss from the output, if one was given to
+        ``partition``. ``program``: name of a further program, such as ``eval`` or ``step 8x512``, whose shape
+        ``inputs`` has; ``None``: the first program. Raise :class:`PlanError` for an unknown name.
+        """
         from partitioner.plans.verify import verify
+        from partitioner.programs.further import in_evaluation_mode
 
-        return verify(self, model, inputs, loss)
+        further = None if program is None else self.further.get(program)
+        evaluates = further is not None and further.purpose == "evaluate" and hasattr(model, "modules")
+        with in_evaluation_mode(model) if evaluates else nullcontext():
+            return verify(self.select_program(program), model, inputs, loss)
+
+    def select_program(self, name: str | None) -> Plan:
+        """Return this plan with one of its further programs as its first, and without others; this plan itself for
+        ``None``. Step time and peak memory are those of that program; the other figures of the estimate and the
+        certificate are those of the plan.
+
+        ``name``: a key of :attr:`further`, or the name that the first program has by its shape, such as ``step
+        8x4096``. Raise :class:`PlanError` for another name.
+        """
+        if name is None:
+            return self
+        shape = None if self.padding is None else name_shape((self.padding.batch, self.padding.length))
+        if name == shape:
+            return self.model_copy(update={"further": {}})
+        if name not in self.further:
+            known = ", ".join(map(repr, [*([shape] if shape else []), *self.further]))
+            raise PlanError(f"the plan has no program {name!r}; expected {known or 'None: it has a single program'}")
+        chosen = self.further[name]
+        memory = (chosen.memory,) * chosen.program.world_size
+        timed = {"step_time": chosen.seconds, "simulated": chosen.seconds, "memory": memory}
+        return self.model_copy(
+            update={
+                "written": chosen.program,
+                "estimate": self.estimate.model_copy(update=timed),
+                "objective": chosen.program.objective,
+                "padding": chosen.padding,
+                "global_batch": self.global_batch if chosen.padding is None else chosen.padding.batch,
+                "further": {},
+            }
+        )
 
     @overload
-    def to_svg(self, path: str | Path, view: str = "graph") -> Path: ...
+    def to_svg(self, path: str | Path, view: str = "graph", program: str | None = None) -> Path: ...
 
     @overload
-    def to_svg(self, path: None = None, view: str = "graph") -> str: ...
+    def to_svg(self, path: None = None, view: str = "graph", program: str | None = None) -> str: ...
 
     @typed_errors("Plan.to_svg()")
-    def to_svg(self, path: str | Path | None = None, view: str = "graph") -> Path | str:
+    def to_svg(self, path: str | Path | None = None, view: str = "graph", program: str | None = None) -> Path | str:
         """Draw ``view`` (``graph``, ``timeline``, ``topology`` or ``memory``) to the SVG file ``path`` and return the
         path. Without a path, return the text of the picture. Raise ``DrawError`` for another view.
+
+        ``program``: name of a further program, such as ``eval`` or ``step 8x512``; ``None``: the first program. Raise
+        :class:`PlanError` for an unknown name.
         """
         from partitioner.draw import draw
 
-        picture = draw(self, view)
+        picture = draw(self.select_program(program), view)
         return picture if path is None else write_text(Path(path), picture)
 
     @typed_errors("Plan.to_html()")
@@ -508,12 +550,14 @@ class Plan(Data):
         return load_plan(Path(path))
 
     @typed_errors("Plan.export_ranks()")
-    def export_ranks(self, folder: str | Path) -> list[Path]:
+    def export_ranks(self, folder: str | Path, program: str | None = None) -> list[Path]:
         """Write one JSON file per rank to ``folder``, with all that the rank needs to run, and return their paths in
-        the order of the ranks."""
+        the order of the ranks. ``program``: name of a further program, such as ``eval`` or ``step 8x512``; ``None``:
+        the first program. Raise :class:`PlanError` for an unknown name.
+        """
         from partitioner.plans.files import export_ranks
 
-        return export_ranks(self, Path(folder))
+        return export_ranks(self.select_program(program), Path(folder))
 
     @typed_errors("Plan.export()")
     def export(self, format: str, path: str | Path) -> tuple[UnusedOption, ...]:

@@ -24,7 +24,7 @@ from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.plan import Candidate, Estimate, Plan, operator_share
 from partitioner.programs.requests import Evaluate, Shapes
 from partitioner.programs.shapes import Shape, ShapeFamily
-from partitioner.runtime.family.data import BatchPadding, FurtherProgram
+from partitioner.runtime.family.data import BatchPadding, FurtherProgram, name_shape
 from partitioner.runtime.prove.layouts import prove_same_layout
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
@@ -312,13 +312,6 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Evaluate])
         name, padding = name_shape(shape), first.family.padding_at(shape)
         found[name] = first.plan_program(name, first.evaluator_at(shape).job, "step", padding)
     return found | {name: first.plan_evaluation(name, asked) for name, asked in programs.items()}
-
-
-def name_shape(shape: Shape) -> str:
-    """Return the name of the training step for batches of ``shape`` (samples, positions), such as ``step 8x4096``;
-    without positions ``step 8``.
-    """
-    return f"step {shape[0]}x{shape[1]}" if shape[1] else f"step {shape[0]}"
 
 
 def check_first_program(found: PlannedProgram) -> None:

@@ -31,7 +31,7 @@ from partitioner.runtime.comm.failure_origin import is_of_ranks
 from partitioner.runtime.comm.group import Communicator, all_ranks
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.engine import export
-from partitioner.runtime.engine.batches import own_values, share_of
+from partitioner.runtime.engine.batches import batch_size, own_values, share_of
 from partitioner.runtime.engine.consistency import Agreement
 from partitioner.runtime.engine.defaults import default_communicator, disk_for
 from partitioner.runtime.engine.further import EngineState, FurtherExecutors, prepare_programs
@@ -88,6 +88,9 @@ class Engine:
         optimizer_steps: number of calls of :meth:`Checkpoints.after_step` since the start of training; fewer than
             ``steps`` if gradients are accumulated.
         steps_run: number of batches that this engine has run itself; loading does not change it.
+        tokens_run: tokens of these batches, each padded to the shape of the program that ran it; ``samples_run``
+            likewise.
+        further_steps_run: number of these batches that did not run in the plan's first program.
 
     Parameters that are trained in bfloat16 or float16 have float32 copies. :meth:`parameters` returns these copies, the
     optimizer updates them and checkpoints store them; their gradients are accumulated and reduced in float32. Under a
@@ -127,7 +130,7 @@ class Engine:
         self.seed = seed
         self.steps = 0
         self.optimizer_steps = 0
-        self.steps_run = 0
+        self.steps_run = self.tokens_run = self.samples_run = self.further_steps_run = 0
         self._counted_at = 0  # the value of ``steps_run`` when ``optimizer_steps`` was counted last
         self._disk = disk_for(self.rank_program, plan, offload_folder)
         source = None if weights is None else weights_of(weights, names_read(program))
@@ -244,6 +247,9 @@ class Engine:
         self._loss = None if loss is None else loss.as_subclass(StepLoss)
         self.steps += 1
         self.steps_run += 1
+        tokens, samples = batch_size(rank.program)
+        self.tokens_run, self.samples_run = self.tokens_run + tokens, self.samples_run + samples
+        self.further_steps_run += int(bool(chosen.name))
         if self._scale is not None:
             scaled = self._scale.value
             self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)

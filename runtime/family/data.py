@@ -48,6 +48,13 @@ class BatchPadding(Data):
     shorter: str = Field(default="", description="Why a batch may not have fewer positions; empty: it may.")
 
 
+def name_shape(shape: tuple[int, int]) -> str:
+    """Return the name of the training step for batches of ``shape`` (samples, positions), such as ``step 8x4096``;
+    without positions ``step 8``.
+    """
+    return f"step {shape[0]}x{shape[1]}" if shape[1] else f"step {shape[0]}"
+
+
 class FurtherProgram(Data):
     """One more program of a plan, such as one for evaluation or for another batch shape. It uses the parameters and
     buffers in the layout of the plan's first program.

@@ -8,7 +8,8 @@
         optimizer.step()
         print(log.step(loss))
 
-An unknown figure is left out: tokens if no input consists of integers, MFU if the plan has no estimate.
+An unknown figure is left out: tokens if no input consists of integers, MFU if the plan has no estimate, or if a
+step had another shape than the largest.
 
 :class:`LossSpikes` detects sudden increases of the loss by comparison with the median of earlier losses, so that one
 bad step does not hide the next.
@@ -32,7 +33,6 @@ import torch
 from torch import Tensor
 
 from partitioner.runtime.comm.wait_clock import waited
-from partitioner.runtime.engine.batches import batch_size
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.execute.flight_recorder import MeasuredStep, list_recordings
 from partitioner.runtime.files import write_text
@@ -59,7 +59,7 @@ class StepMetrics:
         step: number of batches so far, which is ``engine.steps``.
         seconds: time since the previous metrics, with everything that the training script does.
         loss: the loss that the script passed; ``None`` if it passed none.
-        tokens_per_s: tokens per second of the global batches; ``samples_per_s`` likewise.
+        tokens_per_s: tokens per second of the batches, padded to the shapes that ran; ``samples_per_s`` likewise.
         mfu: the model's FLOPs per second as a share of the peak of all devices.
         memory: peak bytes on this rank so far: allocated on the CUDA device, or resident in a process on the CPU.
         bubble: the share of the last batch's time in which ranks wait for others, from 0 to 1. It is the mean over the
@@ -102,10 +102,9 @@ class StepLog:
     ) -> None:
         self.engine = engine
         self.watch = None if watch is None else Path(watch)
-        self.tokens, self.samples = batch_size(engine.program)
         self.full_speed_s = _full_speed(plan)
         self._lines = None if folder is None else _Lines(Path(folder))
-        self._steps_run = engine.steps_run
+        self._counts = self._read_counts()
         self._last = time.perf_counter()
         self._waited = waited.ns
 
@@ -128,15 +127,17 @@ class StepLog:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         waiting, self._waited = (waited.ns - self._waited) * 1e-9, waited.ns
-        steps_run, self._steps_run = self.engine.steps_run - self._steps_run, self.engine.steps_run
-        rate = steps_run / seconds
+        before, self._counts = self._counts, self._read_counts()
+        steps, tokens, samples, further = (
+            (now - then) / seconds for now, then in zip(self._counts, before, strict=True)
+        )
         found = StepMetrics(
             step=self.engine.steps,
             seconds=seconds,
             loss=value,
-            tokens_per_s=rate * self.tokens or None,
-            samples_per_s=rate * self.samples or None,
-            mfu=(rate * self.full_speed_s or None) if self.full_speed_s else None,
+            tokens_per_s=tokens or None,
+            samples_per_s=samples or None,
+            mfu=(steps * self.full_speed_s or None) if self.full_speed_s and not further else None,
             memory=peak_memory(self.engine.device),
             bubble=self._measure_bubble(seconds, waiting),
         )
@@ -144,6 +145,13 @@ class StepLog:
         if self._lines is not None:
             self._lines.write(found.step, content)
         return found
+
+    def _read_counts(self) -> tuple[int, int, int, int]:
+        """Return what the engine has run so far: steps, their tokens, their samples, and the steps in further
+        programs.
+        """
+        engine = self.engine
+        return engine.steps_run, engine.tokens_run, engine.samples_run, engine.further_steps_run
 
     def close(self) -> None:
         if self._lines is not None:

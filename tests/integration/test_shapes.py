@@ -20,8 +20,10 @@ from partitioner import (
     LaunchError,
     LocalRanks,
     Plan,
+    PlanError,
     ShapeError,
     Shapes,
+    StepLog,
     Topology,
     partition,
 )
@@ -309,3 +311,41 @@ class _Rank:
     """Enough of a communicator for an engine that is refused before anything is sent."""
 
     rank, device = 0, torch.device("cpu")
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_further_programs_are_verified_drawn_and_exported(mesh: str, tmp_path: Path):
+    plan, model = planned(mesh, dropout=0.5), writer(dropout=0.5)
+    with pytest.raises(BatchError):
+        plan.verify(model, written(8, 16), program="step 4x8")
+    plain = planned(mesh)
+    assert plain.verify(writer(), written(4, 8), program="step 4x8").ok
+    assert plain.verify(writer(), written(8, 16), program="step 8x16").ok
+    result = plan.verify(model, written(6, 16), program="eval")
+    assert result.ok and not any(name.startswith("grad") for name in result.errors)
+    assert model.training, "the model has its mode again"
+    for name in ("eval", "step 4x8"):
+        assert plain.to_svg(program=name) != plain.to_svg()
+        assert plain.to_svg(view="timeline", program=name) != plain.to_svg(view="timeline")
+        files = plain.export_ranks(tmp_path / name, program=name)
+        assert [json.loads(f.read_text())["program"]["inputs"][0]["shape"] for f in files] == [
+            [i.shape[0], i.shape[1]] for i in plain.further[name].program.inputs[:1]
+        ] * len(files)
+    for call in (plain.to_svg, plain.export_ranks):
+        with pytest.raises(PlanError, match="no program 'evil'; expected 'step 8x16', 'step 8x8'"):
+            call(tmp_path / "x", program="evil")  # type: ignore[operator]
+
+
+def test_the_log_counts_the_tokens_of_the_shapes_that_ran():
+    def count_tokens(communicator: Any) -> list[float]:
+        engine = Engine(planned("tp2"), writer(), communicator=communicator)
+        found, log = [], StepLog(engine, planned("tp2"))
+        for samples, positions in ((8, 16), (4, 8), (3, 7)):
+            engine.step(written(samples, positions))
+            line = log.step()
+            assert (line.mfu is None) == (samples < 8)
+            found.append((line.tokens_per_s or 0.0) * line.seconds)
+        return found
+
+    for counts in on_every_rank(planned("tp2").program, count_tokens):
+        assert counts == pytest.approx([128, 32, 32])

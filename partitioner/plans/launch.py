@@ -31,9 +31,10 @@ _LONG_S = 900  # a job that ran for so long does not fail each time at once
 class LaunchJob:
     """What a launcher has to start on the nodes of a cluster.
 
-    ``processes``: number of processes on each node, in the topology's order. ``alike``: whether nodes may be numbered
-    in any order. ``gpus``: whether the devices are GPUs. ``program``: script or module with its arguments, as torchrun
-    takes them. ``max_restarts``: how often a failed job is started again, by torchrun if possible, and by Slurm.
+    ``name``: name of the job. ``processes``: number of processes on each node, in the topology's order. ``alike``:
+    whether all nodes are equal, so that they may be numbered in any order. ``gpus``: whether the devices are GPUs.
+    ``program``: script or module with its arguments, as torchrun takes them. ``max_restarts``: how many times torchrun
+    restarts the processes after a failure (only if nodes are alike), and Slurm the whole job.
     """
 
     name: str
@@ -51,11 +52,12 @@ class LaunchJob:
 def job_of(
     plan: Plan, plan_file: str, script: str | None = None, arguments: Sequence[str] = (), max_restarts: int = 3
 ) -> LaunchJob:
-    """Return the job that runs ``script``, or without one ``-m partitioner.runtime plan_file``, on the devices of
-    ``plan``. The latter reads the weights of ``plan.weights`` unless ``arguments`` name others.
+    """Return the job that runs ``script`` on the devices of ``plan``. Without a script it runs ``-m
+    partitioner.runtime`` on the file ``plan_file``, which loads the weights that ``plan.weights`` names unless
+    ``arguments`` contain ``--weights``.
 
-    ``arguments``: further arguments of the program. ``max_restarts``: how often a failed job is started again. Raise
-    :class:`PlanError` if the plan has no program, or if ``max_restarts`` is negative.
+    ``arguments``: command-line arguments of the program. ``max_restarts``: how often a failed job is started again.
+    Raise :class:`PlanError` if the plan has no program, or if ``max_restarts`` is negative.
     """
     plan.program  # noqa: B018 - a plan that is an estimate says so
     if max_restarts < 0:

@@ -94,10 +94,9 @@ def _slice_leaf_samples(leaf: Any, dim: int | None, start: int, count: int) -> A
 
 
 def _join_group_results(parts: Sequence[Any], way: str) -> Any:
-    """Return the value of one output for the whole batch. ``parts``: its value for each group of samples. ``way``: the
-    layout of the output over samples as text: ``R``: equal for all groups; sharded, such as ``S0``: concatenated along
-    that dim; otherwise averaged.
-    """
+    """Return the value of one model output for the whole batch. ``parts``: its value for each group of samples, in
+    order. ``way``: how the output depends on samples, as text. ``R``: equal for all groups, so the first is returned. A
+    sharded layout such as ``S0``: the values are concatenated along that dim. Anything else: they are averaged."""
     if way == "R" or not all(isinstance(part, Tensor) for part in parts):
         return parts[0]
     layout = Layout.parse(way)

@@ -90,9 +90,9 @@ def _format_change(ratio: float) -> str:
 
 
 def count_left_candidates(plan: Plan) -> int:
-    """Return the number of layouts that have no row in the table of candidates of ``plan``. Layouts that may be faster,
-    but were neither worked out nor listed by the search, are not counted.
-    """
+    """Return the number of layouts that have no row in the table of candidates of ``plan``, because the table and the
+    search's own list are limited. Layouts without a row that the search did not work out, although by their lower bound
+    they may be faster than the plan, are not included: the certificate counts them separately."""
     rows = len(plan.certificate.candidates)
     return max(0, rows - MOST_CANDIDATES) + sum(n for kind, n in plan.certificate.left.items() if kind != "open")
 
@@ -112,9 +112,8 @@ def list_questions(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _read_value(candidate: Candidate, name: str) -> Any:
-    """Return the value of the constraint ``name`` in ``candidate``: the number of ranks if it is a mesh axis such as
-    ``tp``.
-    """
+    """Return the value that the layout ``candidate`` has for the constraint ``name``: the number of ranks if it is a
+    mesh axis such as ``tp``, else the field of the candidate with this name."""
     return candidate.mesh.get(name, 1) if name in _ASKED[:5] else getattr(candidate, name)
 
 

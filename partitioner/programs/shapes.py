@@ -105,9 +105,9 @@ class ShapeFamily:
         )
 
     def _normal_at(self, shape: Shape) -> Captured:
-        """Return the model's graph in normal form for ``shape`` (samples, positions). The model is captured for the
-        largest and the smallest sizes; graphs for sizes between are derived from these two if possible, which is
-        faster, and captured otherwise."""
+        """Return the model's graph in normal form (each computation has a single form) for ``shape`` (samples,
+        positions). The model is captured for the largest and the smallest sizes; graphs for sizes between are derived
+        from these two if possible, which is faster, and captured otherwise."""
         if shape not in self._normals:
             self._normals[shape] = self._derive(shape) or self._capture(shape)
         return self._normals[shape]

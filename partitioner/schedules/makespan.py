@@ -237,9 +237,12 @@ def _ends_of_all(
     waits: Waits, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the end times of all actions of a step in seconds for ``n`` sets of durations, shape ``[actions, n]``.
-    ``waits``: dependencies of the actions. ``seconds``: durations, one row per virtual stage and kind of action.
-    ``sent``: durations of messages, one row each; empty if messages take no time. ``begun``: start times, one row per
-    rank. Each of the last three has one column per set."""
+
+    ``waits``: dependencies of the actions. The other arguments have one column per set of durations. ``seconds``:
+    durations, four rows per virtual stage: forward, backward for inputs, backward for weights, whole backward.
+    ``sent``: durations of messages, two rows per virtual stage (for its forward, for its backward) and a last row of
+    zeros; empty if messages take no time. ``begun``: start times, one row per rank.
+    """
     first = len(waits.last)
     done = np.empty((len(waits.before), seconds.shape[1]))
     done[:first] = begun

@@ -321,8 +321,7 @@ class PlanDurations:
     @property
     def _expert_spread(self) -> Spread:
         """Return how experts are distributed over ranks: the group of ranks over which they are distributed, and the
-        number of experts of the layer with the most.
-        """
+        number of experts of the layer that has the most of them."""
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}
         num_experts = 0
@@ -365,8 +364,8 @@ class PlanDurations:
 
 
 def _find_recomputed_nodes(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the nodes of the graph of ``block`` that are recomputed in backward under selective recomputation.
-    ``sent`` is not used."""
+    """Return the nodes of the graph of ``block`` that ``program`` recomputes in backward under selective recomputation.
+    ``sent`` is not used; the caller passes it to every function of this kind."""
     names = set(program.blocks[block.name].again)
     return frozenset(node for node in block.graph.nodes if node.name in names)
 

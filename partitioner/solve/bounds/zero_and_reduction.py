@@ -66,8 +66,9 @@ class _WeightReads:
 
 
 class Gathers:
-    """Lower bounds on the time of gathering weights and scattering gradients under ZeRO, for each block of a job.
-    ``device``: the best device type of the topology. ``placements``: finds the placements of a mesh."""
+    """Computes lower bounds on the time of gathering weights and scattering gradients under ZeRO, for each block (such
+    as a decoder layer) of a job. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
+    placements of a mesh. ``device``: the best device type of the topology."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
@@ -184,9 +185,9 @@ class Gathers:
         return self._scatters[key]
 
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
-        """Return two lists of groups of ranks over all placements of ``candidate`` that are tried: those that share
-        weights under ZeRO, and those that share experts' weights. If not all placements are known, each list has one
-        group that is at least as fast as any real group."""
+        """Return two lists of groups of ranks: those over which weights are sharded under ZeRO-3, and those over which
+        experts' weights are. They contain the groups of every placement of ``candidate``. If not all placements are
+        known, each list has one invented group that is at least as fast as any real one."""
         if not self.placements.complete(candidate.grid):
             sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]
@@ -247,9 +248,12 @@ class LeastReduced:
 
     def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
         """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other.
-        ``states``: a function that returns lower bounds on the bytes of the parameters on a rank. The bound is 0 with
-        one replica, under ZeRO-3 and under hybrid sharding. ``candidate``: the mesh sizes, the schedule and the ZeRO
-        stage."""
+
+        ``candidate``: the mesh sizes, the schedule and the ZeRO stage. ``states``: a function that returns lower bounds
+        on the bytes of the parameters on a rank. The bound is 0 with one replica, under ZeRO-3 (where gradients are
+        scattered block by block instead) and under hybrid sharding, where a reduction inside nodes may take next to no
+        time.
+        """
         if (
             candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard
         ):  # a reduction within nodes may take next to no time
@@ -270,11 +274,12 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Return two dicts about the gradient reduction, in which all ranks with equal weights form one axis ``dp``.
+    """Return what has to be reduced in a step, as two dicts, for ranks with equal weights that are treated as one axis
+    ``dp``.
 
-    The first maps (collective, axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes that are reduced in
-    this way. The second maps the axes of a reduce-scatter to whether it is the last reduction. ``states``: costs of
-    parameters; it contains few distinct objects, because equal parameters share one.
+    The first maps (collective, axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes of gradients that are
+    reduced in this way. The second maps the axes of a reduce-scatter to whether it is the last reduction. ``states``:
+    costs of parameters, one entry for each parameter; equal parameters share one object.
     """
     costs = list(states)
     often = Counter(map(id, costs))

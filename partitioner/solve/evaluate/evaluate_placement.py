@@ -86,10 +86,9 @@ def split_of(
 
 @dataclass
 class ShareRecord:
-    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements of one mesh. A
-    division is a tuple with the number of microbatches of each rank; divisions that are equal after sorting count as
-    one.
-    """
+    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements of one mesh, so that
+    slow ones need not be evaluated on further placements. A division is a tuple with the number of microbatches of each
+    rank; divisions that are equal after sorting count as one."""
 
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -102,25 +101,26 @@ class ShareRecord:
             self._ratios[kind].append(step / best)
 
     def is_poor(self, shares: Shares) -> bool:
-        """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) was tried
-        on at least two placements, and was clearly slower than another division on each.
-        """
+        """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) is not
+        worth evaluating again: it was tried on at least two placements, and on each it was over 3 % slower than the
+        best division there."""
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
 
 @dataclass
 class PlacementEvaluator:
-    """Finds the best plan of ``candidate`` on a placement and its step time.
+    """Finds the best plan of ``candidate`` on a placement (an assignment of ranks to devices) and its step time.
 
     - ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. ``states``: the costs of its
       parameters and buffers, by name.
     - ``reference``: the profile of a rank (device, speed and groups) that the sharding was optimized for.
     - ``check``: raises :class:`CapacityError` if hosts lack memory for offloaded data.
-    - ``proven``: also compute tight lower bounds. ``improved``: also search cuts that fill the pipeline better.
-      ``cutoff_s``: plans that take at least this many seconds per step are of no interest; each plan that is found
-      lowers it.
-    - ``record``: which divisions of the batch were fast, for candidates with the same pipelines.
+    - ``proven``: whether to compute tight lower bounds too. ``improved``: whether to search cuts that fill the pipeline
+      better. ``cutoff_s``: plans that take at least this many seconds per step are of no interest; each plan that is
+      found lowers it.
+    - ``record``: the divisions of the batch that were fast on other placements, also of other candidates with the same
+      pipelines.
     - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
       ``asked``: the placements that were evaluated, by identity.
     """
@@ -184,9 +184,9 @@ class PlacementEvaluator:
         return step, best
 
     def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
-        """Return the divisions of the batch to try first on the placement ``machine``, as pairs in increasing order: a
-        quick lower bound in seconds on the step, and a tuple with the number of microbatches of each rank of ``dp``. A
-        bound of 0 means that none was computed."""
+        """Return the divisions of the batch to try first on the placement ``machine``, the most promising first, as
+        pairs (quick lower bound on the step in seconds, number of microbatches of each rank of ``dp``). The bound is 0
+        where it is not needed, because there is one division, or where it cannot be computed quickly."""
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -267,8 +267,8 @@ class PlacementEvaluator:
 
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
         """Return a lower bound in seconds on the step of every plan on the placement ``machine``; infinite if no cut
-        into stages fits in memory. The bound is refined only if this is quick and needed to decide whether it reaches
-        ``cutoff_s``."""
+        into stages fits in memory. A tighter bound is computed only if that is quick and the simple bound is below
+        ``cutoff_s`` seconds, which is all that the caller wants to know."""
         dressed = self.dressed(machine)
         return (
             self._batch_sharing.least(dressed)
@@ -277,10 +277,10 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a probable lower bound in seconds on the step on the placement ``machine``. It is at least the proven
-        bound, but not proven itself: it assumes that no division of the batch among the ranks of ``dp`` is faster by
-        more than a fixed fraction than those that are tried first. ``cutoff_s``: a bound of this many seconds is tight
-        enough."""
+        """Return a lower bound in seconds on the step on the placement ``machine`` that is probable, but not proven,
+        and at least as high as the proven one. It assumes that no division of the batch among the ranks of ``dp`` is
+        much faster than the divisions that are tried first. ``cutoff_s``: a bound of this many seconds is tight enough.
+        """
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:

@@ -73,9 +73,9 @@ class SolvedCandidate:
 
 @dataclass
 class CandidateEvaluator:
-    """Finds the best plan of single candidates of ``job``, and computes lower bounds on them. Results that candidates
-    share, such as shardings, are computed once and cached. ``host_lacks``: whether a host's memory was too small for
-    the data that some candidate offloads."""
+    """Finds the best plan of single mesh candidates of ``job`` (the model, batch, cluster and constraints), and
+    computes lower bounds on their step times. Results that candidates share, such as shardings, are computed once and
+    cached. ``host_lacks``: whether a host's memory was too small for the data that some candidate offloads."""
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
@@ -159,9 +159,8 @@ class CandidateEvaluator:
 
     @property
     def without_share_history(self) -> CandidateEvaluator:
-        """Return a copy of this evaluator that does not know which divisions of the batch among ranks were good on
-        earlier placements.
-        """
+        """Return a copy of this evaluator that has forgotten which divisions of the batch among ranks were slow on
+        earlier placements, so that its results do not depend on what was evaluated before."""
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
@@ -185,9 +184,8 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Return whether :meth:`solve` covers all placements of the candidate and all divisions of the batch among the
-        ranks of ``dp``.
-        """
+        """Return whether :meth:`solve` tries all placements of the candidate and all divisions of the batch among the
+        ranks of ``dp``, so that its plan is the best one and not only the best of those tried."""
         complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
         return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
@@ -240,10 +238,9 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce what will be needed, so that a second process can compute it ahead. ``floors``: lower bounds on
-        blocks. ``shardings``: solutions of sharding problems. Both are pairs of a candidate and a microbatch size in
-        samples, approximately in order of use.
-        """
+        """Announce which lower bounds on blocks (``floors``) and which solutions of sharding problems (``shardings``)
+        the search will request, so that a second process can compute them ahead. Both are pairs of a candidate and a
+        microbatch size in samples, approximately in order of use."""
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
@@ -254,10 +251,9 @@ class CandidateEvaluator:
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
     def _readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:
-        """Yield a description of each lower bound on blocks that can be computed ahead and is not known: (key, key of
-        the local model that is needed, function that computes the bound). ``floors``: pairs of a candidate and a
-        microbatch size.
-        """
+        """Yield a task for each lower bound on blocks that is not known yet and that a second process can compute
+        ahead: (key of the bound, cache key of the sharded graphs from which it is computed, function that computes it).
+        ``floors``: pairs of a candidate and a microbatch size in samples."""
         for candidate, size in floors:
             if size == candidate.microbatch_size or self._is_at_best(candidate):
                 key, asked = self._asked(candidate, size)
@@ -265,10 +261,9 @@ class CandidateEvaluator:
                     yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
     def _asked(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
-        """Return a key that is equal for candidates whose lower bounds on blocks are equal, and the arguments for
-        computing them: a candidate, the microbatch size, and whether all samples of a rank are one microbatch.
-        ``size``: samples of a microbatch.
-        """
+        """Return two values: a key that is equal for candidates whose lower bounds on blocks are equal, and the
+        arguments with which these bounds are computed: (candidate, microbatch size, whether all samples of a rank are
+        one microbatch). ``size``: samples of a microbatch."""
         whole = self._is_whole(candidate, size)
         if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
             candidate = replace(
@@ -288,19 +283,18 @@ class CandidateEvaluator:
         return local.model, combine_fastest_costs(self._list_stage_costs(candidate, costs)), states
 
     def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """Return costs that bound those of all candidates which differ from ``candidate`` in ZeRO alone and need at
-        least as much memory: the graphs of one rank, block name -> lower bound on the cost of a call without ZeRO, and
-        name -> cost of a parameter or buffer. Return ``None`` if devices differ in speed, because ZeRO then has further
-        effects.
-        """
+        """Return costs that hold as lower bounds for ``candidate`` and for all candidates which differ from it only in
+        their ZeRO stage and need at least as much memory: the graphs of one rank, block name -> lower bound on the cost
+        of a call without ZeRO, and name -> cost of a parameter or buffer. Return ``None`` if devices differ in speed,
+        because the ZeRO stage then also decides how the batch may be divided."""
         if self._has_mixed_speeds:
             return None
         model, costs, _ = self.least(candidate.sharing(0))
         return model, costs, self.own(candidate)[2]
 
     def own(self, candidate: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
-        """Return the graphs of one rank under the candidate's own sharding, a cache of the costs of their calls by
-        device, and the costs of a rank's parameters and buffers by name."""
+        """Return three values for the sharding that was optimized for ``candidate`` itself: the graphs of one rank, a
+        cache of the costs of their calls by device, and the costs of a rank's parameters and buffers by name."""
         key, local = self._find_local_model(candidate)
         return local, self._seat_costs(key, local), self._compute_state_costs(candidate, key, local)
 
@@ -327,14 +321,15 @@ class CandidateEvaluator:
             check_disks(topology, devices, [stage.disk for stage in held])
 
     def _split_of(self, candidate: MeshCandidate) -> FoldedModel:
-        """Return the model of one microbatch of ``candidate`` before its sequence is sharded over ``cp``."""
+        """Return the model of one microbatch of ``candidate`` as it is before its sequence is sharded over ``cp``."""
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
     def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements that are
-        tried for ``candidate``. If these are not all placements, return the dicts for every device type with the best
-        groups that any placement could have. ``costs``: the cache from which call costs are taken."""
+        """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements of
+        ``candidate``. If not all possible placements are known, return instead one dict for each device type, with the
+        best groups that any placement could have, so that lower bounds still hold. ``costs``: the cache from which call
+        costs are taken."""
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -342,8 +337,9 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return, for each device type, a dict from block name to the cost of a call of ``candidate``, with the best
-        groups that any placement could have. ``costs``: the cache from which call costs are taken."""
+        """Return, for each device type, a dict from block name to the cost of a call of ``candidate`` on a rank whose
+        groups (of tensor parallelism and other axes) are the fastest that any placement could have. ``costs``: the
+        cache from which call costs are taken."""
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
         best = partial(self.placements.best_group, everywhere=all_wait)
@@ -357,12 +353,13 @@ class CandidateEvaluator:
 
     @property
     def _has_mixed_speeds(self) -> bool:
-        """Return whether devices have different speeds."""
+        """Return whether the devices of the topology have different speeds."""
         return len(self.job.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
-        """Return whether lower bounds on the block calls of ``candidate`` assume the devices and groups of ranks that
-        its sharding is optimized for. Only then can bounds be scaled from one microbatch size to another."""
+        """Return whether the lower bounds on the block calls of ``candidate`` are for the same kind of rank (device and
+        groups) as the one that its sharding is optimized for. Only then can a bound for one microbatch size be scaled
+        to another, because no other sharding costs less."""
         if self.placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
@@ -402,8 +399,8 @@ class CandidateEvaluator:
         return whole and self.locals.coupled
 
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
-        """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` from which lower bounds
-        on blocks are computed for microbatches of ``size`` samples, and the number of microbatches of a rank.
+        """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` for microbatches of
+        ``size`` samples, from which lower bounds on blocks are computed, and the number of microbatches of a rank.
         ``whole``: whether all samples of a rank are one microbatch."""
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1

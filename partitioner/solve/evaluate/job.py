@@ -105,9 +105,9 @@ class Job:
 
     @cached_property
     def expert_batch(self) -> ShardingSolution:
-        """Return the layouts that split the batch if experts are distributed over ranks. This is :attr:`batch` if it
-        shards the experts' work by rows (tokens), and otherwise another solution that does.
-        """
+        """Return the layouts that split the batch into microbatches and data-parallel parts if experts are distributed
+        over ranks, which requires that the work of experts is sharded by rows (tokens). This is :attr:`batch` if it
+        does so, and otherwise another solution that does."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)

@@ -57,9 +57,8 @@ def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]
 
 
 def group_size(mesh: Mapping[str, int]) -> int:
-    """Return the number of ranks that have the same index along ``pp`` and along ``dp``. Their devices are chosen
-    together. ``mesh``: axis -> number of ranks.
-    """
+    """Return the number of ranks that have the same index along ``pp`` and along ``dp``. Such ranks communicate most,
+    so their devices are chosen together as one group. ``mesh``: axis -> number of ranks."""
     return math.prod(size for axis, size in mesh.items() if axis not in ("pp", "dp"))
 
 
@@ -72,10 +71,10 @@ def has_all_arrangements(topology: Topology) -> bool:
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
     """Yield one placement, an array of shape ``[ranks]`` with device indices, for every way to divide the sizes of the
-    mesh axes between "inside a node" and "between nodes". Yield nothing if nodes have different numbers of devices, or
-    if a node can be divided into groups of ``size`` devices without remainder. ``mesh``: axis -> number of ranks.
-    ``size``: number of ranks with one index of ``pp`` and one of ``dp``.
-    """
+    mesh axes between "inside a node" and "between nodes". Nothing is yielded if nodes have different numbers of
+    devices, or if each node divides into groups of ``size`` devices without remainder; other functions list the
+    placements of these cases. ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp`` and
+    one of ``dp``."""
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]

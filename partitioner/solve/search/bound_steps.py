@@ -88,20 +88,20 @@ class BoundCascade:
         self.evaluator.expect(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
-        """Yield pairs (candidate, microbatch size in samples) that name the shardings from which ``candidates`` will be
-        bounded, one for each group of candidates that differ in ZeRO alone."""
+        """Yield pairs (candidate, microbatch size in samples) that name the shardings from which lower bounds on
+        ``candidates`` will be computed. Candidates that differ only in ZeRO share one pair."""
         for family in dict.fromkeys(map(self.family, candidates)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
                 yield family, self._find_largest_microbatch(family)
 
     def family(self, candidate: MeshCandidate) -> MeshCandidate:
-        """Return the key of the candidates that are bounded together, because they differ in ZeRO alone: ``candidate``
-        without ZeRO."""
+        """Return ``candidate`` without ZeRO. It is the key of all candidates that differ only in ZeRO, for which the
+        search computes common bounds first."""
         return candidate.sharing(0)
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """Return all candidates that differ from ``candidates`` in ZeRO alone, including those under hybrid sharding,
-        where parameters, gradients and optimizer states are sharded over a part of ``dp`` only.
+        """Return all candidates that differ from ``candidates`` only in ZeRO: in the stage, or in the number of ``dp``
+        ranks over which parameters, gradients and optimizer states are sharded (hybrid sharding uses a part of them).
         """
         candidate = candidates[0]
         key = candidate.dp, candidate.cp, candidate.tp  # all that they depend on
@@ -111,11 +111,10 @@ class BoundCascade:
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Return the functions that bound a family (candidates that differ in ZeRO alone), in the order in which they
-        are called. The first two use the sharding of the largest microbatch: an even division into stages, then the
-        best stages in the memory of the member that needs least. The last two do the same with the family's own
-        sharding.
-        """
+        """Return the functions that bound a family (candidates that differ only in ZeRO), in the order in which they
+        are called. The first two use the sharding solved for the largest microbatch: one assumes that the work is
+        divided evenly into stages, the next one searches the best stages in the memory of the member that needs least.
+        The last two do the same with the sharding solved for the family's own microbatch size."""
         return self._even, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property
@@ -132,8 +131,9 @@ class BoundCascade:
         return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
 
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:
-        """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement.
-        ``cutoff_s``: a bound of this value is tight enough."""
+        """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement: the
+        greatest of all bounds that are known for single candidates. ``cutoff_s``: a bound of this value is tight
+        enough."""
         floor, own = self.evaluator.floor(candidate, candidate.microbatch_size), self.evaluator.least(candidate)
         even = self.bounds.with_floor([candidate], floor) if floor else 0.0
         try:
@@ -197,10 +197,10 @@ class BoundCascade:
         return self.bounds.staged(candidates, found)
 
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, if the work is
-        divided evenly into stages. Costs are those of the sharding solved for the candidate without ZeRO, which is
-        never slower than the others. The result is 0 if there is no bound, or an earlier bound is the same. The second
-        argument is not used."""
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
+        divided evenly into stages. Costs are those of the sharding solved for their microbatch size without ZeRO, which
+        is never slower than with it. The result is 0 if there is no bound, or if an earlier bound used the same
+        sharding. The second argument is not used."""
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
@@ -254,9 +254,9 @@ class BoundCascade:
         return self.bounds.staged([candidate], least)
 
     def _has_room(self, candidate: MeshCandidate) -> bool:
-        """Return whether an even division into stages leaves so much memory free that the candidate's bound on stages
-        would equal the bound that holds for all candidates that differ in ZeRO alone.
-        """
+        """Return whether the bound of ``candidate`` on its best stages need not be computed, because memory does not
+        limit it: with an even division into stages all activations fit without recomputation, so the bound of its
+        family (candidates that differ only in ZeRO) is the same."""
         if candidate.zero == 3 or not isinstance(self._shared.get(self.family(candidate)), LeastTime):
             return False
         flying = most_in_flight(candidate.schedule, candidate.pp, int(self.bounds.rounds(candidate)))
@@ -325,10 +325,9 @@ class BoundCascade:
         return float(m / speeds * seconds)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` from a thorough search of its cuts into stages,
-        if the quick search found none that fit; otherwise 0. ``cutoff_s``: a bound of this many seconds is tight
-        enough.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages, if
+        the quick search left out cuts that may matter; otherwise 0. ``cutoff_s``: a bound of this many seconds is tight
+        enough."""
         if candidate not in self._unseen:
             return 0.0
         return self.bounds.staged(
@@ -345,8 +344,8 @@ class BoundCascade:
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
-        """Return whether the largest microbatch with the mesh sizes of ``candidate``, for which a sharding is solved
-        first, is the candidate's own, so that bounds by its own sharding are already known."""
+        """Return whether the candidate's own microbatch is the largest one with its mesh sizes for which a sharding is
+        solved first. Bounds from the candidate's own sharding are then the same as the earlier ones."""
         return self._scales and candidate.microbatch_size == self._find_largest_microbatch(candidate)
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
@@ -360,9 +359,9 @@ class BoundCascade:
         return self.bounds.staged([candidate], found) if found else 0.0
 
     def _of_leanest(self, leanest: MeshCandidate, cutoff_s: float) -> LeastTime | None:
-        """Return lower bounds on the stage times of candidates that differ in ZeRO alone, in the memory of ``leanest``,
-        the one that needs least. ``None`` means that there is no bound. ``cutoff_s``: bounds that make a step this many
-        seconds long are tight enough. Raises :class:`PartitionError` if ``leanest`` has no plan.
+        """Return lower bounds on the stage times of candidates that differ only in ZeRO, in the memory of ``leanest``,
+        the one of them that needs least. ``None`` means that there is no bound. ``cutoff_s``: the computation may stop
+        when the bounds make a step this many seconds long. Raises :class:`PartitionError` if ``leanest`` has no plan.
         """
         if leanest not in self._own_shared:
             try:

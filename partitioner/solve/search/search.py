@@ -85,9 +85,9 @@ class PlanSearchResult:
     lacking: str = ""
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
-        """Return the certificate with the baselines added, or without them if their computation is interrupted.
-        ``lower_bound_s``: lower bound in seconds on plans that this search excluded.
-        """
+        """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
+        awaited, and they are left out if the user interrupts it. ``lower_bound_s``: lower bound in seconds on plans
+        that this search excluded; the bound of the certificate is at most this."""
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         try:
             baselines = self.baselines.result()
@@ -225,8 +225,8 @@ class _CandidateAttempts:
 
     ``evaluator``: plans single candidates. ``space``: the search space. ``bounds``: lower bounds on candidates.
     ``early``: chooses the first candidates, and is told each outcome. ``siblings``: skips candidates that cannot fit
-    because a similar one did not. ``best_s``: step time in seconds of the best plan so far, or the cutoff; the
-    evaluator drops candidates that take longer.
+    because another one did not that differs only in ZeRO. ``best_s``: step time in seconds of the best plan so far, or
+    the cutoff if there is none; slower plans are of no interest.
     """
 
     evaluator: CandidateEvaluator
@@ -338,7 +338,8 @@ def _search_candidates(
     as_long_s = max(_LEAST_S, search_s)
 
     def others() -> tuple[Baseline, ...]:
-        """Return the outcomes of the layouts, smaller clusters and batches with which the report compares the plan."""
+        """Return the outcomes of all alternatives with which the report compares the plan: well-known layouts, smaller
+        clusters, and other global batches."""
         if not compare:
             return ()
         until = min(deadline, time.monotonic() + as_long_s)

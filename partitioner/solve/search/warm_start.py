@@ -53,9 +53,9 @@ class WarmStart:
         self._found[candidate] = found
 
     def list_first_candidates(self) -> Iterator[MeshCandidate]:
-        """Yield the candidates to evaluate first: those of the standard layouts; for models with experts also textbook
-        layouts with distributed experts, and neighbours of the plans found.
-        """
+        """Yield the candidates that the search evaluates first, so that it soon has a good plan: those of the standard
+        layouts of the report. For models with experts, textbook layouts with distributed experts follow, and then
+        neighbours of the plans found, because the search itself is slow to find good plans for them."""
         for standard in self.standards:
             yield from self._first_that_fits(standard)
         if not self.space.experts:  # without experts the search itself finds good plans quickly
@@ -129,9 +129,9 @@ class WarmStart:
         return min(candidate.microbatch_size - 1, max(1, int(candidate.microbatch_size * share)))
 
     def _climb_from_candidate(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
-        """Yield neighbours of ``start``, a candidate that has a plan. A neighbour differs in one number, such as
-        ``tp``. When one is better, continue from it; stop if none is.
-        """
+        """Yield neighbours of ``start``, a candidate that has a plan, one at a time; a neighbour differs in one number,
+        such as ``tp``. When the caller reports a better plan for one, its neighbours follow instead. The iteration ends
+        if no neighbour is better, after a number of steps, or when time runs out."""
         here = start
         while True:
             for candidate in self._list_neighbour_candidates(here):

@@ -306,9 +306,9 @@ def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
 
 
 def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
-    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one. ``nested``: the
-    configuration with sections as inner mappings. ``options``: the options of the configuration.
-    """
+    """Return the optimizer in this project's terms, such as ``adamw``, by which the size of its states is known. An
+    unknown optimizer counts as ``adamw``, and a note for the user says so. ``nested``: the configuration with sections
+    as inner mappings. ``options``: the options of the configuration."""
     name = str(options.take_text("optimizer.name", "AdamW"))
     own = nested.get("optimizer")
     if isinstance(own, Unreadable) and "adamw" not in own.lower():

@@ -135,9 +135,8 @@ def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | No
 
 
 def _check_time(time: str) -> None:
-    """Raise :class:`PlanError` if ``time`` is no time limit that Slurm accepts, or is positive but at most four
-    minutes.
-    """
+    """Raise :class:`PlanError` if ``time`` is no time limit that Slurm accepts. Also raise it for a limit of at most
+    four minutes (0 means none): a job goes back into the queue two minutes before its limit, and would hardly run."""
     found = _TIME.fullmatch(time)
     if found is None and time.upper() not in _NO_LIMIT:
         raise PlanError(
@@ -190,9 +189,8 @@ _WAIT = [
 
 
 def _build_srun_lines(job: LaunchJob) -> list[str]:
-    """Return the lines of a batch script that start torchrun for ``job`` on all nodes with ``srun``. It runs in the
-    background, so that the script can handle signals.
-    """
+    """Return the lines of a batch script that start torchrun for ``job`` on all nodes with ``srun``. The started
+    command runs in the background of the script, so that the script itself can handle signals."""
     srun = "srun --cpu-bind=none --kill-on-bad-exit=1"
     program = shlex.join(job.program)
     restarts = f"--max-restarts={job.max_restarts}"

@@ -209,9 +209,9 @@ class _ByPlace(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Replace the functions with dropout in ``torch.nn.functional`` by this mode's own while the block runs. This
-        is needed while another function of that module runs: PyTorch reports only the outer call to modes, and not the
-        calls of dropout inside it."""
+        """Return a context in which the functions with dropout in ``torch.nn.functional`` are replaced by this mode's
+        own. It is needed while another function of that module runs: PyTorch reports only the outer call to modes, and
+        not the calls of dropout inside it."""
         known = {name: getattr(nn.functional, name) for name in _DROPPING if hasattr(nn.functional, name)}
 
         def shown(name: str) -> Callable[..., Any]:
@@ -329,10 +329,10 @@ def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) 
 
 @contextmanager
 def keep_in_float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
-    """Keep float64 models in float64 while the block runs, although their code asks for float32.
+    """Return a context in which float64 models compute in float64, although their code asks for float32.
 
-    ``dtype``: the type in which the model is planned. ``torch.finfo`` gives the limits of this type, and numbers in the
-    model's code are rounded to it.
+    ``dtype``: the type in which the model is planned. In the context ``torch.finfo`` gives the limits of this type, and
+    numbers in the model's code are rounded to it.
     """
     default, finfo = torch.get_default_dtype(), torch.finfo
 
@@ -415,8 +415,7 @@ class _ReferenceRun:
 
     def with_gradients(self, grad: bool) -> Reference:
         """Run a copy of the unmodified model once and return what it computes: outputs, loss, gradients, and buffers.
-        ``grad``: whether autograd is on.
-        """
+        ``grad``: whether autograd is on while it runs; without, there are no gradients."""
         model, double = _copy_model_by_value(self.model), self.planned is not None
         drop_looking_hooks(model)
         if double:
@@ -463,9 +462,8 @@ def _copy_model_by_value(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _nothing_recomputed() -> Iterator[None]:
-    """Disable activation checkpointing while the block runs. If the backward ran checkpointed functions again, they
-    would draw other random numbers.
-    """
+    """Return a context in which activation checkpointing is disabled. If the backward ran checkpointed functions a
+    second time, they would draw other random numbers than in the forward."""
 
     def once(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -552,8 +550,8 @@ def _held_by(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _failing_by_itself(model: nn.Module) -> Iterator[None]:
-    """Convert exceptions that the model raises in the block into :class:`InputsError`, because the model fails without
-    any plan."""
+    """Return a context that converts exceptions raised in it, by the unmodified model, into :class:`InputsError`. Its
+    message says that the model fails without any plan."""
     try:
         yield
     except PartitionError:

@@ -273,7 +273,7 @@ def _pin_candidate(constraints: Constraints, row: Candidate) -> Constraints:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode while the block runs, and afterwards give each module its previous mode."""
+    """Return a context in which ``model`` is in evaluation mode. At its end each module gets back its previous mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -127,10 +127,9 @@ def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
 
 
 def build_why_not_table(plan: Plan) -> ET.Element:
-    """Return a sortable HTML table with a row for each constraint that differs from ``plan``: whether the plan would
-    then be slower, faster or impossible, its step time or lower bound, and the reasons. The answers come from the
-    results of the search that the plan contains.
-    """
+    """Return a sortable HTML table that answers, for each of several constraints that the plan does not fulfil (such as
+    ``tp=4``), what a plan with it would be: slower, faster or impossible, its step time or a lower bound on it, and the
+    reasons. The answers come from the results of the search that ``plan`` contains."""
     columns = [("instead", False), ("answer", False), ("step time or bound", True), ("in words", False)]
     return build_table(
         "What other values of one constraint would give",

@@ -199,7 +199,8 @@ class _RankOrderBuilder:
 
 
 def _drop_missing_microbatches(order: Iterable[Action], m: int) -> Order:
-    """Return the actions of ``order`` whose microbatch has an index below ``m``, in the same order."""
+    """Return the actions of ``order`` whose microbatch has an index below ``m``, in the same order. It cuts an order
+    that was built for more microbatches than the step has."""
     return tuple(action for action in order if action.microbatch < m)
 
 

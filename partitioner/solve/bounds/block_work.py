@@ -303,7 +303,7 @@ class DeviceKinds:
 
     @property
     def differ(self) -> bool:
-        """Return whether the topology, on whose devices the blocks are timed, has several device types."""
+        """Return whether the topology has several device types, so that bounds differ by device type."""
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:

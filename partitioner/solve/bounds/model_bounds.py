@@ -59,7 +59,8 @@ BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster r
 
 
 def by_all(candidate: MeshCandidate) -> MeshCandidate:
-    """Return the candidate itself as its key, so that no two candidates share results."""
+    """Return ``candidate`` itself. It is passed as the ``key`` function of :func:`map_by_candidate_key` if no two
+    candidates may share a result."""
     return candidate
 
 
@@ -101,9 +102,9 @@ _ROUNDING = 1 - 1e-9
 
 
 def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -> StateCost:
-    """Return a lower bound on the bytes of a parameter or buffer on one rank of ``candidate``. ``cost``: the bytes of
-    the unsharded parameter or buffer. ``expert``: whether it belongs to an expert.
-    """
+    """Return a lower bound on the bytes that a rank of ``candidate`` holds of a parameter or buffer, for an even
+    division over all ranks that may shard it. ``cost``: the bytes of the unsharded parameter or buffer. ``expert``:
+    whether it belongs to an expert, so that it may also be divided over ``ep``."""
     parts, sharers = (
         (candidate.expert_tp * candidate.ep, candidate.expert_sharers) if expert else (candidate.tp, candidate.sharers)
     )
@@ -147,8 +148,8 @@ class ModelBounds:
         self._capacities: dict[tuple[int, int], tuple[int, ...]] = {}  # by stages and number of communication groups
 
     def with_job(self, job: PlannedJob) -> ModelBounds:
-        """Return a copy of these bounds for ``job``, another job with the same model, batch and topology but other
-        constraints."""
+        """Return a copy of these bounds for another job, ``job``, with the same model, batch and topology but other
+        constraints, so that the work of blocks need not be computed again."""
         other = copy(self)
         other.job = job
         return other
@@ -185,8 +186,8 @@ class ModelBounds:
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return how often each block is called, without the calls that run before the pipeline starts and those that
-        every stage runs itself."""
+        """Return a counter from block name to how often the block is called. Calls that run before the pipeline starts,
+        and calls that every stage runs itself, are not counted, because they cannot be distributed over stages."""
         return Counter(self._cuttable_blocks)
 
     def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
@@ -443,7 +444,8 @@ class ModelBounds:
 
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
         """Return a dict from block name to a lower bound on the cost of one call of the block with one microbatch of
-        ``candidate``, on the best device type. A block is a piece of the model, such as a decoder layer."""
+        ``candidate``, on the best device type, without collectives. A block is a repeated piece of the model, such as a
+        decoder layer."""
         key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:
             share, several = candidate.microbatch_size / self.samples / candidate.cp, candidate.microbatch_size > 1
@@ -533,7 +535,8 @@ class ModelBounds:
 
     def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
         """Return a lower bound in seconds on the forward of one microbatch of ``candidate`` through all stages, on the
-        fastest devices. ``floor``: known lower bounds on each block's seconds, or ``None``."""
+        fastest devices. ``floor``: known lower bounds on each block's seconds, which are used where they are tighter
+        than those of the unsharded block; ``None``: none are known."""
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
             n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()

@@ -57,9 +57,8 @@ class BlockLowerBound:
 
 @dataclass(frozen=True)
 class _WeightReads:
-    """Bytes of the weights that a block reads and bytes of their gradients, as a pair: one for the weights of experts
-    (``experts``) and one for all other weights (``others``).
-    """
+    """Bytes of weights that a call of a block reads. ``experts``: a pair for the weights of experts: bytes of the
+    weights, bytes of their gradients. ``others``: the same pair for all other weights."""
 
     experts: tuple[float, float]
     others: tuple[float, float]
@@ -85,10 +84,9 @@ class Gathers:
         self._scatters: dict[tuple[object, ...], float] = {}
 
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """Return lower bounds on the blocks' seconds including the ZeRO-3 gathers of weights of ``candidate``.
-        ``floor``: lower bounds without ZeRO, or ``None`` if none are known. The result is ``floor`` itself if the
-        candidate does not gather weights.
-        """
+        """Return lower bounds on the seconds of each block of ``candidate`` that include the gathers of weights and
+        scatters of gradients under ZeRO-3. ``floor``: lower bounds without these, or ``None`` if none are known. The
+        result is ``floor`` itself if the candidate does not gather weights."""
         gathers, copies = self.floor(candidate)
         if not gathers:
             return floor
@@ -169,8 +167,8 @@ class Gathers:
         return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
 
     def _bound_scatter_seconds(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound on the seconds of scattering all gradients of ``candidate`` once, without the start-up
-        of each collective."""
+        """Return a lower bound on the seconds of one reduce-scatter of all gradients of ``candidate``, over the fastest
+        possible groups. The start-up time of each collective is not included."""
         key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
         if key not in self._scatters:
             shards, experts = self._find_sharing_groups(candidate)
@@ -238,9 +236,9 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 
 class LeastReduced:
-    """Computes lower bounds in seconds on the gradient reduction of mesh candidates, and caches them. ``device``: the
-    best device type of the topology. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
-    placements of a mesh."""
+    """Computes lower bounds in seconds on the gradient reduction of mesh candidates (combinations of mesh sizes,
+    schedule and ZeRO stage), and caches them. ``job``: the model, batch, cluster and constraints. ``placements``: finds
+    the placements of a mesh. ``device``: the best device type of the topology."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device

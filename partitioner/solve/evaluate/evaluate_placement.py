@@ -38,10 +38,9 @@ _POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor
 
 
 class PlacementResult(NamedTuple):
-    """The best plan on one placement. ``problem``: the problem of cutting block calls into stages. ``split``: its
-    solution. ``estimate``: the estimated time and memory of a step. ``data_shares``: the number of microbatches of each
-    rank of ``dp``; empty if all ranks have equally many.
-    """
+    """The best plan on one placement (an assignment of ranks to devices). ``problem``: the problem of cutting block
+    calls into pipeline stages. ``split``: its solution. ``estimate``: the estimated time and memory of a step.
+    ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all ranks have equally many."""
 
     problem: StageProblem
     split: StageSplit
@@ -93,9 +92,8 @@ class ShareRecord:
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
-        """Record the results on one placement. ``steps``: number of microbatches of each rank of ``dp`` -> seconds of a
-        step with this division of the batch, for each division that was tried.
-        """
+        """Record the results on one placement, for :meth:`is_poor`. ``steps``: a division of the batch, as the number
+        of microbatches of each rank of ``dp`` -> seconds of a step with it, for each division that was tried."""
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
@@ -303,8 +301,9 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings of the candidate,
-        such as ZeRO and distributed experts, and those of the job. The same object is returned for the same machine."""
+        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings that decide costs:
+        those of the candidate, such as the ZeRO stage and the distribution of experts, and those of the job, such as
+        the precision. Equal calls return the same object, by whose identity other results are cached."""
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

@@ -190,8 +190,9 @@ class CandidateEvaluator:
         return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
-        """Return whether no placement of ``candidate`` that would be tried is expected to take less than ``cutoff_s``
-        seconds per step. Return ``False`` if all placements would be tried, since other bounds are tight there.
+        """Return whether every placement of ``candidate`` that :meth:`solve` would try is expected to take at least
+        ``cutoff_s`` seconds per step, so that solving it is useless. Return ``False`` if these are all possible
+        placements, since other bounds are tight there.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
         """
@@ -245,8 +246,8 @@ class CandidateEvaluator:
         self.locals.expect(wanted, self._readings(floors))
 
     def wish(self, candidate: MeshCandidate, size: int) -> None:
-        """Announce that the lower bound on the blocks of ``candidate`` will be needed soon. A second process computes
-        it next. ``size``: samples of the microbatch for which it is computed.
+        """Announce that the lower bound on the blocks of ``candidate`` will be needed soon, so that the second process
+        computes it before other announced results. ``size``: samples of the microbatch for which the bound is computed.
         """
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
@@ -469,9 +470,9 @@ class CandidateEvaluator:
         return find_recomputed_nodes(block, self.job.remade, sent)
 
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> CallCostCache:
-        """Return the cache of the costs of calls of ``local``, the graphs of one rank, on each kind of rank. ``key``:
-        the cache key of ``local``.
-        """
+        """Return the cache from which costs of calls of ``local``, the graphs of one rank, are taken. Costs are stored
+        for each kind of rank (device, speed and groups). ``key``: the cache key of ``local``; equal keys share one
+        cache."""
         if key not in self._costs:
             job = self.job
             self._costs[key] = CallCostCache(

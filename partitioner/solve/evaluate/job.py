@@ -56,8 +56,9 @@ class Job:
     layout: PinnedLayout | None = None
 
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
-        """Return a copy of ``machine`` with the candidate's settings for experts and ZeRO and with the job's settings.
-        ``machine``: the topology with the candidate's mesh laid over it."""
+        """Return a copy of ``machine`` with the settings that decide costs: those of the candidate (experts, ZeRO) and
+        those of the job (precision, reserved memory, execution profile). ``machine``: the topology with the candidate's
+        mesh laid over it."""
         return replace(
             machine,
             precision=self.precision,
@@ -73,17 +74,17 @@ class Job:
 
     @property
     def remade(self) -> Remade:
-        """Return the kind of operators that selective recomputation runs again in the backward: ``"scores"`` (attention
-        scores), ``"alternate"`` or ``"selective"``. See
-        :func:`partitioner.cost.call.recomputation.find_recomputed_nodes`."""
+        """Return which operators selective recomputation runs again in the backward: ``"scores"`` (attention scores
+        only), ``"selective"`` (also other results that are worth it) or ``"alternate"`` (also every second matrix
+        product). It is the one that the constraints request, or else ``"selective"``."""
         asked = self.constraints.recompute
         return asked if asked in ("scores", "alternate") else "selective"
 
     @property
     def made_again(self) -> Remade | None:
-        """Return the kind of operators that selective recomputation runs again (``"scores"``, ``"alternate"`` or
-        ``"selective"``), or ``None`` if the constraints exclude selective recomputation.
-        """
+        """Return which operators selective recomputation may run again in the backward: ``"scores"`` (attention scores
+        only), ``"selective"`` (also other results that are worth it) or ``"alternate"`` (also every second matrix
+        product). ``None`` if the constraints exclude selective recomputation."""
         return None if self.constraints.recompute in ("none", "full") else self.remade
 
     @property
@@ -134,9 +135,8 @@ class Job:
 
     @cached_property
     def common_experts(self) -> int:
-        """Return a number that must be a multiple of the size of the axis ``ep``, so that the experts of all layers can
-        be distributed evenly; 0 for a model without experts.
-        """
+        """Return the greatest number of ranks over which the experts of all layers can be distributed evenly; the size
+        of the axis ``ep`` must divide it. 0 for a model without experts."""
         return common_experts(self._experts)
 
     @cached_property

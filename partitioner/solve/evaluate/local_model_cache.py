@@ -162,10 +162,9 @@ class LocalModels:
         return build_local_model(model, solution, context, self._blocks)
 
     def _done_ahead(self, key: LocalKey) -> Solutions | None:
-        """Return the sharding solutions, over ``cp`` and over ``tp``, of the local model with the cache key ``key`` if
-        the second process has found them, or else ``None``. If that process is working on them, this process meanwhile
-        solves other expected problems.
-        """
+        """Return the sharding solutions, over ``cp`` and over ``tp``, of the local model (sharded graphs of one rank)
+        with the cache key ``key`` if the second process has found them, or else ``None``. If that process is still
+        working on them, this process solves other announced problems in the meantime."""
         if key in self._known:
             return self._known[key]
         if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():

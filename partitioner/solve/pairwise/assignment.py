@@ -234,7 +234,7 @@ def _find_known_choices(
 ) -> dict[int, int] | None:
     """Return a dict from each of ``nodes`` to its choice in the assignment ``near``, numbered among the choices that
     are left in the reduced problem ``reduction``. ``near``: node index -> index among the node's original choices.
-    Return ``None`` if a choice of ``near`` was removed, so that this assignment cannot serve as a starting point."""
+    Return ``None`` if a choice of ``near`` was removed, so that this assignment cannot be the result."""
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
 

@@ -163,8 +163,8 @@ def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
 
 def _measure_device_features(topology: Topology) -> NDArray[np.float64]:
     """Return the features by which devices are compared, shape ``[num_devices, 3]``; more is better. They are the peak
-    speed (FLOP/s), the usable memory (bytes) and the outward bandwidth. The last is a fraction of a network card, plus
-    the bytes/s of direct links to other nodes."""
+    speed (FLOP/s), the usable memory (bytes) and a number for the outward bandwidth: the device's fraction of a network
+    card, or, if it has direct links to other nodes, their bytes/s added to it."""
     paces, of_device = topology.paces
     speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     outward = topology.network_share.copy()

@@ -36,10 +36,9 @@ T = TypeVar("T")
 
 
 def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, T]:
-    """Call all ``attempts`` and return the (cost, result) pair with the least cost, the first one if several are equal.
-    Attempts that raise :class:`PartitionError` are skipped. If all of them do, raise the :class:`CapacityError` that
-    lacks the fewest bytes, or else the first error.
-    """
+    """Call all ``attempts``, functions that return a pair (cost, result), and return the pair with the least cost, the
+    first one if several are equal. Functions that raise :class:`PartitionError` are skipped. If all of them do, raise
+    the :class:`CapacityError` that lacks the fewest bytes, or else the first error."""
     best: tuple[float, T] | None = None
     errors: list[PartitionError] = []
     for attempt in attempts:
@@ -123,9 +122,8 @@ class Placements:
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
-        """Return whether the candidate placements of ``mesh`` cover all possible placements, so that no other placement
-        can be better. ``mesh``: axis -> number of ranks.
-        """
+        """Return whether the placements that are tried for ``mesh`` include a best one of all that are allowed, so that
+        no other one need be considered. ``mesh``: axis -> number of ranks."""
         return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
@@ -339,9 +337,9 @@ class Placements:
 
 
 def identify_equal_cost(machine: PlacedMesh) -> Hashable:
-    """Return a key of a placement. Placements with equal keys have the same cost, because their stages have equal
-    devices, groups, memory and links. ``machine``: the topology with the mesh laid over it.
-    """
+    """Return a key of the placement ``machine`` (a topology with the mesh laid over it). Placements with equal keys
+    have the same cost, because their pipeline stages have equal devices, groups, memory and links; only one of them
+    needs to be evaluated."""
     wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
     together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
     across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None

@@ -111,8 +111,9 @@ def _count_parts_per_level(levels: Sequence[int]) -> tuple[int, ...]:
 
 
 def _list_axis_factors(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterator[Factors]:
-    """Yield every way to divide the axes' ``sizes`` into factors, one for each level of links. The factors of a
-    level multiply to the number in ``ways``. Levels are ordered from the inside out; a result is indexed
+    """Yield every way to divide the sizes of the mesh axes into factors, one for each level of links (inside a node,
+    between nodes, ...), so that an axis is the product of its factors. ``sizes``: size of each axis. ``ways``: for each
+    level, from the inside out, the number to which the factors of all axes must multiply. A result is indexed
     ``[level][axis]``."""
     if not ways:
         if all(size == 1 for size in sizes):

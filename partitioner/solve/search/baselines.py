@@ -105,9 +105,8 @@ class LayoutFamily:
         return True
 
     def interleaved(self, candidate: MeshCandidate) -> list[MeshCandidate]:
-        """Return variants of ``candidate`` under the interleaved schedule with several virtual stages on each rank.
-        Numbers of virtual stages near 8 come first. The list is empty if the candidate has no pipeline or is not under
-        1F1B.
+        """Return variants of ``candidate`` under the interleaved schedule, with several virtual stages on each rank;
+        those with about 8 of them come first. The list is empty if the candidate has no pipeline or is not under 1F1B.
         """
         if candidate.pp == 1 or candidate.schedule != "1f1b" or not self.space.train:
             return []
@@ -457,9 +456,9 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
 
 def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
-    """Return the best candidate of ``space`` in which all ranks are data-parallel and share parameters, gradients and
-    optimizer states (ZeRO-3), by its lower bound in ``bounds``; ``None`` if the batch does not divide over the ranks.
-    """
+    """Return the best candidate of ``space`` in which all ranks are data-parallel and parameters, gradients and
+    optimizer states are sharded over all of them (ZeRO-3): the one with the least lower bound by ``bounds``. ``None``
+    if the batch does not divide over the ranks."""
     world = space.world_size
     if space.units % world:
         return None

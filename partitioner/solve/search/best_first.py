@@ -122,10 +122,12 @@ class SearchResult:
 
 
 class CandidatePlanner(Protocol):
-    """Interface by which the search plans and bounds single candidates."""
+    """Interface of the object by which the search plans single candidates, combinations of mesh sizes, microbatch size,
+    schedule and ZeRO stage, and computes its tightest lower bounds on them."""
 
     def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
-        """Return the best plan of a candidate. Raises :class:`PartitionError` if it has none."""
+        """Return the best plan of a mesh candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with its
+        step time. Raises :class:`PartitionError` if it has none."""
 
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
         """Return whether an evaluation of ``candidate``, which tries a part of its plans, is expected to find none that
@@ -236,10 +238,9 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str],
         before: Mapping[MeshCandidate, CandidateOutcome],
     ) -> None:
-        """Create an outcome for each candidate, with its quickest bound and the results of an earlier search.
-        ``left_out``: candidates that are reported but not searched, and the reasons. ``before``: candidate -> its
-        outcome in the earlier search.
-        """
+        """Create an outcome (record of what became of a candidate) for each of ``candidates``, with its quickest lower
+        bound. Bounds and errors of an earlier search are taken over. ``left_out``: candidates that are reported but not
+        searched, and the reasons. ``before``: candidate -> its outcome in the earlier search."""
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
         self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}
@@ -319,10 +320,10 @@ class BestFirstSearch:
         return [members for members in nodes if len(members) > 1 or self.outcomes[members[0]].is_open]
 
     def _compute_next_bound(self, members: Sequence[MeshCandidate], step: int) -> float | None:
-        """Compute and store the next bound of ``members``, candidates that are bounded together or a single one, and
-        return it in seconds; ``None`` if there is no plan. ``step``: index of the bound in the sequence of bounds for
-        groups, followed by those for single candidates.
-        """
+        """Compute the next, tighter lower bound of ``members``, store it in their outcomes, and return it in seconds;
+        ``None`` if it shows that there is no plan. ``members``: a family, whose candidates share their first bounds, or
+        a single candidate. ``step``: index of the bound in the list of bounds for families, followed by those for
+        single candidates."""
         num_family_bounds = len(self.bounds.family_bounds)
         known = [self.outcomes[candidate] for candidate in members if candidate in self.outcomes]
         rows = [row for row in known if row.is_open]

@@ -76,8 +76,9 @@ class BoundCascade:
         return found
 
     def _prefetch_shardings(self, candidates: Sequence[MeshCandidate]) -> None:
-        """Announce the shardings from which the first candidates will be bounded: those of the largest microbatches,
-        then each candidate's own. A background process may compute them ahead."""
+        """Announce the sharding problems from which the most promising candidates will be bounded: those of the largest
+        microbatches, then each candidate's own. A second process may solve them ahead. ``candidates``: the best by
+        their first bound come first."""
         first: dict[tuple[int, ...], MeshCandidate] = {}
         for candidate in candidates:
             first.setdefault(
@@ -146,8 +147,8 @@ class BoundCascade:
         return max(self.bounds.refine(candidate), even, stages, self._own_staged(candidate, np.inf), alike)
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
-        """Return the memory shortage and the stage that lacks it, for a candidate that cannot fit by its lower bounds
-        on memory; otherwise ``None``."""
+        """Return the error that says how many bytes ``candidate`` lacks and on which stage, for a candidate that cannot
+        fit in memory by its lower bounds; ``None`` if these do not show that."""
         try:
             self.bounds.refine(candidate)
         except CapacityError as error:
@@ -157,7 +158,7 @@ class BoundCascade:
         return None
 
     def _even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, if the work is
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
         divided evenly into stages. The cost of the work is that of the sharding solved for the largest microbatch with
         these mesh sizes. The result is 0 if there is no bound. Raises :class:`CapacityError` if one microbatch does not
         fit. The second argument is not used."""
@@ -169,12 +170,13 @@ class BoundCascade:
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, over all cuts
-        into stages that fit in the memory of the candidate that needs least.
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
+        stages that fit in the memory of the candidate that needs least; 0 for a single candidate, which other bounds
+        cover.
 
-        Costs are those of the sharding solved for the largest microbatch with these mesh sizes. Schedules with several
-        stages on a rank are bounded by the recomputation that memory requires. ``cutoff_s``: a bound of this many
-        seconds is tight enough.
+        Costs are those of the sharding solved for the largest microbatch with these mesh sizes. For schedules with
+        several stages on a rank no cuts are examined; the bound is then the work plus the recomputation that memory
+        requires. ``cutoff_s``: a bound of this many seconds is tight enough.
         """
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
@@ -207,9 +209,9 @@ class BoundCascade:
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, over all cuts
-        into stages that fit in the memory of the candidate that needs least; 0 if there is none. Costs are those of the
-        sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
+        stages that fit in the memory of the candidate that needs least; 0 if there is no such bound. Costs are those of
+        the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
         found = self._of_leanest(self._lean[self.family(candidates[0])], cutoff_s)
@@ -265,10 +267,10 @@ class BoundCascade:
         return needed <= self.bounds.capacity(candidate)
 
     def _bound_simulated_recompute(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Return a lower bound in seconds on steps under a simulated schedule: the work plus the recomputation that is
-        needed so that activations fit on all ranks together, where no rank computes for longer than the step.
-        ``candidates``: differ in ZeRO alone. ``cutoff_s``: a bound of this many seconds is tight enough.
-        """
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, under a schedule
+        that has to be simulated. It is the work plus the recomputation without which activations do not fit on all
+        ranks together, given that no rank computes for longer than the step. ``cutoff_s``: a bound of this many seconds
+        is tight enough."""
         candidate = min(candidates, key=self.bounds.state_bytes)
         job = self.evaluator.job
         if not job.train or candidate.pp == 1 or job.constraints.offload:
@@ -326,8 +328,8 @@ class BoundCascade:
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages, if
-        the quick search left out cuts that may matter; otherwise 0. ``cutoff_s``: a bound of this many seconds is tight
-        enough."""
+        the quick search, which leaves out very long stages, found no cut that fits in memory; otherwise 0.
+        ``cutoff_s``: a bound of this many seconds is tight enough."""
         if candidate not in self._unseen:
             return 0.0
         return self.bounds.staged(
@@ -350,8 +352,9 @@ class BoundCascade:
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages that fit in the memory
-        of that candidate which needs least, among those that differ in ZeRO alone; 0 if there is none. Costs are those
-        of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        of the candidate that needs least among those that differ only in ZeRO. Return 0 if this is ``candidate``
+        itself, since a later bound covers that case. Costs are those of the sharding solved for these candidates.
+        ``cutoff_s``: a bound of this many seconds is tight enough."""
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0

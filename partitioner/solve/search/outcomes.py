@@ -27,8 +27,8 @@ class EvaluatedCandidate:
     a step.
 
     ``least``: lower bound in seconds on the candidate's plans (``None``: equal to ``step_time``). ``partly``: whether
-    this bound covers only the placements that were tried. ``unsure``: whether untried plans of the candidate may be
-    faster, so that it is worthwhile to compute other bounds.
+    this bound covers only the placements that were tried. ``unsure``: whether some plans of the candidate were not
+    tried, so that the search may still tighten its bound by other means.
     """
 
     step_time: float

@@ -290,9 +290,9 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 
 
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
-    """Return the pairs (ep, etp) to try: the number of ranks that share the experts, and the number of ranks that share
-    one expert (0: as many as ``tp``). ``room``: the number of ranks of ``dp``, ``cp`` and ``tp`` together. ``tp``: size
-    of that axis. ``space``: the search space."""
+    """Return the pairs (ep, etp) to try: the number of ranks over which the experts are distributed, and the number of
+    ranks over which each single expert is sharded (0: as many as ``tp``). ``room``: the number of ranks of ``dp``,
+    ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space."""
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:
         return []
@@ -481,8 +481,8 @@ def _describe_tried_context(space: SearchSpace) -> str:
 
 
 def _describe_tried_parts(space: SearchSpace) -> str:
-    """Return a sentence for the certificate that says which numbers of ``dp`` ranks that share parameters, gradients
-    and optimizer states (``dp_shard``) are tried in the search space ``space``."""
+    """Return a sentence for the certificate that says which values of ``dp_shard`` are tried in the search space
+    ``space``: the numbers of ``dp`` ranks over which parameters, gradients and optimizer states are sharded."""
     what = "Sharding states over a part of the data-parallel ranks"
     if space.constraints.zero is not None:
         return f"{what} was not tried, since the stage of ZeRO is fixed."

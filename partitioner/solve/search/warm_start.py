@@ -70,8 +70,9 @@ class WarmStart:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.cutoff_s)
 
     def _first_that_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
-        """Yield candidates of the layout ``standard`` until the plan of one is found to fit. The first is always
-        yielded, because the report shows it; the others only if they may be better than the best plan so far."""
+        """Yield candidates of the layout ``standard`` one after the other, until the caller reports a plan for one. The
+        first is always yielded, because the report shows it; the others only if they may be better than the best plan
+        so far."""
         tried = 0
         for candidate in standard.candidates[: 1 if standard.excluded else None]:
             if tried and not self._is_worth(candidate):

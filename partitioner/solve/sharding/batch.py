@@ -177,17 +177,18 @@ class BatchCosts:
     moved: float = 1.0
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the cost of running the operator ``node`` by ``strategy``, in the units of :attr:`total`: its work,
-        divided by ``num_ranks`` if the strategy divides it; 0 for operators that need not be divided."""
+        """Return the cost of running the operator ``node`` by ``strategy`` (layouts of its operands and results), a
+        number proportional to its share of the model's work. It is divided by ``num_ranks`` if the strategy divides the
+        work, and 0 for operators that need not be divided."""
         if node in self.alone:  # every microbatch needs it whole; dividing it would have samples meet at its gradient
             return 0.0
         work = _ALL_WORK * node_work(node) / max(self.total, 1.0)
         return work / num_ranks if strategy.factor is not None else work
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the cost of one change of a tensor from layout ``source`` to ``target``, and back for its gradient if
-        ``differentiable``; ``math.inf`` if it is impossible. It has no dimension and is relative to the work of the
-        model. ``spec``: whole shape and dtype of the tensor."""
+        """Return the cost of changing a tensor from layout ``source`` to ``target``, a number comparable with the costs
+        of operators; ``math.inf`` if the change is impossible. ``differentiable``: whether its gradient has to be
+        changed back too. ``spec``: whole shape and dtype of the tensor."""
         if source == target:
             return 0.0
         reshard = RESHARDS.get((source.kind, target.kind))

@@ -250,7 +250,8 @@ class _ContextRules:
 
 
 def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
-    """Return for each operand of ``node`` whether it is one of ``states`` (names of placeholders) or a view of one."""
+    """Return for each operand of ``node`` whether it is a parameter or buffer, or a view of one. ``states``: names of
+    the placeholders (inputs of the graph) that are parameters or buffers."""
     found = []
     for operand in operands_of(node):
         while operand.op == "call_function" and len(operand.all_input_nodes) == 1 and is_view(operand):

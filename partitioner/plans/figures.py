@@ -138,11 +138,12 @@ class WaitingShares:
 
 
 def waiting_shares(plan: Plan) -> WaitingShares:
-    """Return the pipeline bubble of ``plan``, for the slowest rank and for the mean rank.
+    """Return the fractions of a step in which the slowest rank and the mean rank of ``plan`` wait in the pipeline (the
+    bubble).
 
-    All ranks have the same step time. A rank waits as long as the slowest rank does, and in addition for the difference
-    between the work of the slowest rank and its own. The work of a rank is the forward and backward of its stage, in
-    proportion to its microbatches if data-parallel replicas have different numbers of them.
+    The slowest rank is the one with the most work. All ranks have the same step time, so each of the others waits as
+    long as the slowest one, and in addition for as long as it has less work. The work of a rank is the forward and
+    backward of its stage, in proportion to its microbatches if data-parallel replicas have different numbers of them.
     """
     estimate = plan.estimate
     works = [stage.forward_s + stage.backward_s for stage in estimate.stages]

@@ -96,11 +96,12 @@ def torchrun_commands(job: LaunchJob) -> str:
 
 
 def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | None = None) -> str:
-    """Return a batch script for ``sbatch`` that starts torchrun once on each node. The job goes back into the queue if
-    it fails or shortly before its time limit.
+    """Return a batch script for ``sbatch`` that starts torchrun once on each node. If the job fails, or shortly before
+    its time limit, the script puts the job back into Slurm's queue.
 
-    ``time``: the time limit as Slurm writes it, such as ``24:00:00``. ``partition``: the Slurm partition. Raise
-    :class:`PlanError` if ``time`` is malformed or so short that the job would go back into the queue at once.
+    ``time``: the time limit as Slurm writes it, such as ``24:00:00``. ``partition``: the Slurm partition. ``None``:
+    Slurm's default. Raise :class:`PlanError` if ``time`` is malformed or so short that the job would go back into the
+    queue at once.
     """
     if time is not None:
         _check_time(time)

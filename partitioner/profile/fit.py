@@ -166,10 +166,10 @@ def _round_to_octave(size: float) -> float:
 
 def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
     """Return a copy of ``device`` with figures fitted to the matrix products ``samples``: the peak FLOP/s by precision,
-    the fraction of it by the smallest of M, N and K, and the rate at which products move memory.
+    the fraction of the peak that is reached, by the smallest of M, N and K, and the rate at which products move memory.
 
-    The products with the greatest smallest dim define the peak. The memory rate is the one of 25 trials with the least
-    errors.
+    The peak is the FLOP/s of the products whose smallest dim is greatest, because large products are the fastest. For
+    the memory rate 25 values are tried, and the one with the least errors is taken.
     """
     leading = max({s.kernel.precision for s in samples}, key=lambda p: sum(s.kernel.precision == p for s in samples))
     curve_samples = [s for s in samples if s.kernel.precision == leading]

@@ -166,11 +166,10 @@ def block_work(
     fused_casts: bool = False,
 ) -> BlockWork:
     """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
-    ``device``. ``train``: the call has a backward. ``fp8``: products with weights are in fp8. ``fused_casts``: the
-    kernel in front of a product writes its operand in fp8. ``how``: the kind of selective recomputation (``"scores"``,
-    ``"selective"``, ``"alternate"``); recomputed operators cost no time and no memory here. ``None``: nothing is
-    recomputed.
-    """
+    ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with weights are in fp8.
+    ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8, so that no separate
+    cast is needed. ``how``: the kind of selective recomputation (``"scores"``, ``"selective"``, ``"alternate"``), whose
+    operators then cost no time and no memory; ``None``: nothing is recomputed."""
     found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
     once = _copy_block_graph(block)
     if not read_heads_once(once):
@@ -292,8 +291,8 @@ class DeviceKinds:
     """Computes lower bounds on the time of blocks (such as a decoder layer) on each device type of a topology, for many
     mesh candidates at once.
 
-    ``works``: the work of each block on each device type. ``often``: block name -> number of calls. ``samples``: the
-    number of samples of a batch in the block graphs. ``counts``: the number of devices of each type.
+    ``works``: the work of each block on each device type. ``often``: block name -> number of calls in the model.
+    ``samples``: the number of samples that the block graphs are for. ``counts``: the number of devices of each type.
     """
 
     works: Works

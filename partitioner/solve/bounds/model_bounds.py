@@ -251,10 +251,10 @@ class ModelBounds:
         return found
 
     def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
-        """Return upper bounds on the speeds of the groups of ranks that do a candidate's work: the distinct speeds,
-        fastest first, the number of groups of each, and the number of pipelines that they form. A group is the ranks
-        that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or a whole stage. ``speeds``:
-        speed of each device type relative to the best one."""
+        """Return upper bounds on the speeds with which groups of ranks do the work of ``candidate``: the distinct
+        speeds, fastest first, the number of groups of each, and the number of pipelines that all groups form. A group
+        is the ranks that wait for each other in every microbatch: those of ``tp`` and ``cp``, or all ranks of a stage.
+        ``speeds``: speed of each device type relative to the best one."""
         apart = self.may_differ(candidate)
         size = candidate.tp * candidate.cp if apart else self.topology.num_devices // candidate.pp
         return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
@@ -428,13 +428,13 @@ class ModelBounds:
         speed: float | None = None,
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Return lower bounds on the stage times of ``candidate``, on the assumption that ``tp`` divides all work and
-        tensors evenly and without collectives.
+        """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. They assume that
+        ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding.
 
         ``floor``: known lower bounds on each block's seconds, or ``None``. ``speed``: the speed of the fastest stage
-        relative to the best device type; by default computed for the candidate. ``how``: ``cutoff_s`` (a bound of this
-        many seconds is tight enough) and ``quick`` (skip long stages). Raises :class:`CapacityError` or
-        :class:`PlanError` if no plan can exist.
+        relative to the best device type; ``None``: it is computed for the candidate. ``how``: ``cutoff_s`` (stop when
+        the bound reaches this many seconds) and ``quick`` (leave out very long stages). Raises :class:`CapacityError`
+        or :class:`PlanError` if no plan can exist.
         """
         fastest = self.speeds(candidate)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}

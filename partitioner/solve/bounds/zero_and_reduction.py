@@ -144,14 +144,14 @@ class Gathers:
         return floor
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
-        """Return a lower bound in seconds on a step under ZeRO-2, where each of the ``m`` backwards of a stage except
-        the last scatters gradients (``m``: number of microbatches).
+        """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where each of the ``m`` backwards of
+        a stage except the last scatters gradients. ``m``: number of microbatches.
 
         ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
         through all stages. The backwards of a stage hide as many seconds of scatters as they take, so the shorter the
-        step, the less is hidden. The bound is computed for the mean over all stages, which is at most the slowest
-        stage, because the exposed seconds are a convex function and nothing waits for the exposed seconds of earlier
-        stages. ``candidate``: the mesh sizes and the schedule.
+        step, the less is hidden. The bound is computed for a stage with the mean work of all stages. The slowest stage
+        takes at least as long, because the seconds that stay exposed are a convex function of the work, and no stage
+        waits for the exposed seconds of an earlier one.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1

@@ -73,9 +73,9 @@ def split_of(
 ) -> StageSplit:
     """Return the best cut of the block calls of ``problem`` into stages under the candidate's schedule.
 
-    For simulated schedules: ``proven``: also compute a tight lower bound. ``improved``: also search cuts that fill the
-    pipeline better. ``cutoff_s``: cuts that take at least this many seconds are of no interest. Raises
-    :class:`CapacityError` or :class:`PlanError` if there is no cut.
+    ``proven``: whether to compute a tight lower bound too. ``improved``: whether to search also for cuts that fill the
+    pipeline better. Both matter only for schedules that are simulated. ``cutoff_s``: cuts that take at least this many
+    seconds are of no interest. Raises :class:`CapacityError` or :class:`PlanError` if there is no cut.
     """
     if is_formula(candidate.schedule):
         return solve_stages(problem)

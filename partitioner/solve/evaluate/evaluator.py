@@ -45,14 +45,14 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 class SolvedCandidate:
     """The best plan of a mesh candidate before its program is emitted.
 
-    ``num_microbatches``: the number of the rank of ``dp`` with the most. ``local``: the graphs of one rank. ``stages``:
-    the cut into stages. ``estimate``: time and memory of a step. ``context_model``: the model before its sequence is
-    sharded over ``cp``. ``stage_of_call``: the stage index of each call of ``local.model``. ``devices``: the device
-    index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``: indices of those
-    that recompute selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how gradients are
-    reduced. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have equally many.
-    ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the cutoff of the
-    search if that is smaller.
+    ``num_microbatches``: number of microbatches of a rank; if ranks of ``dp`` have different numbers, the greatest.
+    ``local``: the graphs of one rank. ``stages``: the cut into stages. ``estimate``: time and memory of a step.
+    ``context_model``: the model before its sequence is sharded over ``cp``. ``stage_of_call``: the stage index of each
+    call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices of the calls that are
+    recomputed in full. ``selective``: indices of those that recompute selectively. ``offload``: the kinds of data kept
+    in host memory. ``reducing``: how gradients are reduced. ``data_shares``: the number of microbatches of each rank of
+    ``dp``; empty if all have equally many. ``lower_bound_s``: every plan of the candidate takes at least this many
+    seconds, or at least the cutoff of the search if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -98,13 +98,13 @@ class CandidateEvaluator:
         improved: bool = True,
         cutoff_s: float = math.inf,
     ) -> SolvedCandidate:
-        """Return the best plan of ``candidate``. ``devices``: the device of each rank; if ``None``, the placement is
-        searched.
+        """Return the best plan of ``candidate``. ``devices``: the device index of each rank; if ``None``, the placement
+        is searched.
 
-        ``proven``: also compute a tight lower bound on the cut into stages, which doubles the time under simulated
-        schedules. ``improved``: under simulated schedules, also search for cuts that fill the pipeline better.
-        ``cutoff_s``: plans that take at least this many seconds per step are of no interest, and bounds need not be
-        tighter.
+        ``proven``: whether to compute a tight lower bound on the cut into stages too, which doubles the time under
+        simulated schedules. ``improved``: whether, under simulated schedules, to search also for cuts that fill the
+        pipeline better. ``cutoff_s``: plans that take at least this many seconds per step are of no interest, and
+        bounds need not be tighter.
 
         Raises :class:`PlanError` (:class:`CapacityError` if memory does not suffice) or
         :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.
@@ -164,12 +164,12 @@ class CandidateEvaluator:
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
-        """Return a function ``seconds(machine)`` that estimates a placement (a topology with the mesh of ``candidate``
-        laid over it) by the seconds of its step under the 1F1B schedule, which is quick to compute; infinite if the
-        candidate does not fit there.
+        """Return a function ``seconds(machine)`` that estimates how good a placement is (a topology with the mesh of
+        ``candidate`` laid over it): the seconds of a step there under the 1F1B schedule, which is quick to compute;
+        infinite if the candidate does not fit there.
 
-        Placements differ in devices, links and collectives. The step ends in another way than under the candidate's own
-        schedule, where reductions of gradients start earlier, so the estimate serves to compare placements only.
+        The estimate serves only to compare placements, which differ in devices, links and collectives. It is not the
+        step time of the candidate, under whose own schedule gradient reductions start earlier.
         """
         placement_evaluator = self._build_placement_evaluator(
             replace(candidate, schedule="1f1b", virtual_stages=1), proven=False
@@ -223,9 +223,9 @@ class CandidateEvaluator:
         """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one
         microbatch of ``candidate``, on any placement. ``None`` means that there is no bound.
 
-        The bound is computed for a microbatch of ``size`` samples and scaled to the candidate's microbatch size. This
-        is valid because a smaller microbatch takes at least as long per sample: each cost is a start-up time plus a
-        term that grows at most linearly with the batch. Every divisor of the smaller size must divide the larger one.
+        The bound is computed for a microbatch of ``size`` samples, a multiple of the candidate's microbatch size, and
+        scaled down to the latter. This is valid because a smaller microbatch takes at least as long per sample: each
+        cost is a start-up time plus a term that grows at most linearly with the batch.
         """
         if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None

@@ -27,8 +27,8 @@ class Job:
 
     - ``model``: the model as calls of blocks (equal layers share one block). Its graphs are for the whole batch, or for
       one group of samples if samples interact within groups. They are marked with the gradients that they need.
-    - ``global_batch``: number of samples of a step. ``train``: the plan is for training. ``precision``: number format
-      of most of the work, such as ``"bf16"``. ``batch``: the layouts that split the batch into microbatches and
+    - ``global_batch``: number of samples of a step. ``train``: whether the plan is for training. ``precision``: number
+      format of most of the work, such as ``"bf16"``. ``batch``: the layouts that split the batch into microbatches and
       data-parallel parts. ``profile``: how the plan is executed, such as the framework and its kernels.
     - ``reserve``: bytes of every rank's memory that stay free. ``reserves``: mesh candidate -> further reserved bytes.
       ``refused``: mesh candidate -> error to raise, for candidates whose emitted programs are known not to fit.

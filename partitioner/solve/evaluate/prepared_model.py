@@ -74,8 +74,8 @@ class PreparedModel:
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
-        """Return three values: the model as calls of blocks (equal layers share one), the layouts that split its batch,
-        and the global batch size. For contributors.
+        """Return three values, from which planning starts: the model as calls of blocks (equal layers share one), the
+        layouts that split its batch, and the global batch size.
 
         ``global_batch``: the number of samples; ``None``: that of the given inputs. If ``constraints`` say that samples
         interact within groups, the graphs are for one group, and the inputs are those of all groups. ``device``: the
@@ -112,8 +112,9 @@ class PreparedModel:
         and the global batch size. Its graphs are for one group of ``size`` samples, and its loss is that group's part
         of the mean over all groups.
 
-        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: check that
-        the batch is a whole number of groups. ``device``: the device type to capture for, such as ``"cpu"``.
+        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: the
+        user's; with them it is checked that the batch is a whole number of groups. ``device``: the device type to
+        capture for, such as ``"cpu"``.
         """
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch

@@ -108,8 +108,8 @@ class ReducedProblem:
         """Reduce this assignment problem (choose one of several choices for each node at least cost) until no reduction
         step applies. Raise :class:`InfeasibleAssignmentError` if a node has no choice left.
 
-        ``dominance``: whether to remove dominated choices too, the most expensive step. A later call with ``dominance``
-        continues from the present state.
+        ``dominance``: whether also to remove choices that are never better than another one, which is the most
+        expensive step. A call with it may follow a call without it, and continues from there.
         """
         for node in self.nodes:
             self._drop_choices(node, np.isfinite(self.costs[node]))

@@ -116,10 +116,12 @@ def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iter
 
 
 def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
-    """Yield placements, arrays of shape ``[ranks]`` with device indices. ``order``: all device indices, in which each
-    ``size`` consecutive devices form a group: it gets the ranks with one index of ``pp`` and one of ``dp``. ``mesh``:
-    axis -> number of ranks. If there are few groups, there is one placement for every order of them; otherwise there is
-    one for every way to divide ``pp`` and ``dp`` between "inside a node" and "between nodes".
+    """Yield placements, arrays of shape ``[ranks]`` with the device index of every rank. Devices are taken in groups of
+    ``size``, each of which gets the ranks with one index of ``pp`` and one of ``dp``. If there are few groups, there is
+    one placement for every order of the groups; otherwise there is one for every way to divide ``pp`` and ``dp``
+    between "inside a node" and "between nodes".
+
+    ``order``: all device indices; each ``size`` consecutive ones form a group. ``mesh``: axis -> number of ranks.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     groups = order.reshape(-1, size)

@@ -361,11 +361,10 @@ def _in_groups(machine: PlacedMesh) -> float:
 
 
 def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
-    """Yield the placements, arrays of shape ``[ranks]`` with device indices, that differ from ``devices`` by one
-    exchange: of two stages, of two groups of different stages or, if ``inside``, of two devices. A group is the ranks
-    with one index of ``pp`` and one of ``dp``. ``devices``: the device index of each rank. ``mesh``: axis -> number of
-    ranks.
-    """
+    """Yield the placements, arrays of shape ``[ranks]`` with device indices, that differ from the placement ``devices``
+    by one exchange: of the devices of two stages, of two groups of different stages or, if ``inside``, of two single
+    ranks. A group is the ranks with one index of ``pp`` and one of ``dp``. ``devices``: the device index of each rank.
+    ``mesh``: axis -> number of ranks."""
     stages = mesh.get("pp", 1)
     by_stage = devices.reshape(stages, -1)
     for a, b in combinations(range(stages), 2):

@@ -30,7 +30,7 @@ _activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size") 
 
 class BoundCascade:
     """The sequence of lower bounds that the search computes for ``candidates`` and their families. A family is the
-    candidates of ``space`` that differ in ZeRO alone.
+    candidates of ``space`` that differ only in ZeRO (its stage, and the number of ranks that shard).
 
     The first bounds come from the unsharded model without collectives (``bounds``). Then a sharding is solved
     (``evaluator``) for the largest microbatch; it bounds the collectives of smaller microbatches too, so one sharding
@@ -120,13 +120,14 @@ class BoundCascade:
 
     @cached_property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """Return the functions that bound one candidate, increasingly tight.
+        """Return the functions that bound one candidate, in the order in which they are called, from the quickest to
+        the tightest.
 
-        The first checks whether parameters and optimizer states fit. The next ones use the sharding of the largest
-        microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the same with
-        the candidate's own sharding, where the best stages are first computed in the memory of that candidate which
-        needs least among those that differ in ZeRO alone. The last one evaluates placements on a cluster of equal
-        devices, if not all placements are tried.
+        The first checks whether parameters and optimizer states fit. The next ones use the sharding solved for the
+        largest microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the
+        same bounds are computed with the candidate's own sharding; there, the memory of the leanest candidate among
+        those that differ only in ZeRO is tried before the candidate's own memory. The last function evaluates
+        placements on a cluster of equal devices, if not all placements are tried.
         """
         relaxed = self._held, self._gathered, self._bound_candidate_stages, self._bound_stages_thoroughly
         return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
@@ -403,11 +404,12 @@ class BoundCascade:
         return self.evaluator.floor(candidate, self._find_largest_microbatch(candidate))
 
     def _find_largest_microbatch(self, candidate: MeshCandidate) -> int:
-        """Return the largest microbatch size whose sharding bounds the candidate's and that fits on a device.
+        """Return the microbatch size for which a sharding is solved to bound ``candidate``: the largest one that fits
+        on a device and whose sharding bounds the candidate's.
 
         It is a multiple of the candidate's size, and it is divisible by ``tp`` exactly if the candidate's size is,
         because that decides whether the batch itself may be sharded over ``tp``. If the largest size that fits with the
-        fewest stages qualifies, it is used instead: it is smaller and gives a tighter bound.
+        fewest stages meets these conditions, it is used instead: it is smaller and gives a tighter bound.
         """
         size, tp = candidate.microbatch_size, candidate.tp
         known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]

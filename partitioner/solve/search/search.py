@@ -69,12 +69,12 @@ _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at fo
 
 @dataclass(frozen=True)
 class PlanSearchResult:
-    """Result of the search: the plan, its certificate, and the baselines (well-known layouts for comparison), which may
-    still be computed in the background.
+    """Result of the search: the plan (``chosen``), its certificate, and the baselines (well-known layouts for
+    comparison), which may still be computed in the background.
 
-    ``chosen``: the plan. ``rows``: candidate -> its outcome. ``ahead``: an earlier best plan and its program, which is
-    written in the background, or ``None``. ``lacking``: the memory shortage that made the search choose offload; empty
-    if there was none.
+    ``rows``: candidate -> its outcome. ``ahead``: the plan that was the best before schedules with several virtual
+    stages were tried, with its program, which a background process writes already; ``None`` if no such process was
+    started. ``lacking``: the memory shortage that made the search choose offload; empty if there was none.
     """
 
     chosen: SolvedCandidate
@@ -206,10 +206,10 @@ def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
 @dataclass(frozen=True)
 class _SearchRequest:
     """Arguments of a search for a plan. ``progress``: called with the state of the search, or ``None``. ``compare``:
-    whether to plan the standard layouts for comparison. ``deadline``: end of the search on the clock of
+    whether to plan well-known layouts for comparison. ``deadline``: end of the search on the clock of
     :func:`time.monotonic`. ``cutoff_s``: plans of at least this many seconds per step are of no interest. ``emit``:
-    writes the program of a plan. ``other_batch``: returns the job with another global batch.
-    """
+    function that writes the program of a plan, or ``None``. ``other_batch``: function that returns the job with another
+    global batch, for comparison, or ``None``."""
 
     progress: Callable[[SearchProgress], None] | None
     compare: bool

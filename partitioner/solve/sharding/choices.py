@@ -40,10 +40,10 @@ class LayoutRules:
 
     ``inputs``: the layouts that a model input may have (replicated only, if it is not named). ``outputs``: those that a
     model output may have (sharded or replicated, if it is not named). ``pins``: the one layout of a value, input or
-    state. ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: no state is sharded,
-    and the gradient of a trained state is a partial sum. ``partial_values``: values between calls may be partial sums.
-    ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag (each rank has a piece from the start and
-    one from the end), and operators on them have further strategies.
+    state. ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: whether no state may
+    be sharded, so that the gradient of a trained state is a partial sum. ``partial_values``: whether values between
+    calls may be partial sums. ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag (each rank has a
+    piece from the start and one from the end), and operators on them have further strategies.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)

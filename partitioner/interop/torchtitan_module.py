@@ -93,9 +93,9 @@ class _Reader:
         return None
 
     def _assign(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
-        """Store ``value`` under an assignment's target: a variable in ``names`` (variable -> value), or a field of a
-        configuration in it, such as ``config.training.steps``. Other targets are ignored.
-        """
+        """Store ``value`` under the target of an assignment: a variable in ``names`` (variable -> value), or a field of
+        a configuration that is the value of such a variable, as in ``config.training.steps = 10``. Other targets are
+        ignored."""
         if isinstance(target, ast.Name):
             names[target.id] = value
             return

@@ -170,9 +170,8 @@ def _list_axis_groups(plan: Plan, axis: str) -> NDArray[np.int64]:
 
 
 def _describe_collectives(axis: str, groups: Sequence[Group]) -> _Uses:
-    """Return texts on how the collectives of the mesh axis ``axis`` use the links. ``groups``: the axis's groups of
-    ranks; the slowest one is described.
-    """
+    """Return texts on how the collectives of the mesh axis ``axis`` use the links, for the report. ``groups``: the
+    groups of ranks along the axis; if they differ, the slowest one is described."""
     slowest = min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
     cells = {}
     for tier in slowest.tiers:

@@ -182,9 +182,8 @@ def verify(
 
 
 def counters_of(program: Program, model: nn.Module) -> list[str]:
-    """Return the names of the states of ``program`` that are Python numbers in the model's modules and that forward
-    changes.
-    """
+    """Return the names of those states of ``program`` that are Python numbers in the model's modules, such as a step
+    counter, and that forward changes, so that they are compared too."""
     held = dict(model.named_buffers(remove_duplicate=False))
     changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
     return [name for name in changed if number_of(model, name) is not None]

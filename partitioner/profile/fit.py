@@ -152,8 +152,8 @@ def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType)
     most = [(memory_rate("default", device, num_bytes), rate) for num_bytes, rate in rates]
 
     def error(efficiency: float) -> float:
-        """Return the sum of the relative errors of the measured rates if the kernel reaches the fraction
-        ``efficiency``."""
+        """Return the sum of the relative errors of the measured rates (bytes/s) if this kind of kernel reaches the
+        fraction ``efficiency`` of the memory bandwidth."""
         return sum(abs(rate / min(efficiency * device.memory_bandwidth, cap) - 1) for cap, rate in most)
 
     return min((rate / device.memory_bandwidth for _, rate in rates), key=error)

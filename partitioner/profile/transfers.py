@@ -32,8 +32,9 @@ _LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers
 
 @dataclass(frozen=True)
 class _TransferRun:
-    """A transfer to measure on this rank. ``start(compute)`` runs ``calls`` transfers, each after one call of
-    ``compute`` on one of the ranks that take part. ``busy``: whether this rank takes part."""
+    """A transfer to measure on this rank. ``start(compute)``: a function that runs ``calls`` transfers one after the
+    other; before each of them, one of the ranks that take part calls ``compute``. ``busy``: whether this rank takes
+    part."""
 
     start: Callable[[Callable[[], None]], None]
     calls: int = 1

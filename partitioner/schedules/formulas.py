@@ -173,7 +173,8 @@ def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...],
 
 def _compute_upper_hull(counts: set[Counts]) -> tuple[Counts, ...]:
     """Return the pairs of ``counts`` that maximise ``a * first + b * second`` for some non-negative ``a`` and ``b``,
-    from the largest to the smallest first number."""
+    from the largest to the smallest first number. These are the numbers of microbatches that can need the most memory,
+    where ``a`` and ``b`` are the bytes of the two kinds of microbatches."""
     hull: list[Counts] = []
     for x, y in sorted(counts, key=lambda pair: (-pair[0], -pair[1])):
         if hull and y <= hull[-1][1]:

@@ -104,7 +104,8 @@ def find_steady_state(
         return None  # a table is for one number of microbatches
 
     def orders(p: int, m: int) -> tuple[Order, ...]:
-        """Return each rank's order of actions for ``p`` pipeline ranks and ``m`` microbatches."""
+        """Return each rank's order of actions under the given schedule, for ``p`` pipeline ranks and ``m``
+        microbatches."""
         return schedule_orders(schedule, p, m, chunks)
 
     wanted = None
@@ -191,7 +192,9 @@ def _piece_to_item(piece: Sequence[Instruction]) -> Item:
 
 
 def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> int | None:
-    """Return the microbatch index of ``instruction`` minus ``first``; ``None`` if either does not exist."""
+    """Return the microbatch index of ``instruction`` minus ``first``, so that equal pieces of instruction lists for
+    different microbatches compare as equal; ``None`` if the instruction has no microbatch or ``first`` is ``None``.
+    ``first``: the microbatch index of the piece that contains the instruction."""
     return None if first is None or instruction.microbatch is None else instruction.microbatch - first
 
 

@@ -323,7 +323,8 @@ class DeviceKinds:
 
     def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return lower bounds on the forward plus backward seconds of one microbatch in each block on every device
-        type, shape ``[kinds, blocks, candidates]``."""
+        type, shape ``[kinds, blocks, candidates]``. Blocks are in the order of ``self.often``, device types in the
+        order of the topology."""
         return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:

@@ -75,7 +75,7 @@ class BatchSharing:
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Return whether it is useful to give the ranks of ``dp`` unequal numbers of microbatches on the placement
+        """Return whether ranks of ``dp`` should be allowed unequal numbers of microbatches on the placement
         ``machine``: their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers."""
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
         return free and len(machine.distinct_pipelines) > 1

@@ -309,8 +309,8 @@ class CandidateEvaluator:
 
     def _check_offload(self, expected: Estimate, machine: PlacedMesh) -> None:
         """Raise :class:`CapacityError` if the memory or the disk of a host is too small for the data that its ranks
-        offload. ``expected``: the estimate, which has these bytes for each stage. ``machine``: the placement.
-        """
+        offload. ``expected``: the estimate of the plan, which has the offloaded bytes of each stage. ``machine``: the
+        placement, which says on which host each rank runs."""
         topology, devices = self.job.topology, machine.device_of_rank
         held = [s for s, ranks in zip(expected.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks]
         try:

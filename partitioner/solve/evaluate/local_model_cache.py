@@ -214,10 +214,10 @@ class LocalModels:
     def _solve_local_sharding(
         self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
-        """Return three values: the model of one microbatch on a rank along ``cp``, its sharding over ``cp`` (``None``
-        if ``cp`` is 1), and its sharding over ``tp``. ``key``: the cache key. ``num_microbatches``: those of one rank.
-        ``known``: the two shardings if they were found before.
-        """
+        """Return three values: the model of one microbatch with the shapes of one rank of ``cp``, its sharding over
+        ``cp`` (``None`` if ``cp`` is 1), and its sharding over ``tp``. ``key``: the cache key of the local model
+        (sharded graphs of one rank). ``num_microbatches``: those of one rank. ``known``: the two shardings if they were
+        found before; then no problem is solved."""
         tp, cp, _, _, _, experts = key
         batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:

@@ -154,9 +154,9 @@ class ReducedProblem:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
-        """Move costs from the tables of ``node`` (costs of pairs of choices) that have changed into the costs of single
-        nodes: the minimum of each row and column. Then drop tables of zeros, and choices with infinite cost. Return
-        whether choices of ``node`` were dropped."""
+        """Simplify those cost tables of ``node`` (costs of pairs of choices with a neighbour) that changed since the
+        last call: subtract the minimum of each row and column and add it to the costs of the choices of single nodes.
+        Then drop tables of zeros, and choices with infinite cost. Return whether choices of ``node`` were dropped."""
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:

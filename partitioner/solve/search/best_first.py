@@ -73,11 +73,12 @@ class Bounds(Protocol):
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """The state of a running search, for progress reports.
+    """The state of a running search for the best plan, for progress reports.
 
-    ``num_evaluated``: candidates evaluated so far. ``num_open``: entries of the queue that may still be better.
-    ``best``: step time in seconds of the best plan so far, or ``None``. ``candidate``: the candidate that is processed
-    now, and ``bound``: the lower bound on it in seconds. ``num_bounded``: how many bounds were tightened.
+    ``num_evaluated``: candidates evaluated so far. ``num_open``: entries of the search's queue (candidates, or families
+    of them) that may still be better than the best plan. ``best``: step time in seconds of the best plan so far, or
+    ``None``. ``candidate``: the candidate that is processed now, and ``bound``: the lower bound on it in seconds.
+    ``num_bounded``: how many bounds were tightened.
     """
 
     num_evaluated: int
@@ -135,8 +136,8 @@ class CandidatePlanner(Protocol):
         skipped without a change of its bound. Raises :class:`PartitionError` if the candidate has no plan."""
 
     def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
-        """Return the tightest lower bound in seconds on the candidate's plans. A bound of ``upper_bound_s`` is tight
-        enough."""
+        """Return the tightest lower bound in seconds on the step times of the candidate's plans. The computation may
+        stop when the bound reaches ``upper_bound_s`` seconds."""
 
     def estimate_effort(self, candidate: MeshCandidate) -> float:
         """Return the effort of evaluating a candidate with several virtual stages on a rank, as a fraction of the total

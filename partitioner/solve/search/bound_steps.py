@@ -308,8 +308,9 @@ class BoundCascade:
         return self._needs[key]
 
     def again_s(self, candidate: MeshCandidate) -> float:
-        """Return the approximate seconds of recomputation in a step, for an even division into stages on ranks that all
-        hold as many microbatches as the fullest rank. Raises :class:`PartitionError` if the candidate has no plan."""
+        """Return approximately how many seconds of a step of ``candidate`` recomputation takes. It is assumed that work
+        is divided evenly into stages, and that all ranks hold as many microbatches as the fullest rank. Raises
+        :class:`PartitionError` if the candidate has no plan."""
         model, of_block, _ = self.evaluator.least(candidate)
         costs = [of_block[call.block] for call in model.calls if not call.prologue]
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)

@@ -224,8 +224,9 @@ def best_schedule(
     better: EvaluatedCandidate | None = None
 
     def tried(candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate | None:
-        """Return the plan of ``candidate``; ``None`` if it has none, or if its bounds show that it takes at least
-        ``cutoff_s`` seconds. Append a row for the report if it was planned or has no plan."""
+        """Return the plan of ``candidate``. Return ``None`` if it has none, or, without planning it, if its lower
+        bounds show that it takes at least ``cutoff_s`` seconds. A candidate that was planned, or has no plan, gets a
+        row in the report."""
         least = float(bounds.times([candidate])[0])
         if least >= cutoff_s:
             return None
@@ -305,10 +306,9 @@ def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
 def _add_rows_to_certificate(
     certificate: Certificate, rows: Sequence[Candidate], best: SolvedCandidate, found: SolvedCandidate
 ) -> Certificate:
-    """Return ``certificate`` with ``rows`` appended. ``found``: the plan that it certifies. If ``best`` is another
-    plan, the objective, the chosen row, the bound and the gap become those of ``best``, and the old bound is stored as
-    the one of the schedules that the search covers.
-    """
+    """Return ``certificate`` with ``rows`` appended. ``found``: the plan that it certifies. ``best``: the best plan
+    now. If this is another plan, the objective, the chosen row, the bound and the gap become those of ``best``, and the
+    old bound is stored as the one that covers only the schedules of the search."""
     rows = [row.model_copy(update={"beside": True}) for row in rows]
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})

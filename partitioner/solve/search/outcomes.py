@@ -72,8 +72,9 @@ class CandidateOutcome:
 
     @property
     def lower_bound_s(self) -> float:
-        """Return a lower bound in seconds on the plans that were or would have been tried; infinite if the candidate
-        has no plan."""
+        """Return the number of seconds by which a later search may judge this candidate: the step time of its plan if
+        it was evaluated, otherwise its lower bound, or, if it was skipped, the time that its plans were expected to
+        exceed. Infinite if the candidate has no plan."""
         if self.error is not None:
             return float("inf")
         return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.pruned_s)

@@ -140,8 +140,9 @@ JobOf = Callable[[int], Job]  # returns the job with another global batch
 
 
 def batches_near(global_batch: int, num_devices: int) -> list[int]:
-    """Return up to two global batches near ``global_batch`` that divide better over the devices, the nearest first.
-    Return an empty list if ``global_batch`` already is a multiple or a divisor of ``num_devices``."""
+    """Return up to two global batches near ``global_batch`` that are easier to divide over the devices, such as
+    multiples of their number, the nearest first. Return an empty list if ``global_batch`` already is a multiple or a
+    divisor of ``num_devices``."""
     if global_batch % num_devices == 0 or num_devices % global_batch == 0:
         return []
     step = max(part for part in list_divisors(num_devices) if part <= global_batch)

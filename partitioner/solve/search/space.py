@@ -353,9 +353,9 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 
 
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
-    """Return the numbers of virtual stages on a rank, ascending, that give all stages equally many layers, and others
-    that nearly do so. Numbers close to each other are left out. Return ``[2]`` if there are none. ``pp``: number of
-    pipeline ranks. ``space``: the search space."""
+    """Return the numbers of virtual stages on a rank to try, ascending: those with which all stages have equally many
+    layers, and others with which they nearly have. Of numbers that are nearly equal to each other only one is returned.
+    Return ``[2]`` if there are none. ``pp``: number of pipeline ranks. ``space``: the search space."""
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
     largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}

@@ -179,8 +179,8 @@ class UniformClusterBound:
 
     @cached_property
     def _level_sizes(self) -> tuple[int, ...]:
-        """Return, for each level of links of the uniform cluster, how many devices they join, from the inside out;
-        empty if there is no uniform cluster."""
+        """Return, for each level of links of the uniform cluster (inside a node, between nodes, ...), how many devices
+        the links of this level join, from the inside out; empty if there is no uniform cluster."""
         if not self._uniform_topologies:
             return ()
         return equal_levels(self._uniform_topologies[0].changed(overrides={}, node_overrides={})) or ()

@@ -83,8 +83,8 @@ class WarmStart:
                 return
 
     def _is_worth(self, candidate: MeshCandidate) -> bool:
-        """Return whether ``candidate`` is allowed, was not tried yet, and may be better than the best plan so far by
-        its quick lower bounds."""
+        """Return whether ``candidate`` should be evaluated: it belongs to the candidates of the search, was not tried
+        yet, and may be better than the best plan so far by its quick lower bounds."""
         if candidate in self._found or candidate not in self.candidates:
             return False
         try:

@@ -57,9 +57,10 @@ def read_torchtitan(
 ) -> TrainingLayout:
     """Return the training layout (mesh, batch, schedule, state sharding) that a configuration of torchtitan describes.
 
-    ``text``: its content. ``kind``: ``toml`` (up to version 0.2), ``json`` (written by ``debug.save_config_file``),
-    ``flags`` (options such as ``--parallelism.tensor_parallel_degree 2``) or ``py`` (a Python module of version 0.3, in
-    which ``function`` builds the configuration). ``ignore``: names of options that belong to the training script.
+    ``text``: the content of the configuration. ``kind``: its format: ``toml`` (up to version 0.2), ``json`` (written by
+    ``debug.save_config_file``), ``flags`` (options such as ``--parallelism.tensor_parallel_degree 2``) or ``py`` (a
+    Python module of version 0.3, in which the function named ``function`` builds the configuration). ``ignore``: names
+    of options that the training script itself defines; they are not reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -111,9 +112,11 @@ def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[str]) -> TrainingLayout:
-    """Return the training layout that a torchtitan configuration describes. ``nested``: its options, with sections as
-    inner mappings. ``new``: whether it is of version 0.3. ``ignore``: names of options that belong to the training
-    script. Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
+    """Return the training layout (mesh, batch, schedule, state sharding) that a torchtitan configuration describes.
+
+    ``nested``: its options, with sections as inner mappings. ``new``: whether it is of version 0.3, which names some
+    options differently than earlier versions. ``ignore``: names of options that the training script itself defines;
+    they are not reported as unknown. Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
     flat = _flatten(nested)
     options = Options(flat, "torchtitan", ignore=ignore)
@@ -171,9 +174,9 @@ def _is_offloaded(options: Options) -> bool:
 
 
 def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
-    """Return the sizes of data parallelism and the ZeRO stage, as fields of a training layout (name -> value). ``pp``:
-    number of pipeline ranks. ``options``: the options of the configuration.
-    """
+    """Return the fields of a training layout (name -> value) that say how many ranks hold copies of the model and how
+    they shard its states: sizes of data parallelism and the ZeRO stage. ``pp``: number of pipeline ranks. ``options``:
+    the options of the configuration."""
     replicate = options.take_number("parallelism.data_parallel_replicate_degree", 1)
     replicate = options.take_number("training.data_parallel_replicate_degree", replicate)
     name = "training.data_parallel_shard_degree"
@@ -262,9 +265,9 @@ def _read_context(options: Options) -> str:
 
 
 def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
-    """Return what backward recomputes: ``none``, ``alternate``, ``full``, or ``None`` if the compiler decides it.
-    ``nested``: the configuration with sections as inner mappings. ``options``: the options of the configuration.
-    """
+    """Return what the backward recomputes: ``none``, ``alternate`` (every second matrix product), ``full`` (every
+    layer), or ``None`` if the compiler decides it. ``nested``: the configuration with sections as inner mappings.
+    ``options``: the options of the configuration, to which notes for the user are added."""
     section = nested.get("activation_checkpoint", {})
     if section is None:
         options.take("activation_checkpoint")
@@ -303,9 +306,9 @@ def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
 
 
 def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
-    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one. ``nested``: the
-    configuration with sections as inner mappings. ``options``: the options of the configuration.
-    """
+    """Return the optimizer in this project's terms, such as ``adamw``, by which the size of its states is known. An
+    unknown optimizer counts as ``adamw``, and a note for the user says so. ``nested``: the configuration with sections
+    as inner mappings. ``options``: the options of the configuration."""
     name = str(options.take_text("optimizer.name", "AdamW"))
     own = nested.get("optimizer")
     if isinstance(own, Unreadable) and "adamw" not in own.lower():
@@ -316,9 +319,8 @@ def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
 
 
 def write_torchtitan_toml(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return the text of a TOML file for torchtitan up to version 0.2 with ``layout``, and the fields of the layout
-    that it cannot express.
-    """
+    """Return two values: the text of a TOML file that configures torchtitan up to version 0.2 for ``layout``, and the
+    fields of the layout that such a file cannot express, each with the reason."""
     sections, missing = _list_options(layout, new=False)
     lines: list[str] = []
     for section, options in sections.items():
@@ -335,9 +337,9 @@ def _write_toml(value: Any) -> str:
 
 
 def write_torchtitan_module(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return the text of a Python module for torchtitan 0.3, and the fields of ``layout`` that it cannot express. Its
-    function ``planned`` returns a ``Trainer.Config``; the user adds the model, its data and the learning rate.
-    """
+    """Return two values: the text of a Python module that configures torchtitan 0.3 for ``layout``, and the fields of
+    the layout that it cannot express, each with the reason. The function ``planned`` of that module returns a
+    ``Trainer.Config``; the user adds the model, its data and the learning rate."""
     sections, missing = _list_options(layout, new=True)
     recompute = sections.pop("activation_checkpoint")["mode"]
     classes = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
@@ -362,9 +364,9 @@ def write_torchtitan_module(layout: TrainingLayout) -> tuple[str, tuple[UnusedOp
 
 
 def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[str, Any]], tuple[UnusedOption, ...]]:
-    """Return the torchtitan options for ``layout`` (section -> option -> value), and the fields of the layout that they
-    cannot express. ``new``: whether the options are for version 0.3.
-    """
+    """Return two values: the torchtitan options for ``layout`` (section -> option -> value), and the fields of the
+    layout that they cannot express, each with the reason. ``new``: whether the options are for version 0.3 instead of
+    earlier versions."""
     missing: list[UnusedOption] = []
 
     def leave_out(field: str, reason: str) -> None:
@@ -413,10 +415,9 @@ def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[
 
 
 def _add_axes(layout: TrainingLayout, parallelism: dict[str, Any], new: bool, leave_out: Any) -> None:
-    """Add the sizes of the mesh axes and the state sharding of ``layout`` to ``parallelism`` (option -> value).
-    ``new``: whether the options are for version 0.3. ``leave_out``: a function that records a field that cannot be
-    expressed.
-    """
+    """Add the sizes of the mesh axes and the state sharding of ``layout`` to ``parallelism``, the options of the
+    section ``parallelism`` (option -> value). ``new``: whether the options are for version 0.3. ``leave_out``: a
+    function ``leave_out(field, reason)`` that is called for each field of the layout that torchtitan cannot express."""
     replicate, shard = layout.dp_replicate or 1, layout.dp_shard or -1
     zero = layout.zero
     cut = (layout.dp_shard or layout.dp or 2) * layout.cp > 1  # whether there is anything to shard over
@@ -459,9 +460,9 @@ def _add_axes(layout: TrainingLayout, parallelism: dict[str, Any], new: bool, le
 
 
 def _add_batch(layout: TrainingLayout, training: dict[str, Any], parallelism: dict[str, Any], leave_out: Any) -> None:
-    """Add the batch sizes of ``layout`` to the sections ``training`` and ``parallelism`` (option -> value).
-    ``leave_out``: a function that records a field that cannot be expressed.
-    """
+    """Add the batch sizes of ``layout`` to ``training`` and ``parallelism``, the options of these two sections (option
+    -> value). ``leave_out``: a function ``leave_out(field, reason)`` that is called for each field of the layout that
+    torchtitan cannot express."""
     size, batch = layout.microbatch_size, layout.global_batch
     if size is None:
         leave_out("microbatch_size", "its default is 1 with a pipeline, else 8")
@@ -480,9 +481,9 @@ def _add_batch(layout: TrainingLayout, training: dict[str, Any], parallelism: di
 
 
 def _add_stages(layout: TrainingLayout, parallelism: dict[str, Any], leave_out: Any) -> None:
-    """Add the schedule and the division into stages of ``layout`` to ``parallelism`` (option -> value). ``leave_out``:
-    a function that records a field that cannot be expressed.
-    """
+    """Add the pipeline schedule of ``layout`` and its division into stages to ``parallelism``, the options of the
+    section ``parallelism`` (option -> value). ``leave_out``: a function ``leave_out(field, reason)`` that is called for
+    each field of the layout that torchtitan cannot express."""
     names = {ours: theirs for theirs, ours in _SCHEDULES.items() if ours}
     schedule, chunks = layout.schedule, layout.virtual_stages or 1
     if schedule is not None and schedule.endswith(".csv"):

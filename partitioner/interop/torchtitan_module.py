@@ -77,9 +77,8 @@ class _Reader:
 
     def call(self, name: str, depth: int) -> Any:
         """Return the value that the function ``name`` of the module returns; configurations are dicts of their fields.
-        ``depth``: number of calls around this one. Raise ``RecursionError`` if it is too large, or if there are too
-        many calls in all.
-        """
+        ``depth``: number of calls of functions of the module that led to this one. Raise ``RecursionError`` if it
+        exceeds a limit, or if there are too many calls in all."""
         self._num_calls += 1
         if depth > _MOST_CALLS or self._num_calls > _MOST_CALLS_IN_ALL:
             raise RecursionError
@@ -94,9 +93,9 @@ class _Reader:
         return None
 
     def _assign(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
-        """Store ``value`` under an assignment's target: a variable in ``names`` (variable -> value), or a field of a
-        configuration in it, such as ``config.training.steps``. Other targets are ignored.
-        """
+        """Store ``value`` under the target of an assignment: a variable in ``names`` (variable -> value), or a field of
+        a configuration that is the value of such a variable, as in ``config.training.steps = 10``. Other targets are
+        ignored."""
         if isinstance(target, ast.Name):
             names[target.id] = value
             return

@@ -30,8 +30,9 @@ _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 
 def read_transformers(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
     """Return the training layout that a JSON configuration of transformers describes. ``text``: the fields of a
-    ``DistributedConfig`` or of ``TrainingArguments``. ``folder``: where a DeepSpeed file is looked for that the
-    configuration names. ``ignore``: names of options that belong to the training script.
+    ``DistributedConfig`` or of ``TrainingArguments``. ``folder``: the folder to which the path of a DeepSpeed file in
+    the configuration is relative. ``ignore``: names of options that the training script itself defines; they are not
+    reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -90,9 +91,8 @@ def _read_distributed(options: Options) -> TrainingLayout:
 
 
 def _read_arguments(options: Options, folder: Path | None) -> TrainingLayout:
-    """Return the training layout that the fields of ``TrainingArguments`` describe. ``folder``: where a DeepSpeed file
-    is looked for that they name. ``options``: the options of the configuration.
-    """
+    """Return the training layout that the fields of ``TrainingArguments`` describe. ``options``: these fields.
+    ``folder``: the folder to which the path of a DeepSpeed file in them is relative; ``None``: the current folder."""
     size = options.take_number("per_device_train_batch_size", options.take_number("per_gpu_train_batch_size", 8))
     steps = options.take_number("gradient_accumulation_steps", 1)
     bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
@@ -131,10 +131,9 @@ def _read_optimizer(options: Options) -> str:
 
 
 def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
-    """Return the ZeRO stage and the kinds of data in host memory, as fields of a training layout (name -> value).
-    ``given``: the value of the option ``fsdp``: true, or words such as ``full_shard offload``. ``options``: the options
-    of the configuration.
-    """
+    """Return two fields of a training layout: ``zero``, the ZeRO stage, and ``offload``, a tuple that names what is
+    kept in host memory (``optimizer`` and ``parameters``, or nothing). ``given``: the value of the option ``fsdp``:
+    true, or words such as ``full_shard offload``. ``options``: all options of the configuration."""
     words = given.split() if isinstance(given, str) else given if isinstance(given, list) else []
     words = [str(word).lower() for word in words if str(word).lower() not in ("true", "1")]
     unknown = [word for word in words if word not in _WORDS and word not in ("auto_wrap", "offload")]
@@ -158,10 +157,10 @@ def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
 
 
 def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder: Path | None) -> TrainingLayout:
-    """Return the training layout of ``TrainingArguments`` that use DeepSpeed. ``layout``: the fields (name -> value)
-    that other options decide. ``given``: the DeepSpeed configuration, or the path of its file. ``folder``: the folder
-    of a relative path.
-    """
+    """Return the training layout of ``TrainingArguments`` that use DeepSpeed: that of the DeepSpeed configuration,
+    completed by other options. ``layout``: the fields (name -> value) that follow from the other options. ``given``:
+    the DeepSpeed configuration, or the path of its file. ``folder``: the folder to which this path is relative. Raise
+    an error if both say different things."""
     where = "deepspeed"
     if isinstance(given, str):
         path = Path(given) if Path(given).is_absolute() else (folder or Path()) / given
@@ -195,9 +194,8 @@ def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder:
 
 
 def write_transformers(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return the text of a JSON file with the fields of a ``DistributedConfig`` for ``layout``, and the fields of the
-    layout that it cannot express.
-    """
+    """Return two values: the text of a JSON file with the fields of a ``DistributedConfig`` for ``layout``, and the
+    fields of the layout that it cannot express, each with the reason."""
     missing: list[UnusedOption] = []
 
     def leave_out(field: str, reason: str) -> None:

@@ -64,9 +64,10 @@ class BlockCollective:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter that a block reads. ``name``: relative to the module path of the call. ``shape``: of the whole
-    parameter. ``layout``: how it is divided over ``tp``, such as ``S0``. ``how``: what this layout means, in words such
-    as ``column-parallel``. ``trainable``: whether it has a gradient."""
+    """A parameter that a call of a block reads, for pictures and reports. ``name``: without the module path of the
+    call. ``shape``: of the whole parameter. ``layout``: how it is divided over the ranks of ``tp`` (or ``ep``): ``R``:
+    each holds all of it; ``S0``: each holds a part along dim 0. ``how``: what this layout means for the operator, in
+    words such as ``column-parallel``. ``trainable``: whether it gets a gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,10 +113,10 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
 def block_weights(
     block: BlockGraph, call: CallData, states: Mapping[str, StateData], gathered: bool = False
 ) -> list[Weight]:
-    """Return the parameters that ``call``, a call of ``block``, reads, in order, with their layout over tensor-parallel
-    ranks. ``states``: all parameters and buffers of the program by name. ``gathered``: whether each data-parallel rank
-    holds only a piece of a parameter and gathers the whole for use.
-    """
+    """Return the parameters that ``call``, a call of ``block``, reads, in order, each with its layout over
+    tensor-parallel ranks. ``states``: all parameters and buffers of the program by name. ``gathered``: whether each
+    data-parallel rank holds only a piece of a parameter and gathers the whole before use (ZeRO-3), which the texts then
+    say."""
     weights = []
     for placeholder, name in zip(block.states, call.states, strict=True):
         state = states[name]

@@ -138,11 +138,12 @@ class WaitingShares:
 
 
 def waiting_shares(plan: Plan) -> WaitingShares:
-    """Return the pipeline bubble of ``plan``, for the slowest rank and for the mean rank.
+    """Return the fractions of a step in which the slowest rank and the mean rank of ``plan`` wait in the pipeline (the
+    bubble).
 
-    All ranks have the same step time. A rank waits as long as the slowest rank does, and in addition for the difference
-    between the work of the slowest rank and its own. The work of a rank is the forward and backward of its stage, in
-    proportion to its microbatches if data-parallel replicas have different numbers of them.
+    The slowest rank is the one with the most work. All ranks have the same step time, so each of the others waits as
+    long as the slowest one, and in addition for as long as it has less work. The work of a rank is the forward and
+    backward of its stage, in proportion to its microbatches if data-parallel replicas have different numbers of them.
     """
     estimate = plan.estimate
     works = [stage.forward_s + stage.backward_s for stage in estimate.stages]
@@ -166,7 +167,8 @@ def bubble_text(plan: Plan) -> str:
 
 
 def _bubble_figure(plan: Plan) -> tuple[str, str]:
-    """Return a label and the pipeline bubble as short text, for pictures. The text is empty if no rank waits."""
+    """Return a pair for pictures: the label of a figure, and as text the percentage of the step that ranks wait in the
+    pipeline (the bubble). The second text is empty if no rank waits."""
     shares = waiting_shares(plan)
     if not bubble_text(plan):
         return "bubble", ""
@@ -194,9 +196,9 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
-    """Return two times in seconds: that of a whole simulated step, and that of the optimizer update in it.
-    ``gradients_s``: seconds from the start of the step until all gradients are complete.
-    """
+    """Return two times in seconds: that of a whole simulated step (``gradients_s`` plus the optimizer update), and that
+    of the optimizer update alone. ``gradients_s``: simulated seconds from the start of the step until all gradients are
+    complete."""
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     return gradients_s + update, update
 

@@ -173,8 +173,8 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _upgrade_first_version(body: dict[str, Any]) -> dict[str, Any]:
-    """Return ``body``, the content of a plan file of version 1, in the form of version 2. Constraints that describe how
-    the plan is executed become its execution profile."""
+    """Return ``body``, the content of a plan file of version 1, in the form of version 2. Entries of ``constraints``
+    that say how the plan is executed (such as the framework's kernels) move to the new entry ``profile``."""
     given = body.get("constraints")
     if not isinstance(given, dict):
         return body

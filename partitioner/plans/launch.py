@@ -31,9 +31,10 @@ _LONG_S = 900  # a job that ran for so long does not fail each time at once
 class LaunchJob:
     """What a launcher has to start on the nodes of a cluster.
 
-    ``processes``: number of processes on each node, in the topology's order. ``alike``: whether nodes may be numbered
-    in any order. ``gpus``: whether the devices are GPUs. ``program``: script or module with its arguments, as torchrun
-    takes them. ``max_restarts``: how often a failed job is started again, by torchrun if possible, and by Slurm.
+    ``name``: name of the job. ``processes``: number of processes on each node, in the topology's order. ``alike``:
+    whether all nodes are equal, so that they may be numbered in any order. ``gpus``: whether the devices are GPUs.
+    ``program``: script or module with its arguments, as torchrun takes them. ``max_restarts``: how many times torchrun
+    restarts the processes after a failure (only if nodes are alike), and Slurm the whole job.
     """
 
     name: str
@@ -51,11 +52,12 @@ class LaunchJob:
 def job_of(
     plan: Plan, plan_file: str, script: str | None = None, arguments: Sequence[str] = (), max_restarts: int = 3
 ) -> LaunchJob:
-    """Return the job that runs ``script``, or without one ``-m partitioner.runtime plan_file``, on the devices of
-    ``plan``. The latter reads the weights of ``plan.weights`` unless ``arguments`` name others.
+    """Return the job that runs ``script`` on the devices of ``plan``. Without a script it runs ``-m
+    partitioner.runtime`` on the file ``plan_file``, which loads the weights that ``plan.weights`` names unless
+    ``arguments`` contain ``--weights``.
 
-    ``arguments``: further arguments of the program. ``max_restarts``: how often a failed job is started again. Raise
-    :class:`PlanError` if the plan has no program, or if ``max_restarts`` is negative.
+    ``arguments``: command-line arguments of the program. ``max_restarts``: how often a failed job is started again.
+    Raise :class:`PlanError` if the plan has no program, or if ``max_restarts`` is negative.
     """
     plan.program  # noqa: B018 - a plan that is an estimate says so
     if max_restarts < 0:
@@ -94,11 +96,12 @@ def torchrun_commands(job: LaunchJob) -> str:
 
 
 def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | None = None) -> str:
-    """Return a batch script for ``sbatch`` that starts torchrun once on each node. The job goes back into the queue if
-    it fails or shortly before its time limit.
+    """Return a batch script for ``sbatch`` that starts torchrun once on each node. If the job fails, or shortly before
+    its time limit, the script puts the job back into Slurm's queue.
 
-    ``time``: the time limit as Slurm writes it, such as ``24:00:00``. ``partition``: the Slurm partition. Raise
-    :class:`PlanError` if ``time`` is malformed or so short that the job would go back into the queue at once.
+    ``time``: the time limit as Slurm writes it, such as ``24:00:00``. ``partition``: the Slurm partition. ``None``:
+    Slurm's default. Raise :class:`PlanError` if ``time`` is malformed or so short that the job would go back into the
+    queue at once.
     """
     if time is not None:
         _check_time(time)
@@ -133,9 +136,8 @@ def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | No
 
 
 def _check_time(time: str) -> None:
-    """Raise :class:`PlanError` if ``time`` is no time limit that Slurm accepts, or is positive but at most four
-    minutes.
-    """
+    """Raise :class:`PlanError` if ``time`` is no time limit that Slurm accepts. Also raise it for a limit of at most
+    four minutes (0 means none): a job goes back into the queue two minutes before its limit, and would hardly run."""
     found = _TIME.fullmatch(time)
     if found is None and time.upper() not in _NO_LIMIT:
         raise PlanError(
@@ -188,9 +190,8 @@ _WAIT = [
 
 
 def _build_srun_lines(job: LaunchJob) -> list[str]:
-    """Return the lines of a batch script that start torchrun for ``job`` on all nodes with ``srun``. It runs in the
-    background, so that the script can handle signals.
-    """
+    """Return the lines of a batch script that start torchrun for ``job`` on all nodes with ``srun``. The started
+    command runs in the background of the script, so that the script itself can handle signals."""
     srun = "srun --cpu-bind=none --kill-on-bad-exit=1"
     program = shlex.join(job.program)
     restarts = f"--max-restarts={job.max_restarts}"

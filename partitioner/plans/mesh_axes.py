@@ -29,8 +29,9 @@ _MOST_OWN = 4
 
 @dataclass(frozen=True)
 class AxisCell:
-    """Text on how the groups of ranks along a mesh axis use one level of links, such as their number of ranks and
-    bandwidth. ``label`` is shown in the cell of a table, ``tooltip`` explains it."""
+    """A cell of a table that says how the groups of ranks along one mesh axis use one level of links (such as the links
+    inside a node). ``label``: the text in the cell, such as numbers of ranks and bandwidth. ``tooltip``: a longer
+    explanation."""
 
     label: str
     tooltip: str
@@ -113,9 +114,8 @@ def _describe_level_joins(level: Level) -> str:
 
 
 def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
-    """Return one row of texts for each kind of link that connects pairs of devices inside a node: its name, what it
-    connects, its bandwidths and its latency.
-    """
+    """Return one row of texts for each kind of link that joins single pairs of devices inside a node: the name of the
+    link, which pairs it connects, its bandwidths per pair, and its latency."""
     rows = []
     for name, matrix in topology.pattern_kinds:
         rates = sorted(set(matrix[matrix > 0].tolist()), reverse=True)
@@ -127,8 +127,8 @@ def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 
 def _own_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
-    """Return one row of texts for each link that the topology describes for a single pair of devices: its name, what it
-    connects, its bandwidth and its latency. Of many links only the first are listed.
+    """Return one row of texts for each link that the topology describes for a single pair of devices: its name, ``two
+    devices``, its bandwidth and its latency. Only the first links have a row; a last row says how many more there are.
     """
     own = list(topology.own_links.values())
     rows = [
@@ -170,9 +170,8 @@ def _list_axis_groups(plan: Plan, axis: str) -> NDArray[np.int64]:
 
 
 def _describe_collectives(axis: str, groups: Sequence[Group]) -> _Uses:
-    """Return texts on how the collectives of the mesh axis ``axis`` use the links. ``groups``: the axis's groups of
-    ranks; the slowest one is described.
-    """
+    """Return texts on how the collectives of the mesh axis ``axis`` use the links, for the report. ``groups``: the
+    groups of ranks along the axis; if they differ, the slowest one is described."""
     slowest = min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
     cells = {}
     for tier in slowest.tiers:
@@ -188,9 +187,9 @@ def _describe_collectives(axis: str, groups: Sequence[Group]) -> _Uses:
 
 
 def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
-    """Return texts on how messages between consecutive pipeline stages of ``plan`` use the links. Each pair of stages
-    counts with the slowest link between its ranks. ``rows``: device indices, one row for each pipeline, by stage.
-    """
+    """Return texts on how messages between consecutive pipeline stages of ``plan`` use the links. For each pair of
+    consecutive stages, only the slowest link between their ranks is counted. ``rows``: device indices, one row for each
+    pipeline, with the stages in order."""
     slowest = stage_links(plan.topology, {"pp": rows.shape[1], "dp": len(rows)}, rows.T.reshape(-1))
     counts = Counter(link.name for link in slowest)
     rates = {link.name: min(k.bandwidth for k in slowest if k.name == link.name) for link in slowest}

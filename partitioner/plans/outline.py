@@ -25,8 +25,9 @@ from partitioner.units import bytes_text
 
 
 def group_notes(calls: CallGroup) -> list[str]:
-    """Return short texts on what is unusual about the calls of a group: recomputation, calls before the pipeline
-    starts, calls that each reading stage runs for itself."""
+    """Return short texts for pictures on what is unusual about the calls of a group: they are recomputed in backward
+    (whole or in part), run before the pipeline starts, or are computed by each stage that reads their results instead
+    of being sent."""
     notes = (
         ("recomputed in backward", calls.recomputed),
         ("recomputed in part in backward", calls.selective),
@@ -90,11 +91,11 @@ def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTo
 
 
 def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tuple[str, ...]) -> tuple[Exchange, int]:
-    """Return the description of one transfer of ``bucket`` as (collective, axes joined by ``×``, what is moved), and
-    the bytes that it moves on one rank.
+    """Return two values on one transfer of ``bucket``, a group of parameters or gradients that are communicated
+    together: a tuple (collective, mesh axes joined by ``×``, what is moved), and the bytes of the transfer on one rank.
 
-    ``op``: the instruction, ``GATHER``, ``SCATTER`` or ``REDUCE``. ``axes``: the axes in the instruction; empty for the
-    default ones of the bucket.
+    ``op``: the instruction that transfers: ``GATHER`` (parameters), ``SCATTER`` or ``REDUCE`` (gradients). ``axes``:
+    the mesh axes named in the instruction; empty: the axes over which the bucket is usually transferred.
     """
     level = bucket.levels.index(axes) if axes else len(bucket.levels)
     size = "gradient_piece" if axes or op == "REDUCE" else "part" if op == "GATHER" else "gradient"
@@ -119,8 +120,8 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Collectives of one kind on one rank. Those inside block calls are counted for one microbatch, those of buckets
-    for one step.
+    """Collectives of one kind on one rank, added up. Those inside block calls are counted for one microbatch, transfers
+    of parameter or gradient buckets for one step.
 
     ``op``: the collective, such as ``all_reduce``. ``axis``: the mesh axis, or several joined by ``×``. ``count``:
     number of collectives. ``num_bytes``: bytes of all together. ``even``: whether all have the same size. For transfers
@@ -137,8 +138,9 @@ class CollectiveTotal:
     buckets: int = 0
 
     def amount(self, calls: int = 1) -> str:
-        """Return number and size as text: ``2 × 32 MiB`` if all have one size, ``24 MiB in 3`` if the sizes differ.
-        ``calls``: number of block calls in which the collectives run; the text is for one of them."""
+        """Return the number and the size of these collectives in one block call as text: ``2 × 32 MiB`` if all have one
+        size, ``24 MiB in 3`` if sizes differ. ``calls``: number of block calls over which the collectives are spread
+        evenly; if they do not divide evenly, the text gives the total of all calls."""
         if self.count % calls:
             return f"{self.count} in {calls} calls, {bytes_text(self.num_bytes)}"
         count, total = self.count // calls, self.num_bytes / calls
@@ -354,7 +356,8 @@ class _Outliner:
 
     @cached_property
     def shared(self) -> set[str]:
-        """Return the names of the values that several pipeline stages compute, each for itself."""
+        """Return the names of the values that several pipeline stages compute, each for itself, so that nothing is
+        sent."""
         made = Counter(v for stage in self.program.stages for call in stage.calls for v in call.outputs)
         return {value for value, times in made.items() if times > 1}
 

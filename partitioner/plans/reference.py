@@ -71,11 +71,12 @@ class _Float64(TorchDispatchMode):
 
 
 class _DoubleData(TorchFunctionMode):
-    """A torch mode for tensors that the model's code creates from Python numbers. They are rounded to the type that the
-    code requests, and then become float64, as constants do in plans.
+    """A torch mode for tensors that the model's code creates from Python numbers while the model runs in float64. Their
+    values are rounded to the type that the code requests and then stored as float64, because plans treat such constants
+    in the same way.
 
-    ``default``: type of such tensors if the code requests none. ``planned``: type of the model's tensors in the plan.
-    It is used if the code requests the type of one of the model's tensors, which is float64 in this mode.
+    ``default``: the type to round to if the code requests none. ``planned``: the type of the model's tensors in the
+    plan. It replaces float64 where the code requests the type of one of the model's own tensors.
     """
 
     def __init__(self, default: torch.dtype, planned: torch.dtype) -> None:
@@ -103,10 +104,9 @@ class _DoubleData(TorchFunctionMode):
 
 
 def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return ``(args, kwargs)`` of the function called ``name``, with all floating tensors in float64 if some are.
-    Tensors from outside the model, such as globals, would otherwise be narrower. Arguments of functions that write to a
-    tensor (``name_``) are unchanged.
-    """
+    """Return ``(args, kwargs)`` of a call of the function named ``name``. If some tensors among them are float64 and
+    others have a narrower floating type, the narrower ones are converted to float64. These come from outside the model,
+    such as globals. Arguments of functions that write to a tensor (whose names end in ``_``) are unchanged."""
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     types = {x.dtype for x in leaves}
     if not types & _REDUCED or not types & {torch.float64, torch.complex128} or name.endswith("_"):
@@ -184,9 +184,9 @@ def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _ByPlace(TorchFunctionMode):
-    """A torch mode in which dropout draws random numbers as plans do: each call draws from its own stream of random
-    numbers, numbered in the order of calls.
-    """
+    """A torch mode in which each call of a function with dropout draws from a stream of random numbers of its own, as
+    in the programs of plans. Streams are numbered in the order of calls. ``seed``: seed of the streams. ``group``:
+    number of the group of samples that runs; each group draws other numbers."""
 
     def __init__(self, seed: int, group: int) -> None:
         super().__init__()
@@ -209,8 +209,9 @@ class _ByPlace(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Replace functions with dropout in ``torch.nn.functional`` while the block runs. Other functions there call
-        them, and PyTorch then does not report these calls to modes."""
+        """Return a context in which the functions with dropout in ``torch.nn.functional`` are replaced by this mode's
+        own. It is needed while another function of that module runs: PyTorch reports only the outer call to modes, and
+        not the calls of dropout inside it."""
         known = {name: getattr(nn.functional, name) for name in _DROPPING if hasattr(nn.functional, name)}
 
         def shown(name: str) -> Callable[..., Any]:
@@ -259,7 +260,8 @@ class _ByPlace(TorchFunctionMode):
         return self.streams - 1
 
     def numbers(self, device: torch.device) -> Callable[..., Tensor]:
-        """Return a function that draws random numbers on ``device``. Each call of it uses a new stream."""
+        """Return a function ``draw(distribution, sizes, *parameters)`` that returns a tensor of random numbers on
+        ``device``. Each call of it uses a new stream of random numbers."""
 
         def draw(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: Tensor) -> Tensor:
             return draw_whole_tensor(
@@ -314,9 +316,9 @@ _DROPPING: dict[str, Callable[..., Tensor]] = {
 
 
 def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """Return the arguments of a call of a function with dropout, by parameter name; ``None`` if they switch dropout
-    off. ``replacement``: the method that computes the function here. ``args``, ``kwargs``: the call's arguments.
-    """
+    """Return the arguments of a call of a function with dropout, as a dict by parameter name; ``None`` if they switch
+    dropout off (probability 0, or no training), so that PyTorch's own function can run. ``replacement``: the method
+    that computes the function in this file. ``args``, ``kwargs``: arguments of the call."""
     names = list(inspect.signature(replacement).parameters)[1:]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     if "train" in bound:
@@ -327,10 +329,10 @@ def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) 
 
 @contextmanager
 def keep_in_float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
-    """Keep float64 models in float64 while the block runs, although their code asks for float32.
+    """Return a context in which float64 models compute in float64, although their code asks for float32.
 
-    ``dtype``: the type in which the model is planned. ``torch.finfo`` gives the limits of this type, and numbers in the
-    model's code are rounded to it.
+    ``dtype``: the type in which the model is planned. In the context ``torch.finfo`` gives the limits of this type, and
+    numbers in the model's code are rounded to it.
     """
     default, finfo = torch.get_default_dtype(), torch.finfo
 
@@ -413,8 +415,7 @@ class _ReferenceRun:
 
     def with_gradients(self, grad: bool) -> Reference:
         """Run a copy of the unmodified model once and return what it computes: outputs, loss, gradients, and buffers.
-        ``grad``: whether autograd is on.
-        """
+        ``grad``: whether autograd is on while it runs; without, there are no gradients."""
         model, double = _copy_model_by_value(self.model), self.planned is not None
         drop_looking_hooks(model)
         if double:
@@ -461,9 +462,8 @@ def _copy_model_by_value(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _nothing_recomputed() -> Iterator[None]:
-    """Disable activation checkpointing while the block runs. If the backward ran checkpointed functions again, they
-    would draw other random numbers.
-    """
+    """Return a context in which activation checkpointing is disabled. If the backward ran checkpointed functions a
+    second time, they would draw other random numbers than in the forward."""
 
     def once(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -479,8 +479,8 @@ def _nothing_recomputed() -> Iterator[None]:
 
 
 def _build_tensor_doubler() -> Callable[[Tensor], Tensor]:
-    """Return a function that converts tensors to float64. A tensor that it gets twice, such as one with several names,
-    has one common result."""
+    """Return a function that converts a tensor to float64. For the same tensor object it always returns the same
+    result, so that a tensor with several names stays a single tensor."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def double(tensor: Tensor) -> Tensor:
@@ -550,8 +550,8 @@ def _held_by(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _failing_by_itself(model: nn.Module) -> Iterator[None]:
-    """Convert exceptions that the model raises in the block into :class:`InputsError`, because the model fails without
-    any plan."""
+    """Return a context that converts exceptions raised in it, by the unmodified model, into :class:`InputsError`. Its
+    message says that the model fails without any plan."""
     try:
         yield
     except PartitionError:

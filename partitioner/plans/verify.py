@@ -94,10 +94,9 @@ def _slice_leaf_samples(leaf: Any, dim: int | None, start: int, count: int) -> A
 
 
 def _join_group_results(parts: Sequence[Any], way: str) -> Any:
-    """Return the value of one output for the whole batch. ``parts``: its value for each group of samples. ``way``: the
-    layout of the output over samples as text: ``R``: equal for all groups; sharded, such as ``S0``: concatenated along
-    that dim; otherwise averaged.
-    """
+    """Return the value of one model output for the whole batch. ``parts``: its value for each group of samples, in
+    order. ``way``: how the output depends on samples, as text. ``R``: equal for all groups, so the first is returned. A
+    sharded layout such as ``S0``: the values are concatenated along that dim. Anything else: they are averaged."""
     if way == "R" or not all(isinstance(part, Tensor) for part in parts):
         return parts[0]
     layout = Layout.parse(way)
@@ -183,9 +182,8 @@ def verify(
 
 
 def counters_of(program: Program, model: nn.Module) -> list[str]:
-    """Return the names of the states of ``program`` that are Python numbers in the model's modules and that forward
-    changes.
-    """
+    """Return the names of those states of ``program`` that are Python numbers in the model's modules, such as a step
+    counter, and that forward changes, so that they are compared too."""
     held = dict(model.named_buffers(remove_duplicate=False))
     changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
     return [name for name in changed if number_of(model, name) is not None]

@@ -78,7 +78,7 @@ def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) 
     input. ``found``: the model's configuration. ``request``: kind and size of the batch.
 
     Several batches are tried with the model on the meta device; the first that it accepts is returned. Raise
-    :class:`PretrainedError` if the model has no labels, or accepts none of them.
+    :class:`PretrainedError` if it accepts none, or if labels are requested and the model takes none.
     """
     _check_length(found.config, request)
     every = list(islice(_list_batches(model, found, request), _MOST_TRIALS))
@@ -186,9 +186,9 @@ def _label_spec(config: Any, request: BatchRequest) -> InputSpec:
 
 
 def _text_length(config: Any, request: BatchRequest) -> int:
-    """Return the number of tokens in a sample of the labels, or of a decoder's input. ``config``: the model's
-    transformers configuration. ``request``: the sizes that the user chose.
-    """
+    """Return the number of tokens of one sample in the labels, and in the input of a decoder. ``config``: the model's
+    transformers configuration. ``request``: the requested batch: the kind of its labels decides whether this number is
+    a fixed small one, the model's number of positions, or the requested length."""
     if request.labels == "few":
         return _TEXT
     if request.labels == "text":

@@ -84,7 +84,8 @@ def import_transformers() -> Any:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Return a context in which transformers prints neither warnings nor progress: errors are still raised."""
+    """Return a context in which transformers prints neither warnings nor progress. Its exceptions are raised as
+    usual."""
     logs = import_transformers().utils.logging
     before, bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()

@@ -55,14 +55,12 @@ _MOST_SECONDS = 300.0  # for building a model without memory
 class PretrainedModel:
     """A model that was built from its configuration.
 
-    Attributes:
-        model: the model, in training mode; on the meta device unless values were asked for.
-        inputs: one batch that the model accepts, by argument name.
-        task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``.
-        weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
-            has adapters, whose weights are in no folder.
-        longest: the longest sample in tokens, from the positions of the model; ``None`` if it has no limit.
-        notes: sentences about what was left out or chosen.
+    Attributes: model: the model, in training mode; on the meta device, without values, unless ``load_pretrained`` was
+    called with ``values=True``. inputs: one batch that the model accepts, by argument name. task: what it is trained
+    for: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``. weights: the folder with all of the model's
+    weights as safetensors; ``None`` if there are none, or if the model has adapters, whose weights are in no folder.
+    longest: the longest sample in tokens, from the positions of the model; ``None`` if it has no limit. notes:
+    sentences for the user about what was left out or chosen.
     """
 
     model: nn.Module = field(repr=False)
@@ -175,9 +173,9 @@ def choose_samples(devices: int) -> int:
 
 
 def _choose_class(found: Configuration, asked: str | None) -> tuple[str, Labels, str, tuple[str, ...]]:
-    """Return four values: the name of the model's class in transformers, the kind of its labels, its task, and notes
-    for the user. ``found``: the model's configuration. ``asked``: the task that the user chose; ``None``: the default.
-    """
+    """Return four values: the name of the model's class in transformers, the kind of its labels (such as ``tokens``),
+    its task (such as ``causal``), and notes for the user. ``found``: the model's configuration. ``asked``: the task
+    that the user chose; ``None``: that of the class which the configuration names, or else the usual one."""
     if asked is not None and asked not in _TASKS:
         raise PretrainedError(f"there is no task {asked!r}; expected one of {', '.join(_TASKS)}")
     every = _list_classes(found.config)
@@ -248,9 +246,8 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
 
 
 def _part_for(cls: Any, config: Any) -> Any:
-    """Return the configuration with which the model class ``cls`` of transformers is built: ``config`` itself, or the
-    configuration inside it that has the type which the class takes.
-    """
+    """Return the configuration to pass to the model class ``cls`` of transformers: ``config`` itself, or that
+    configuration inside it (such as the one of its text model) whose type is the one that ``cls`` expects."""
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config

@@ -146,13 +146,14 @@ def fit_memory(
 
 
 def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType) -> float:
-    """Return the fraction of the memory bandwidth of ``device`` that one kind of kernel reaches: that of the measured
-    ones with the least sum of relative errors. ``rates``: (bytes moved, bytes/s) of each measured kernel."""
+    """Return the fraction of the memory bandwidth of ``device`` that one kind of kernel reaches: that one of the
+    measured fractions with the least sum of relative errors over all measurements. ``rates``: (bytes moved, bytes/s) of
+    each measured kernel."""
     most = [(memory_rate("default", device, num_bytes), rate) for num_bytes, rate in rates]
 
     def error(efficiency: float) -> float:
-        """Return the sum of the relative errors of the measured rates if the kernel reaches the fraction
-        ``efficiency``."""
+        """Return the sum of the relative errors of the measured rates (bytes/s) if this kind of kernel reaches the
+        fraction ``efficiency`` of the memory bandwidth."""
         return sum(abs(rate / min(efficiency * device.memory_bandwidth, cap) - 1) for cap, rate in most)
 
     return min((rate / device.memory_bandwidth for _, rate in rates), key=error)
@@ -165,10 +166,10 @@ def _round_to_octave(size: float) -> float:
 
 def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
     """Return a copy of ``device`` with figures fitted to the matrix products ``samples``: the peak FLOP/s by precision,
-    the fraction of it by the smallest of M, N and K, and the rate at which products move memory.
+    the fraction of the peak that is reached, by the smallest of M, N and K, and the rate at which products move memory.
 
-    The products with the greatest smallest dim define the peak. The memory rate is the one of 25 trials with the least
-    errors.
+    The peak is the FLOP/s of the products whose smallest dim is greatest, because large products are the fastest. For
+    the memory rate 25 values are tried, and the one with the least errors is taken.
     """
     leading = max({s.kernel.precision for s in samples}, key=lambda p: sum(s.kernel.precision == p for s in samples))
     curve_samples = [s for s in samples if s.kernel.precision == leading]
@@ -203,9 +204,9 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """Return the FLOP/s of the measured matrix products ``samples``, by the smallest of M, N and K. Each value has the
-    least sum of relative errors over the samples with this smallest dim. Only the time that is left after the launch
-    and memory traffic that ``device`` predicts counts."""
+    """Return the FLOP/s of the measured matrix products ``samples``, by the smallest of M, N and K. Each value is the
+    one with the least sum of relative errors over the samples with this smallest dim. FLOPs are divided by the measured
+    time less the time that ``device`` predicts for the launch and memory traffic."""
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
         found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))
@@ -255,9 +256,9 @@ def fit_overlap(overlaps: Sequence[Overlap]) -> float:
 
 
 def fit_concurrent(measured: Measurements, cores: int) -> float | None:
-    """Return the number of ranks that can compute at full speed at the same time: the number of CPU ``cores``, less the
-    loss from time-sharing that ``measured`` shows. ``None`` if this was not measured, which means that all ranks can.
-    """
+    """Return the number of ranks that can compute at full speed at the same time: the number of CPU ``cores``, divided
+    by the factor by which the measurement slows down when all ranks compute instead of one rank per core. ``None`` if
+    this was not measured; it means that all ranks can compute at full speed."""
     if not measured.all_s:
         return None
     stretch = statistics.median([a / f for a, f in zip(measured.all_s, measured.few_s, strict=True)])
@@ -319,8 +320,9 @@ class _BandwidthSamples:
 
     @property
     def least_slope(self) -> float:
-        """Return the least seconds per byte of any of the transfers, under the assumption that starting a transfer
-        takes no time."""
+        """Return the least ratio of seconds to bytes among the measured transfers. It counts the time to start a
+        transfer as time of its bytes, so it is more than a link needs per byte. It is used if no transfer has a
+        :attr:`slope`."""
         return min(s / n for n, s in zip(self.moved, self.seconds, strict=True))
 
 

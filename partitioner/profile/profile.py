@@ -131,15 +131,16 @@ Step = Callable[[Measurements], None]
 def _list_profile_steps(
     pool: LocalRanks, kind: str, count: int, quick: bool, effort: ProfileEffort
 ) -> Iterator[tuple[str, Step]]:
-    """Yield the measurements of a profile, in order: a name to show, and a function that measures and adds the times to
-    its argument. ``pool``: the processes that measure. ``kind``: ``cuda`` or ``cpu``. ``count``: number of ranks.
-    ``quick``: whether to use fewer sizes. ``effort``: how long to measure."""
+    """Yield the measurements of a profile in the order in which they are made, as pairs: a name to show, and a function
+    that makes the measurement and adds the times to the ``Measurements`` that it is given. ``pool``: the processes that
+    measure. ``kind``: ``cuda`` or ``cpu``. ``count``: number of ranks. ``quick``: whether to use fewer sizes.
+    ``effort``: how long to measure."""
     sizes = SIZES[kind, quick]
     active = min(count, num_cores()) if kind == "cpu" else count
 
     def kernels(cases: Sequence[KernelCase], num_active: int = active) -> Step:
-        """Return a function that times the kernels ``cases`` on the first ``num_active`` ranks and adds the median over
-        the ranks."""
+        """Return a function that times the kernels ``cases`` on the first ``num_active`` ranks at the same time, and
+        adds the median over these ranks to the ``Measurements`` that it is given."""
 
         def step(measured: Measurements) -> None:
             """Time the kernels on the ranks and add their median seconds to ``measured``."""
@@ -149,7 +150,8 @@ def _list_profile_steps(
         return step
 
     def collective(op: str, over: int) -> Step:
-        """Return a function that times the collective named ``op`` (or ``send``) between groups of ``over`` ranks."""
+        """Return a function that times the collective named ``op`` (or ``send``, a message) in groups of ``over``
+        ranks, and adds the times to the ``Measurements`` that it is given."""
 
         def step(measured: Measurements) -> None:
             """Time the collective with tensors of all sizes to be measured, and add the seconds to ``measured``."""

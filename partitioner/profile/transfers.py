@@ -32,8 +32,9 @@ _LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers
 
 @dataclass(frozen=True)
 class _TransferRun:
-    """A transfer to measure on this rank. ``start(compute)`` runs ``calls`` transfers, each after one call of
-    ``compute`` on one of the ranks that take part. ``busy``: whether this rank takes part."""
+    """A transfer to measure on this rank. ``start(compute)``: a function that runs ``calls`` transfers one after the
+    other; before each of them, one of the ranks that take part calls ``compute``. ``busy``: whether this rank takes
+    part."""
 
     start: Callable[[Callable[[], None]], None]
     calls: int = 1
@@ -140,8 +141,8 @@ def _skip_computation() -> None:
 
 
 class _Timer:
-    """Timer of the transfers of one group of ranks. All ranks of the group make equally many calls; the slowest rank
-    determines the number."""
+    """Timer of the transfers of one group of ranks. All ranks of the group repeat a transfer equally often; the slowest
+    rank decides how often, so that none waits forever for another."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         """Prepare a computation of about two milliseconds, which runs between transfers. ``group``: the ranks that
@@ -159,9 +160,10 @@ class _Timer:
         self.compute = compute
 
     def seconds(self, run: _TransferRun, repeats: int, budget_s: float) -> float:
-        """Return the seconds of one of the transfers of ``run``: the median of the differences between blocks of calls
-        with and without transfers. It is at least a tenth of the time of back-to-back transfers. ``repeats``: number of
-        differences. ``budget_s``: about the seconds for all of them."""
+        """Return the seconds of one transfer that ``run`` makes, as the median of ``repeats`` differences. Each
+        difference is the time of a block of computations with transfers between them, less that of the computations
+        alone. The result is at least a tenth of the time of a transfer in a series without computations. ``budget_s``:
+        approximate seconds for all measurements together."""
 
         def alone() -> None:
             """Run the computation without a transfer, on ranks that take part in the measured transfer; do nothing on

@@ -48,7 +48,8 @@ _GAIN = 0.01  # of the expected time, for which another layout is taken
 
 @dataclass(frozen=True)
 class FirstProgram:
-    """A plan's training program, whose layout all further programs of the plan must share, with the data to plan them.
+    """A plan's training program, with the data from which further programs of the same plan are made (training steps
+    for other batch shapes, and evaluations). All of them must use the training program's layout of parameters.
 
     ``prepared``: the model with its inputs. ``job``: the planning problem of the training program. ``found``: its
     solution. ``job_of``: returns a planning problem for a number of samples in the global batch (``None``: that of the
@@ -67,18 +68,17 @@ class FirstProgram:
     )
 
     def evaluator_at(self, shape: Shape) -> CandidateEvaluator:
-        """Return the solver of mesh candidates for batches of ``shape`` (samples, positions), one of ``family``'s
-        shapes. It is created once for each shape.
-        """
+        """Return the object that finds the best plans of mesh candidates for batches of ``shape`` (samples, positions),
+        one of the batch shapes in ``family``. It is created once for each shape and then reused."""
         assert self.family is not None
         if shape not in self._evaluators:
             self._evaluators[shape] = CandidateEvaluator(self.job_of(None, self.family.prepared_at(shape)))
         return self._evaluators[shape]
 
     def with_layout(self, found: PlannedProgram) -> FirstProgram:
-        """Return a copy with the plan ``found``, which is slower for the largest batch shape and faster on average over
-        all shapes. The certificate's table of candidates marks the new plan as chosen, and a note explains the choice.
-        """
+        """Return a copy with the plan ``found`` in place of the present one. ``found`` is slower for the largest batch
+        shape, but faster on average over all shapes. The certificate keeps its table of candidates, in which ``found``
+        is marked as chosen, and ``note`` explains the choice."""
         row = next(c for c in found.certificate.candidates if c.status == "chosen")
         before = self.found.certificate
         rows = [
@@ -102,8 +102,9 @@ class FirstProgram:
         return replace(self, found=replace(found, certificate=certificate), note=note)
 
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
-        """Return the program called ``name`` that runs the model's forward in evaluation mode, with the inputs and the
-        loss of ``asked`` (by default those of training).
+        """Return the program called ``name`` that runs the model's forward in evaluation mode, with the parameters
+        where the training program has them. ``asked``: the user's request: its inputs and loss are used, or those of
+        training where it has none.
 
         Raise :class:`PlanError` if no such program exists in the layout of the training program, and
         :class:`InputsError` if the model is an exported program, which has a single mode.
@@ -177,11 +178,12 @@ class FirstProgram:
 def solve_microbatchings(
     evaluator: CandidateEvaluator, candidate: MeshCandidate, devices: Sequence[int] | None = None
 ) -> tuple[list[SolvedCandidate], list[PartitionError]]:
-    """Solve ``candidate``'s mesh with several microbatch sizes. Return the solutions, fastest first, and the errors of
-    the sizes that have none.
+    """Solve ``candidate`` (mesh sizes, schedule, ZeRO stage) with several microbatch sizes. Return two lists: the
+    solutions, fastest first, and the errors of the sizes that have none.
 
-    The three largest sizes are tried that divide the global batch and are at most the candidate's; without pipeline
-    stages, only until one is solved. ``devices``: the device index of each rank; ``None``: the solver places the ranks.
+    The sizes are the three largest divisors of the global batch that are at most the candidate's size. Without a
+    pipeline, the largest size that has a solution is enough, and smaller ones are not tried. ``devices``: the device
+    index of each rank; ``None``: the solver places the ranks.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
@@ -199,8 +201,8 @@ def solve_microbatchings(
 def choose_expected_layout(
     first: FirstProgram, constraints: Constraints, plan: Callable[[Job], PlannedProgram]
 ) -> FirstProgram:
-    """Return ``first``, or a copy with another layout if this reduces the expected step time over all batch shapes by
-    more than 1%.
+    """Return ``first``, or a copy of it with another layout, if that reduces the mean step time over all batch shapes
+    (weighted by how frequent they are) by more than 1%.
 
     At most four layouts are compared: the chosen one, and the fastest others that the search solved for the largest
     shape. ``constraints``: the user's constraints. ``plan``: a function that plans a job.
@@ -226,11 +228,10 @@ def choose_expected_layout(
 
 
 def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.inf) -> float:
-    """Return the mean step time in seconds of the candidate ``row`` over the batch shapes of ``first``, weighted by
-    their frequency. ``row`` is one of the candidates that the search solved. The computation stops early, with some
-    value of at least ``least``, as soon as the partial sum reaches ``least`` seconds. Infinite if the candidate has no
-    plan for one of the shapes.
-    """
+    """Return the mean step time in seconds over the batch shapes of ``first``, weighted by their frequency, of the
+    layout ``row``, a candidate that the search solved for the largest shape. Infinite if the candidate has no plan for
+    one of the shapes. The computation stops as soon as the sum reaches ``least`` seconds; the result is then some
+    number of at least ``least``."""
     family, candidate = first.family, _candidate_of(row)
     assert family is not None
     total = family.weight_of(family.shapes[0]) * (row.step_time or 0.0)
@@ -243,10 +244,9 @@ def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.i
 
 
 def _pick_shapes(family: ShapeFamily) -> list[tuple[Shape, float]]:
-    """Return at most three batch shapes (samples, positions) other than the largest, each with a weight. The shapes are
-    divided into that many groups of neighbours; the most frequent one stands for its group and has the summed frequency
-    of the group.
-    """
+    """Return at most three batch shapes (samples, positions) by which layouts are compared, besides the largest one,
+    each with a weight. All other shapes, in order of size, are divided into three groups; each group is represented by
+    its most frequent shape, whose weight is the summed frequency of the group."""
     others = [(shape, family.weight_of(shape)) for shape in family.shapes[1:] if family.weight_of(shape)]
     each = max(1, math.ceil(len(others) / _COMPARED))
     groups = [others[at : at + each] for at in range(0, len(others), each)]
@@ -260,9 +260,8 @@ def _candidate_of(row: Candidate) -> MeshCandidate:
 
 
 def _pin_candidate(constraints: Constraints, row: Candidate) -> Constraints:
-    """Return ``constraints`` in which those that the user left free have the values of the candidate ``row``: mesh
-    axes, microbatch size, ZeRO stage, schedule and virtual stages.
-    """
+    """Return ``constraints`` with the mesh axes, microbatch size, ZeRO stage, schedule and virtual stages of the
+    candidate ``row`` where the user left them free."""
     pins: dict[str, Any] = {**row.mesh, "microbatch_size": row.microbatch_size, "zero": row.zero}
     if row.mesh["pp"] > 1:
         pins["schedule"] = row.schedule
@@ -275,7 +274,7 @@ def _pin_candidate(constraints: Constraints, row: Candidate) -> Constraints:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode while the block runs, and afterwards give each module its previous mode."""
+    """Return a context in which ``model`` is in evaluation mode. At its end each module gets back its previous mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -48,11 +48,11 @@ class Evaluate(BaseModel, metaclass=DocumentedModel):
 
 
 class Shapes(BaseModel, metaclass=DocumentedModel):
-    """The shapes of batches that a plan trains on: every number of samples with every number of positions.
+    """The shapes of batches that a plan trains on: every number of samples in ``batch`` with every number of positions
+    (such as tokens of a sample) in ``length``. ``weights``: how often batches of each length occur.
 
-    The layout is that of the largest shape. A batch that has none of these shapes is padded to the next larger one.
-
-    Raises :class:`ShapeError` for a malformed value.
+    All shapes share one division of the model over the ranks. A batch that has none of these shapes is padded to the
+    next larger one. Raises :class:`ShapeError` for a malformed value.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

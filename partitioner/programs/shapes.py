@@ -46,8 +46,10 @@ class ShapeFamily:
 
     @staticmethod
     def of(sample: PreparedModel, asked: Shapes, global_batch: int | None, topology: Topology) -> ShapeFamily:
-        """Return the family of all combinations of the batch sizes and lengths in ``asked``. What it leaves open is
-        taken from ``global_batch`` (a number of samples) and the inputs of ``sample``.
+        """Return the family of all combinations of the batch sizes and lengths that the user requested by ``asked``. If
+        ``asked`` has no batch sizes, the only one is ``global_batch`` (a number of samples) or that of the inputs; if
+        it has no lengths, the only one is that of the inputs. ``sample``: the model with its inputs. ``topology``: the
+        cluster.
 
         Raise :class:`ShapeError` if the inputs cannot have these shapes.
         """
@@ -103,18 +105,17 @@ class ShapeFamily:
         )
 
     def _normal_at(self, shape: Shape) -> Captured:
-        """Return the model's captured and normalized graph for ``shape``. Graphs for the largest and smallest sizes are
-        captured; those between are derived from these if possible.
-        """
+        """Return the model's graph in normal form (each computation has a single form) for ``shape`` (samples,
+        positions). The model is captured for the largest and the smallest sizes; graphs for sizes between are derived
+        from these two if possible, which is faster, and captured otherwise."""
         if shape not in self._normals:
             self._normals[shape] = self._derive(shape) or self._capture(shape)
         return self._normals[shape]
 
     def _derive(self, shape: Shape) -> Captured | None:
-        """Return the graph for ``shape``, derived from the graphs for the largest and the smallest size along one axis
-        (samples or positions). ``None`` if the size is not between the two on either axis, or if the graph cannot be
-        derived.
-        """
+        """Return the graph for ``shape`` (samples, positions), derived from the graphs for the largest and the smallest
+        number of positions, or else of samples. ``None`` if neither number lies between the largest and the smallest,
+        or if the graph cannot be derived."""
         for axis in (1, 0):
             sizes = [each[axis] for each in self.shapes]
             low, high = min(sizes), max(sizes)
@@ -155,9 +156,8 @@ class ShapeFamily:
 
     @cached_property
     def _axes(self) -> tuple[AxisPadding, AxisPadding]:
-        """Return how batches are padded along two axes: to more samples, and to more positions. If padding along an
-        axis is impossible, its ``fault`` says why.
-        """
+        """Return how batches are padded in two directions, as a pair: to more samples, and to more positions. If
+        padding in a direction is impossible, the ``fault`` of that element says why."""
         batch, length = self.shapes[0]
         whole = self._normal_at((batch, length))
         fewer = shorter = AxisPadding(fault="the plan's batches have one sample")

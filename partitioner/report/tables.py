@@ -90,9 +90,9 @@ def _format_change(ratio: float) -> str:
 
 
 def count_left_candidates(plan: Plan) -> int:
-    """Return the number of layouts that have no row in the table of candidates of ``plan``. Layouts that may be faster,
-    but were neither worked out nor listed by the search, are not counted.
-    """
+    """Return the number of layouts that have no row in the table of candidates of ``plan``, because the table and the
+    search's own list are limited. Layouts without a row that the search did not work out, although by their lower bound
+    they may be faster than the plan, are not included: the certificate counts them separately."""
     rows = len(plan.certificate.candidates)
     return max(0, rows - MOST_CANDIDATES) + sum(n for kind, n in plan.certificate.left.items() if kind != "open")
 
@@ -112,9 +112,8 @@ def list_questions(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _read_value(candidate: Candidate, name: str) -> Any:
-    """Return the value of the constraint ``name`` in ``candidate``: the number of ranks if it is a mesh axis such as
-    ``tp``.
-    """
+    """Return the value that the layout ``candidate`` has for the constraint ``name``: the number of ranks if it is a
+    mesh axis such as ``tp``, else the field of the candidate with this name."""
     return candidate.mesh.get(name, 1) if name in _ASKED[:5] else getattr(candidate, name)
 
 
@@ -128,10 +127,9 @@ def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
 
 
 def build_why_not_table(plan: Plan) -> ET.Element:
-    """Return a sortable HTML table with a row for each constraint that differs from ``plan``: whether the plan would
-    then be slower, faster or impossible, its step time or lower bound, and the reasons. The answers come from the
-    results of the search that the plan contains.
-    """
+    """Return a sortable HTML table that answers, for each of several constraints that the plan does not fulfil (such as
+    ``tp=4``), what a plan with it would be: slower, faster or impossible, its step time or a lower bound on it, and the
+    reasons. The answers come from the results of the search that ``plan`` contains."""
     columns = [("instead", False), ("answer", False), ("step time or bound", True), ("in words", False)]
     return build_table(
         "What other values of one constraint would give",

@@ -105,8 +105,8 @@ class ScheduleTable(Data):
     @cached_property
     def own(self) -> Timetable:
         """Return the timetable that the rows describe: each rank's order of actions, and the rank of each virtual
-        stage. Access raises :class:`ScheduleError` if the table is no valid schedule.
-        """
+        stage. It is built and checked at the first access, which raises :class:`ScheduleError` if the table is no valid
+        schedule."""
         return _ScheduleTableReader(self).parse_timetable()
 
     @cached_property

@@ -24,12 +24,13 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """Return the largest numbers of microbatches that a stage has in flight at once under a zero-bubble schedule, as
-    one or two pairs (number whose backward has not begun, number whose backward has run for inputs and not for
-    weights): at the moment when the first number is largest, and when the second is.
+    """Return what the memory of a stage under a zero-bubble schedule follows from: its numbers of microbatches in
+    flight as pairs (number whose backward has not begun, number whose backward has run for inputs and not for weights).
+    There is one pair for the moment when the first number is largest, and one for the moment when the second is; a
+    single pair if both are equal.
 
-    ``s``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: number of
-    forwards that a stage runs before its first backward, for each stage after it.
+    ``s``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: 1 or 2; a stage
+    runs ``ahead * (p - 1 - s) + 1`` forwards before its first backward.
     """
     most, whole = min(ahead * (p - 1) + 1, m), min(ahead * (p - 1 - s) + 1, m)
     half = min(ahead * s + 1, m) if s else 0
@@ -59,14 +60,15 @@ _MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated fro
 
 
 def is_formula(schedule: str | ScheduleTable) -> bool:
-    """Return whether the step time of ``schedule`` (a name or a table) has a closed formula if each rank has one
-    stage."""
+    """Return whether the step time of ``schedule`` (a name or a table) has a closed formula if each rank has one stage,
+    so that it need not be simulated."""
     return isinstance(schedule, str) and schedule in _FORMULAS
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Return whether each rank has one stage, and the number of microbatches in flight on it has a closed formula.
-    ``schedule``: name or table of the pipeline schedule. ``v``: number of virtual stages of each rank."""
+    """Return whether the number of microbatches in flight on a rank has a closed formula, so that the order of actions
+    need not be followed. This requires one stage on each rank. ``schedule``: name or table of the pipeline schedule.
+    ``v``: number of virtual stages of each rank."""
     return schedule in _IN_FLIGHT and v == 1
 
 
@@ -97,9 +99,9 @@ def least_fill(
 
 
 def least_alone(schedule: str | ScheduleTable) -> float:
-    """Return a lower bound on the fraction of a microbatch's backward for which the preceding stage must wait: 1.0 if
-    ``schedule`` (a name or a table) never splits backwards, else 0.5, because the half for weight gradients may run
-    later."""
+    """Return which fraction of a microbatch's backward through one stage must end before the preceding stage can begin
+    its own, as a lower bound: 1.0 if ``schedule`` (a name or a table) never splits backwards, else 0.5, because the
+    half for weight gradients may run later."""
     return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
 
@@ -110,10 +112,11 @@ def is_split(schedule: str | ScheduleTable) -> bool:
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Return the largest numbers of microbatches that a pipeline stage has in flight at once, as one or two pairs
-    (number whose backward has not begun, number whose backward has run for inputs and not for weights), one for each
-    number being largest. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or ``zb-2p``, with one stage per rank. ``stage``:
-    index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches."""
+    """Return the largest numbers of microbatches that a pipeline stage has in flight, as one or two pairs (number whose
+    backward has not begun, number whose backward has run for inputs and not for weights): those at the moment when the
+    first number is largest, and those at the moment when the second is. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or
+    ``zb-2p``, with one stage per rank. ``stage``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of
+    microbatches."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
@@ -160,8 +163,9 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
 
 
 def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
-    """Return the elements of ``counts`` that no other element equals or exceeds in every number. An element is a tuple
-    of pairs of numbers; all have the same length. ``counts`` has no duplicates."""
+    """Return the elements of ``counts`` without each one that another element equals or exceeds in every number,
+    because it needs no more memory than that other. An element is a tuple of pairs of numbers of microbatches; all have
+    the same length. ``counts`` has no duplicates."""
     each = np.array(counts).reshape(len(counts), -1)
     less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])
     return tuple(one for one, is_less in zip(counts, less.tolist(), strict=True) if not is_less)
@@ -169,7 +173,8 @@ def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...],
 
 def _compute_upper_hull(counts: set[Counts]) -> tuple[Counts, ...]:
     """Return the pairs of ``counts`` that maximise ``a * first + b * second`` for some non-negative ``a`` and ``b``,
-    from the largest to the smallest first number."""
+    from the largest to the smallest first number. These are the numbers of microbatches that can need the most memory,
+    where ``a`` and ``b`` are the bytes of the two kinds of microbatches."""
     hull: list[Counts] = []
     for x, y in sorted(counts, key=lambda pair: (-pair[0], -pair[1])):
         if hull and y <= hull[-1][1]:

@@ -55,11 +55,11 @@ class Phases:
 def compute_makespan(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> float:
-    """Return the seconds until all ranks have finished their actions, each action as soon as its inputs are available.
-    ``table``: the actions of each rank. ``phases``: the times of each virtual stage.
+    """Return the seconds from the start of a step until all ranks have finished their actions, if each action starts as
+    soon as its inputs are available. ``table``: the actions of each rank. ``phases``: the times of each virtual stage.
 
-    With ``overlap_steps``, return the step time in steady state, if a rank begins the next step as soon as it has
-    finished its part of this one. Without ``train`` backwards take no time.
+    ``overlap_steps``: return instead the step time in steady state, if a rank begins the next step as soon as it has
+    finished its part of this one. ``train``: whether backwards take time.
     """
     waits, seconds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
@@ -101,14 +101,14 @@ def follow_all(
 def longest_path(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> tuple[float, NDArray[np.float64]]:
-    """Return the seconds of the longest path through the actions of a step, and how often each phase is on it, shape
-    ``[virtual stages, 5]``: forward, backward for inputs, backward for weights, message of the forward's input, message
-    of the backward's input. ``table``: the actions of each rank. ``phases``: the seconds of these phases for each
-    virtual stage.
+    """Return two values: the seconds of the longest path through the actions of a step, and how often each phase is on
+    this path, shape ``[virtual stages, 5]``: forward, backward for inputs, backward for weights, message of the
+    forward's input, message of the backward's input. ``table``: the actions of each rank. ``phases``: the seconds of
+    these phases for each virtual stage.
 
     With ``overlap_steps``, the seconds are the step time in steady state, if a rank begins the next step as soon as its
-    part of this one has ended. The counts then describe the longest path from the first to the last action of the
-    slowest rank, which may be shorter. Without ``train`` backwards take no time.
+    part of this one has ended. The counts are then for the longest path from the first to the last action of the
+    slowest rank; the seconds on this path may be fewer than the step time. Without ``train`` backwards take no time.
     """
     waits, of_kinds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
@@ -237,9 +237,12 @@ def _ends_of_all(
     waits: Waits, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the end times of all actions of a step in seconds for ``n`` sets of durations, shape ``[actions, n]``.
-    ``waits``: dependencies of the actions. ``seconds``: durations, one row per virtual stage and kind of action.
-    ``sent``: durations of messages, one row each; empty if messages take no time. ``begun``: start times, one row per
-    rank. Each of the last three has one column per set."""
+
+    ``waits``: dependencies of the actions. The other arguments have one column per set of durations. ``seconds``:
+    durations, four rows per virtual stage: forward, backward for inputs, backward for weights, whole backward.
+    ``sent``: durations of messages, two rows per virtual stage (for its forward, for its backward) and a last row of
+    zeros; empty if messages take no time. ``begun``: start times, one row per rank.
+    """
     first = len(waits.last)
     done = np.empty((len(waits.before), seconds.shape[1]))
     done[:first] = begun

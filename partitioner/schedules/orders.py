@@ -52,12 +52,12 @@ def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 
 def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
-    """Return the order of actions of one of ``p`` pipeline ranks: first some warm-up forwards, then forwards and
-    backwards in alternation. ``m``, ``v``: numbers of microbatches and of the rank's virtual stages.
+    """Return the order of actions of one pipeline rank: first some warm-up forwards, then backwards and forwards in
+    alternation. ``p``, ``m``, ``v``: numbers of ranks, of microbatches, and of the rank's virtual stages.
 
-    The warm-up covers all but one of the virtual stages for the first round of microbatches, plus ``ahead`` forwards.
+    The warm-up consists of ``v - 1`` times a first round of microbatches (about ``p``), plus ``ahead`` forwards.
     ``behind``: number of backwards for inputs by which each backward for weights is delayed; ``None``: backwards are
-    not split.
+    not split. Callers choose ``ahead`` and ``behind`` by the index of the rank.
     """
     sizes = split_into_rounds(p, m)
     forwards = _by_round(sizes, range(v))
@@ -199,7 +199,8 @@ class _RankOrderBuilder:
 
 
 def _drop_missing_microbatches(order: Iterable[Action], m: int) -> Order:
-    """Return the actions of ``order`` whose microbatch has an index below ``m``, in the same order."""
+    """Return the actions of ``order`` whose microbatch has an index below ``m``, in the same order. It cuts an order
+    that was built for more microbatches than the step has."""
     return tuple(action for action in order if action.microbatch < m)
 
 

@@ -30,13 +30,13 @@ _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC"
 
 @dataclass(frozen=True)
 class Growth:
-    """A section of a list of actions, and how often it is repeated in the lists of the same pipeline schedule for more
-    microbatches.
+    """A section of a list of actions that is repeated, and how the repetition grows with the number of microbatches. It
+    describes the lists of one pipeline schedule, where each longer list has a fixed number of microbatches more than
+    the list before.
 
-    The section has ``length`` items from index ``start`` of the list for the fewest microbatches. There it is executed
-    ``times`` times, with microbatch indices raised by ``shift`` at each repetition. Longer lists have a fixed number of
-    microbatches more, once or several times. Each time there are ``more`` further repetitions, and all microbatch
-    indices of the section rise by ``moved``.
+    The section has ``length`` items from index ``start`` of the shortest list. There it is executed ``times`` times,
+    with microbatch indices raised by ``shift`` at each repetition. In each longer list it is executed ``more`` times
+    more than in the list before, and all microbatch indices of the section are higher by ``moved``.
     """
 
     start: int
@@ -104,7 +104,8 @@ def find_steady_state(
         return None  # a table is for one number of microbatches
 
     def orders(p: int, m: int) -> tuple[Order, ...]:
-        """Return each rank's order of actions for ``p`` pipeline ranks and ``m`` microbatches."""
+        """Return each rank's order of actions under the given schedule, for ``p`` pipeline ranks and ``m``
+        microbatches."""
         return schedule_orders(schedule, p, m, chunks)
 
     wanted = None
@@ -128,8 +129,9 @@ def find_steady_state(
 
 
 def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit: int) -> tuple[Part, ...] | None:
-    """Return the repeated sections by which the instruction list ``shorter`` of a rank grows to ``longer``, which has
-    ``unit`` more microbatches. Return ``None`` if repetition alone does not explain the difference."""
+    """Return how the instruction list ``shorter`` of a rank grows to the list ``longer``, which has ``unit`` more
+    microbatches: the sections of ``shorter`` in order, each with its number of repetitions in both lists. Return
+    ``None`` if repetition alone does not explain the difference."""
     pieces = _split_instructions(shorter)
     found = find_growth(
         [_piece_to_item(p) for p in pieces], [_piece_to_item(p) for p in _split_instructions(longer)], unit
@@ -190,7 +192,9 @@ def _piece_to_item(piece: Sequence[Instruction]) -> Item:
 
 
 def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> int | None:
-    """Return the microbatch index of ``instruction`` minus ``first``; ``None`` if either does not exist."""
+    """Return the microbatch index of ``instruction`` minus ``first``, so that equal pieces of instruction lists for
+    different microbatches compare as equal; ``None`` if the instruction has no microbatch or ``first`` is ``None``.
+    ``first``: the microbatch index of the piece that contains the instruction."""
     return None if first is None or instruction.microbatch is None else instruction.microbatch - first
 
 

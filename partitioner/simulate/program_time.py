@@ -237,8 +237,8 @@ class PlanDurations:
         return max(device.overlap_slowdown for device in self._find_stage_devices(stage))
 
     def update(self, stage: int) -> float:
-        """Return the seconds in which the optimizer updates the parameters of a pipeline stage, on the device and, for
-        offloaded states, on the host. ``stage``: index of the stage."""
+        """Return the seconds in which the optimizer updates the parameters of a pipeline stage: on the device, and on
+        the host for states that are kept in host memory. ``stage``: index of the stage."""
         program, optimizer = self.plan.program, self.plan.optimizer
         hosted, costs = host_states(program, stage), []
         for name in self.facts.with_gradient:
@@ -261,15 +261,15 @@ class PlanDurations:
         return on_device + update_seconds(costs, self.machine.host(stage) or BOUNDLESS)
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
-        """Return the seconds to send ``nbytes`` bytes from one pipeline stage to another. ``source``, ``target``:
-        indices of the stages."""
+        """Return the seconds to send ``nbytes`` bytes from a rank of one pipeline stage to a rank of another.
+        ``source``, ``target``: indices of the stages."""
         adjacent = abs(source - target) == 1
         link = self.machine.links[min(source, target)] if adjacent else self.machine.link(source, target)
         return message_time(nbytes, link)
 
     def host(self, stage: int, nbytes: int) -> float:
-        """Return the seconds to copy ``nbytes`` bytes between the device and host memory on a pipeline stage.
-        ``stage``: index of the stage. Without a described host the copy takes no time."""
+        """Return the seconds to copy ``nbytes`` bytes between device and host memory on a rank of a pipeline stage; 0
+        if the topology describes no host memory. ``stage``: index of the stage."""
         return (self.machine.host(stage) or BOUNDLESS).time(nbytes)
 
     def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
@@ -297,9 +297,9 @@ class PlanDurations:
         return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
-        """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, the slowest of the pipeline
-        stages ``stages`` (indices; empty: all stages). If ``axes`` is empty, return the seconds to all-reduce between
-        ``stages``; 0 if these are fewer than two."""
+        """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, on that one of ``stages``
+        where it takes longest. ``stages``: indices of pipeline stages; empty: all stages. If ``axes`` is empty, return
+        the seconds to all-reduce between ranks of ``stages``, one of each; 0 if there are fewer than two."""
         if axes:
             groups = self._find_axis_groups(axes)
             return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))
@@ -321,8 +321,7 @@ class PlanDurations:
     @property
     def _expert_spread(self) -> Spread:
         """Return how experts are distributed over ranks: the group of ranks over which they are distributed, and the
-        number of experts of the layer with the most.
-        """
+        number of experts of the layer that has the most of them."""
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}
         num_experts = 0
@@ -365,8 +364,8 @@ class PlanDurations:
 
 
 def _find_recomputed_nodes(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the nodes of the graph of ``block`` that are recomputed in backward under selective recomputation.
-    ``sent`` is not used."""
+    """Return the nodes of the graph of ``block`` that ``program`` recomputes in backward under selective recomputation.
+    ``sent`` is not used; the caller passes it to every function of this kind."""
     names = set(program.blocks[block.name].again)
     return frozenset(node for node in block.graph.nodes if node.name in names)
 

@@ -48,12 +48,12 @@ Number = TypeVar("Number", float, Vector)
 @dataclass(frozen=True)
 class BlockCallTime:
     """A lower bound on the seconds of one call of a block (such as a decoder layer) for the whole batch on one device,
-    in parts.
+    in parts, from which :meth:`at` computes bounds for smaller shares of the work.
 
     ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
     reading and writing weights. ``flops``: FLOPs of matrix products. ``issued``: seconds in which the host launches the
     operators; the call takes at least as long. ``spared``: pair of seconds (launches, part that grows with the batch)
-    of copies and sums that a sharded graph, or one for a single sample, may not need.
+    of copies and sums that a graph that is sharded, or is for a single sample, may not need.
     """
 
     launches: float = 0.0
@@ -64,11 +64,12 @@ class BlockCallTime:
     spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
-        """Return a lower bound in seconds on one call of a block with the fraction ``share`` of the batch, divided over
-        ``tp`` ranks.
+        """Return a lower bound in seconds on one call of a block on one rank, for the fraction ``share`` of the batch
+        and with the work divided over ``tp`` ranks.
 
-        ``several``: 1 if the microbatch has more than one sample, else 0. ``ep``: the number of ranks over which,
-        besides ``tp``, the reading and writing of all weights is divided, since some may belong to experts.
+        ``several``: 1 if the microbatch has more than one sample, else 0; with one sample some copies may not be
+        needed. ``ep``: number of ranks that share the experts. All weights are counted as if they were divided over
+        ``ep`` ranks as well as over ``tp``, because some may belong to experts.
         """
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
@@ -128,9 +129,10 @@ class Works:
     and on each device type of the topology. It is computed when first needed.
 
     ``blocks``: block name -> its graph for the whole batch. ``device``: the best device type. ``types``: all device
-    types with their speed factors, or empty if there is only one. ``train``: calls have a backward. ``fp8``: products
-    with weights are in fp8. ``fused_casts``: the kernel in front of a product writes its operand in fp8. ``how``: the
-    kind of selective recomputation, or ``None``.
+    types with their speed factors, or empty if there is only one. ``train``: whether calls have a backward. ``fp8``:
+    whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
+    product's operand in fp8, so that no separate cast is needed. ``how``: the kind of selective recomputation
+    (``"scores"``, ``"selective"``, ``"alternate"``), or ``None``.
     """
 
     blocks: Mapping[str, Block]
@@ -164,11 +166,10 @@ def block_work(
     fused_casts: bool = False,
 ) -> BlockWork:
     """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
-    ``device``. ``train``: the call has a backward. ``fp8``: products with weights are in fp8. ``fused_casts``: the
-    kernel in front of a product writes its operand in fp8. ``how``: the kind of selective recomputation (``"scores"``,
-    ``"selective"``, ``"alternate"``); recomputed operators cost no time and no memory here. ``None``: nothing is
-    recomputed.
-    """
+    ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with weights are in fp8.
+    ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8, so that no separate
+    cast is needed. ``how``: the kind of selective recomputation (``"scores"``, ``"selective"``, ``"alternate"``), whose
+    operators then cost no time and no memory; ``None``: nothing is recomputed."""
     found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
     once = _copy_block_graph(block)
     if not read_heads_once(once):
@@ -179,10 +180,11 @@ def block_work(
 def _block_work(
     block: Block, device: DeviceType, train: bool, fp8: bool, how: Remade | None, fused_casts: bool
 ) -> BlockWork:
-    """Return lower bounds on the seconds and bytes of one call of ``block`` on ``device``. ``train``: the call has a
-    backward. ``fp8``: products with weights are in fp8. ``fused_casts``: the kernel in front of a product writes its
-    operand in fp8. ``how``: the kind of selective recomputation, or ``None``.
-    """
+    """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
+    ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with weights are in fp8.
+    ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8. ``how``: the kind of
+    selective recomputation (``"scores"``, ``"selective"``, ``"alternate"``), whose operators then cost nothing;
+    ``None``: nothing is recomputed."""
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
     short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()
@@ -229,16 +231,16 @@ def _block_work(
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
-    """Return ``kernels`` with only the bytes by which each exceeds the kernel at the same position of ``least``, and
-    without FLOPs and launches."""
+    """Return ``kernels`` with only that part of their memory traffic by which each exceeds the kernel at the same
+    position of ``least``, and without FLOPs and launches."""
     pairs = zip(kernels, least, strict=True)
     return [k._replace(num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
-    """Return the least bytes that one call of ``block`` keeps for backward: the smaller numbers of those without
-    recomputation and those with selective recomputation of the kind ``how`` (``None``: without only). ``train``: the
-    call has a backward."""
+    """Return a lower bound on the bytes that one call of ``block`` keeps for backward, whether or not it recomputes
+    selectively: for each kind of bytes the smaller number of both cases. ``how``: the kind of selective recomputation;
+    ``None``: the case without recomputation is the only one. ``train``: whether the call has a backward."""
     kept = kept_by(block, train)
     if how is None or not train:
         return kept
@@ -289,8 +291,8 @@ class DeviceKinds:
     """Computes lower bounds on the time of blocks (such as a decoder layer) on each device type of a topology, for many
     mesh candidates at once.
 
-    ``works``: the work of each block on each device type. ``often``: block name -> number of calls. ``samples``: the
-    number of samples of a batch in the block graphs. ``counts``: the number of devices of each type.
+    ``works``: the work of each block on each device type. ``often``: block name -> number of calls in the model.
+    ``samples``: the number of samples that the block graphs are for. ``counts``: the number of devices of each type.
     """
 
     works: Works
@@ -300,7 +302,7 @@ class DeviceKinds:
 
     @property
     def differ(self) -> bool:
-        """Return whether the topology, on whose devices the blocks are timed, has several device types."""
+        """Return whether the topology has several device types, so that bounds differ by device type."""
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
@@ -321,13 +323,14 @@ class DeviceKinds:
 
     def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return lower bounds on the forward plus backward seconds of one microbatch in each block on every device
-        type, shape ``[kinds, blocks, candidates]``."""
+        type, shape ``[kinds, blocks, candidates]``. Blocks are in the order of ``self.often``, device types in the
+        order of the topology."""
         return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
         """Return the backward seconds of one microbatch through all block calls on the slowest device type, for each of
-        the mesh candidates, shape ``[candidates]``.
-        """
+        the mesh candidates, shape ``[candidates]``. No backward takes longer, so no more of the gradient reduction can
+        be hidden behind it."""
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
@@ -341,7 +344,7 @@ class DeviceKinds:
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
 
     def fastest(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the greatest speed over all device types relative to the best possible device, for each of the mesh
-        candidates, shape ``[candidates]``.
-        """
+        """Return the greatest speed that any device type of the topology has, relative to the device for which the work
+        was computed (speed 1), for each of the mesh candidates, shape ``[candidates]``; 1 if all devices are of one
+        type."""
         return self.speeds(candidates).max(axis=0) if self.differ else np.ones(len(candidates))

@@ -59,7 +59,8 @@ BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster r
 
 
 def by_all(candidate: MeshCandidate) -> MeshCandidate:
-    """Return the candidate itself as its key, so that no two candidates share results."""
+    """Return ``candidate`` itself. It is passed as the ``key`` function of :func:`map_by_candidate_key` if no two
+    candidates may share a result."""
     return candidate
 
 
@@ -89,8 +90,9 @@ Vector = NDArray[np.float64]
 
 
 class BoundOptions(TypedDict, total=False):
-    """Options of the computation of lower bounds on stage times. ``cutoff_s``: a bound of this many seconds is tight
-    enough. ``quick``: leave out stages that take much longer than an even share of the work."""
+    """Options of the computation of lower bounds on stage times. ``cutoff_s``: the computation may stop when the bound
+    reaches this many seconds. ``quick``: whether to leave out stages that take much longer than an even share of the
+    work; the result has separate bounds for cuts that contain such stages."""
 
     cutoff_s: float
     quick: bool
@@ -100,9 +102,9 @@ _ROUNDING = 1 - 1e-9
 
 
 def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -> StateCost:
-    """Return a lower bound on the bytes of a parameter or buffer on one rank of ``candidate``. ``cost``: the bytes of
-    the unsharded parameter or buffer. ``expert``: whether it belongs to an expert.
-    """
+    """Return a lower bound on the bytes that a rank of ``candidate`` holds of a parameter or buffer, for an even
+    division over all ranks that may shard it. ``cost``: the bytes of the unsharded parameter or buffer. ``expert``:
+    whether it belongs to an expert, so that it may also be divided over ``ep``."""
     parts, sharers = (
         (candidate.expert_tp * candidate.ep, candidate.expert_sharers) if expert else (candidate.tp, candidate.sharers)
     )
@@ -146,8 +148,8 @@ class ModelBounds:
         self._capacities: dict[tuple[int, int], tuple[int, ...]] = {}  # by stages and number of communication groups
 
     def with_job(self, job: PlannedJob) -> ModelBounds:
-        """Return a copy of these bounds for ``job``, another job with the same model, batch and topology but other
-        constraints."""
+        """Return a copy of these bounds for another job, ``job``, with the same model, batch and topology but other
+        constraints, so that the work of blocks need not be computed again."""
         other = copy(self)
         other.job = job
         return other
@@ -166,7 +168,8 @@ class ModelBounds:
 
     @cached_property
     def dims(self) -> frozenset[int]:
-        """Return the set of all dim sizes of the model's parameters."""
+        """Return the set of all dim sizes of the model's parameters. Sizes of the axis ``tp`` that divide none of them
+        are not searched."""
         return frozenset(d for s in self.model.states.values() if s.kind == "parameter" for d in s.spec.shape)
 
     @cached_property
@@ -183,8 +186,8 @@ class ModelBounds:
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return how often each block is called, without the calls that run before the pipeline starts and those that
-        every stage runs itself."""
+        """Return a counter from block name to how often the block is called. Calls that run before the pipeline starts,
+        and calls that every stage runs itself, are not counted, because they cannot be distributed over stages."""
         return Counter(self._cuttable_blocks)
 
     def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
@@ -192,8 +195,8 @@ class ModelBounds:
 
         It is the sum of three terms: the pipeline, whose slowest stage takes at least an even share of the work and at
         least as long as the largest block call; the part of the gradient reduction that the backward cannot hide (with
-        a single stage); and the optimizer's update. ``shared``: do not use the largest call, which makes the bound
-        lower.
+        a single stage); and the optimizer's update. ``shared``: whether to assume the even share alone. The bound is
+        then lower, but a caller may add times that need not fall on the stage with the largest call.
         """
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
@@ -217,12 +220,12 @@ class ModelBounds:
     def _bound_pipeline_seconds(
         self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector, largest: Vector
     ) -> Vector:
-        """Return a lower bound in seconds on the pipeline of each candidate, without gradient reduction and update,
-        shape ``[candidates]``.
+        """Return a lower bound in seconds on the time of the pipeline in a step of each candidate, shape
+        ``[candidates]``; gradient reduction and update come on top.
 
-        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls. ``largest``:
-        seconds of the largest call. No stage is assumed to be faster than an even share of the work, or than the
-        largest call.
+        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls, by candidate.
+        ``largest``: seconds of the largest call, by candidate. The slowest stage takes at least an even share of the
+        work, and at least as long as the largest call.
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
@@ -235,10 +238,10 @@ class ModelBounds:
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
     def _shared_out(self, candidates: Sequence[MeshCandidate], seconds: NDArray[np.float64]) -> Vector:
-        """Return a lower bound in seconds on the pipelines of each candidate, shape ``[candidates]``, if devices differ
-        in speed, for any division of the work among them. ``seconds``: the time of each block for one microbatch on
-        each device type, shape ``[kinds, blocks, candidates]``.
-        """
+        """Return a lower bound in seconds on the pipelines of each candidate, shape ``[candidates]``, for devices that
+        differ in speed. It holds for any division of the work among the devices, in proportion to their speed or not.
+        ``seconds``: the time of each block for one microbatch on each device type, shape ``[kinds, blocks,
+        candidates]``."""
         found = np.zeros(len(candidates))
         for place, (candidate, of_kind) in enumerate(zip(candidates, np.moveaxis(seconds, 2, 0), strict=True)):
             work, speeds = work_and_speeds(of_kind, list(self._calls_by_block.values()))
@@ -248,17 +251,17 @@ class ModelBounds:
         return found
 
     def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
-        """Return upper bounds on the speeds of the groups of ranks that do a candidate's work: the distinct speeds,
-        fastest first, the number of groups of each, and the number of pipelines that they form. A group is the ranks
-        that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or a whole stage. ``speeds``:
-        speed of each device type relative to the best one."""
+        """Return upper bounds on the speeds with which groups of ranks do the work of ``candidate``: the distinct
+        speeds, fastest first, the number of groups of each, and the number of pipelines that all groups form. A group
+        is the ranks that wait for each other in every microbatch: those of ``tp`` and ``cp``, or all ranks of a stage.
+        ``speeds``: speed of each device type relative to the best one."""
         apart = self.may_differ(candidate)
         size = candidate.tp * candidate.cp if apart else self.topology.num_devices // candidate.pp
         return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
 
     def may_differ(self, candidate: MeshCandidate) -> bool:
-        """Return whether the ranks of ``dp`` of ``candidate`` may compute different numbers of microbatches, more on
-        faster devices."""
+        """Return whether ``candidate`` may give the ranks of ``dp`` different numbers of microbatches, more to faster
+        devices."""
         return self._kinds.differ and self.job.goes_apart(candidate)
 
     def rounds(self, candidate: MeshCandidate) -> float:
@@ -297,13 +300,13 @@ class ModelBounds:
         return update + np.maximum(0.0, reduced - backward)
 
     def _drained(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
-        """Return a lower bound in seconds on the step of candidates with several stages, one on each rank, shape
-        ``[candidates]``. A mean stage has an even share of all work and gradients, and can reduce its gradients from
-        the beginning of its last backward on.
+        """Return a lower bound in seconds on the step of each candidate, shape ``[candidates]``, from the mean work of
+        its stages: all computation, and the part of the gradient reduction that the last backward cannot hide, divided
+        evenly over the stages. A stage can begin to reduce its gradients at the start of its last backward.
 
         ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls, by candidate. The
-        gradient reduction counts as 0 with a single stage, or if all placements are known, because other bounds are
-        tighter there.
+        gradient reduction counts as 0 with a single stage, with several virtual stages on a rank, or if all placements
+        are known; other bounds are tighter there.
         """
 
         def reduced(candidate: MeshCandidate) -> float:
@@ -343,8 +346,8 @@ class ModelBounds:
 
     @cached_property
     def _placed_states(self) -> list[tuple[StateCost, bool]]:
-        """Return the parameters and buffers of the calls that can be distributed over stages, summed by kind: pairs of
-        the cost and whether it belongs to experts."""
+        """Return the sizes of all parameters and buffers of the calls that can be distributed over stages, as pairs
+        (cost, whether it belongs to experts). The costs of states that are handled alike are added up in one entry."""
         names = dict.fromkeys(name for c in self.model.calls if not c.shared and not c.prologue for name in c.states)
         return [
             (cost, expert)
@@ -396,7 +399,8 @@ class ModelBounds:
         return pool.fastest, pool.together / pool.pipelines
 
     def _find_best_case_mesh(self, candidate: MeshCandidate) -> BestCaseMesh:
-        """Return the mesh of ``candidate`` with the best capacity and links of any placement (cached by mesh sizes)."""
+        """Return a mesh with the sizes of ``candidate`` and, for each stage and group of ranks, the largest memory and
+        the fastest links of any placement. It serves lower bounds and is cached by mesh sizes."""
         key = tuple(candidate.grid.values())
         if key not in self._machines:
             known = self.placements.complete(candidate.grid)
@@ -405,9 +409,9 @@ class ModelBounds:
         return self._machines[key]
 
     def refine(self, candidate: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
-        """Return a lower bound in seconds on the step time of ``candidate``. It takes account of memory and of the cut
-        into stages, and is therefore at least as tight as that of :meth:`times`. ``floor``: known lower bounds on each
-        block's seconds, such as those of an actual sharding.
+        """Return a lower bound in seconds on the step time of ``candidate``. Unlike the quicker bound of :meth:`times`,
+        it considers memory and how block calls can be cut into stages, so it is at least as tight. ``floor``: known
+        lower bounds on each block's seconds, such as those of an actual sharding; ``None``: those of unsharded blocks.
 
         Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist, since even a problem without
         collectives has no solution.
@@ -424,13 +428,13 @@ class ModelBounds:
         speed: float | None = None,
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Return lower bounds on the stage times of ``candidate``, on the assumption that ``tp`` divides all work and
-        tensors evenly and without collectives.
+        """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. They assume that
+        ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding.
 
         ``floor``: known lower bounds on each block's seconds, or ``None``. ``speed``: the speed of the fastest stage
-        relative to the best device type; by default computed for the candidate. ``how``: ``cutoff_s`` (a bound of this
-        many seconds is tight enough) and ``quick`` (skip long stages). Raises :class:`CapacityError` or
-        :class:`PlanError` if no plan can exist.
+        relative to the best device type; ``None``: it is computed for the candidate. ``how``: ``cutoff_s`` (stop when
+        the bound reaches this many seconds) and ``quick`` (leave out very long stages). Raises :class:`CapacityError`
+        or :class:`PlanError` if no plan can exist.
         """
         fastest = self.speeds(candidate)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}
@@ -440,7 +444,8 @@ class ModelBounds:
 
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
         """Return a dict from block name to a lower bound on the cost of one call of the block with one microbatch of
-        ``candidate``, on the best device type. A block is a piece of the model, such as a decoder layer."""
+        ``candidate``, on the best device type, without collectives. A block is a repeated piece of the model, such as a
+        decoder layer."""
         key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:
             share, several = candidate.microbatch_size / self.samples / candidate.cp, candidate.microbatch_size > 1
@@ -472,12 +477,13 @@ class ModelBounds:
         states: Mapping[str, StateCost],
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Return lower bounds on the stage times of ``candidate``, if every stage has the greatest memory of any
-        placement.
+        """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``, over all cuts of
+        the block calls into stages. Every stage is given the greatest memory that it has on any placement.
 
         ``model``: the graphs of one rank. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
-        parameter or buffer on a rank. ``how``: ``cutoff_s`` (a bound of this many seconds is tight enough) and
-        ``quick`` (skip long stages). Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
+        parameter or buffer on a rank. ``how``: ``cutoff_s`` (stop when the bound reaches this many seconds) and
+        ``quick`` (leave out very long stages). Raises :class:`CapacityError` or :class:`PlanError` if no plan can
+        exist.
         """
         return least_time(self.problem(candidate, model, calls, states), **how)
 
@@ -509,8 +515,9 @@ class ModelBounds:
         )
 
     def staged(self, candidates: Sequence[MeshCandidate], least: LeastTime) -> float:
-        """Return a lower bound in seconds that holds for the step of each of ``candidates``, which differ in ZeRO
-        alone. ``least``: lower bounds on their stage times."""
+        """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
+        stage and therefore share one bound on their stage times. ``least``: this bound, in seconds per microbatch. The
+        pipeline, gradient reduction and update are computed from it."""
         candidate, m = candidates[0], candidates[0].num_microbatches(self.global_batch)
         pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.job.constraints.overlap_steps)
         hides = least.backward_s if least.is_seen else math.inf
@@ -520,24 +527,26 @@ class ModelBounds:
 
     def followed(self, candidate: MeshCandidate, pipeline_s: float) -> float:
         """Return a lower bound in seconds on a step of ``candidate`` whose pipeline takes at least ``pipeline_s``
-        seconds: these plus the optimizer's update and what else must follow the pipeline."""
+        seconds: the sum of this time, the optimizer's update, and the part of the gradient reduction that can only
+        follow the pipeline."""
         return (
             pipeline_s + float(self._bound_seconds_after_pipeline([candidate], np.array([math.inf]))[0])
         ) * _ROUNDING
 
     def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
         """Return a lower bound in seconds on the forward of one microbatch of ``candidate`` through all stages, on the
-        fastest devices. ``floor``: known lower bounds on each block's seconds, or ``None``."""
+        fastest devices. ``floor``: known lower bounds on each block's seconds, which are used where they are tighter
+        than those of the unsharded block; ``None``: none are known."""
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
             n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()
         )
 
     def with_floor(self, candidates: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
-        """Return a lower bound in seconds that holds for the step of each of ``candidates``, which differ in ZeRO
-        alone. ``floor``: lower bounds on the seconds of their blocks. ``shared``: do not assume that a stage takes at
-        least as long as the largest block call, which makes the bound lower.
-        """
+        """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
+        stage. ``floor``: lower bounds on the seconds of each block in them. ``shared``: whether to drop the assumption
+        that a stage takes at least as long as the largest block call. The bound is then lower, but a caller may add
+        times that need not fall on that stage."""
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0

@@ -96,11 +96,13 @@ class RankCapacity:
     states: float
 
     def room(self, needed: ActivationBytes, limit_s: float) -> float:
-        """Return an upper bound on the bytes of one microbatch's activations that fit on all ranks of a pipeline, if
-        the calls of each rank take at most ``limit_s`` seconds. ``needed``: bytes and seconds of all calls.
+        """Return an upper bound on the bytes of one microbatch's activations that fit on all ranks of a pipeline
+        together, if the calls of each rank take at most ``limit_s`` seconds per microbatch. ``needed``: bytes and
+        seconds of all calls.
 
-        Parameters and optimizer states first take memory that the time limit leaves free, and then the memory of the
-        ranks that hold most microbatches.
+        With a time limit, a rank may be unable to fill its memory with activations. For an upper bound, parameters and
+        optimizer states are first put into such unused memory, and the rest of them on the ranks where a byte of memory
+        holds the least activations.
         """
         most = needed.within(limit_s)
         over = float(np.maximum(0.0, self.capacity - most / self.shares).sum())
@@ -145,10 +147,9 @@ def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> N
 
 
 def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
-    """Return a lower bound, at most ``high``, on an unknown number that is at least ``low``. ``bound``: a function of
-    ``t`` that returns a lower bound on the number, valid if the number is at most ``t``; it must not increase with
-    ``t``.
-    """
+    """Return a lower bound on an unknown number, found by bisection between ``low``, a known lower bound on it, and
+    ``high``, at which the result is cut off. ``bound(t)``: a lower bound on the number that is valid if the number is
+    at most ``t``; it must not increase with ``t``."""
     if math.isinf(high) or bound(low) <= low:
         return bound(high)
     if bound(high) >= high:

@@ -57,17 +57,17 @@ class BlockLowerBound:
 
 @dataclass(frozen=True)
 class _WeightReads:
-    """Bytes of the weights that a block reads and bytes of their gradients, as a pair: one for the weights of experts
-    (``experts``) and one for all other weights (``others``).
-    """
+    """Bytes of weights that a call of a block reads. ``experts``: a pair for the weights of experts: bytes of the
+    weights, bytes of their gradients. ``others``: the same pair for all other weights."""
 
     experts: tuple[float, float]
     others: tuple[float, float]
 
 
 class Gathers:
-    """Lower bounds on the time of gathering weights and scattering gradients under ZeRO, for each block of a job.
-    ``device``: the best device type of the topology. ``placements``: finds the placements of a mesh."""
+    """Computes lower bounds on the time of gathering weights and scattering gradients under ZeRO, for each block (such
+    as a decoder layer) of a job. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
+    placements of a mesh. ``device``: the best device type of the topology."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
@@ -84,10 +84,9 @@ class Gathers:
         self._scatters: dict[tuple[object, ...], float] = {}
 
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """Return lower bounds on the blocks' seconds including the ZeRO-3 gathers of weights of ``candidate``.
-        ``floor``: lower bounds without ZeRO, or ``None`` if none are known. The result is ``floor`` itself if the
-        candidate does not gather weights.
-        """
+        """Return lower bounds on the seconds of each block of ``candidate`` that include the gathers of weights and
+        scatters of gradients under ZeRO-3. ``floor``: lower bounds without these, or ``None`` if none are known. The
+        result is ``floor`` itself if the candidate does not gather weights."""
         gathers, copies = self.floor(candidate)
         if not gathers:
             return floor
@@ -145,14 +144,14 @@ class Gathers:
         return floor
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
-        """Return a lower bound in seconds on a step under ZeRO-2, where each of the ``m`` backwards of a stage except
-        the last scatters gradients (``m``: number of microbatches).
+        """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where each of the ``m`` backwards of
+        a stage except the last scatters gradients. ``m``: number of microbatches.
 
         ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
         through all stages. The backwards of a stage hide as many seconds of scatters as they take, so the shorter the
-        step, the less is hidden. The bound is computed for the mean over all stages, which is at most the slowest
-        stage, because the exposed seconds are a convex function and nothing waits for the exposed seconds of earlier
-        stages. ``candidate``: the mesh sizes and the schedule.
+        step, the less is hidden. The bound is computed for a stage with the mean work of all stages. The slowest stage
+        takes at least as long, because the seconds that stay exposed are a convex function of the work, and no stage
+        waits for the exposed seconds of an earlier one.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
@@ -168,8 +167,8 @@ class Gathers:
         return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
 
     def _bound_scatter_seconds(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound on the seconds of scattering all gradients of ``candidate`` once, without the start-up
-        of each collective."""
+        """Return a lower bound on the seconds of one reduce-scatter of all gradients of ``candidate``, over the fastest
+        possible groups. The start-up time of each collective is not included."""
         key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
         if key not in self._scatters:
             shards, experts = self._find_sharing_groups(candidate)
@@ -184,9 +183,9 @@ class Gathers:
         return self._scatters[key]
 
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
-        """Return two lists of groups of ranks over all placements of ``candidate`` that are tried: those that share
-        weights under ZeRO, and those that share experts' weights. If not all placements are known, each list has one
-        group that is at least as fast as any real group."""
+        """Return two lists of groups of ranks: those over which weights are sharded under ZeRO-3, and those over which
+        experts' weights are. They contain the groups of every placement of ``candidate``. If not all placements are
+        known, each list has one invented group that is at least as fast as any real one."""
         if not self.placements.complete(candidate.grid):
             sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]
@@ -237,9 +236,9 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 
 class LeastReduced:
-    """Computes lower bounds in seconds on the gradient reduction of mesh candidates, and caches them. ``device``: the
-    best device type of the topology. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
-    placements of a mesh."""
+    """Computes lower bounds in seconds on the gradient reduction of mesh candidates (combinations of mesh sizes,
+    schedule and ZeRO stage), and caches them. ``job``: the model, batch, cluster and constraints. ``placements``: finds
+    the placements of a mesh. ``device``: the best device type of the topology."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device
@@ -247,9 +246,12 @@ class LeastReduced:
 
     def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
         """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other.
-        ``states``: a function that returns lower bounds on the bytes of the parameters on a rank. The bound is 0 with
-        one replica, under ZeRO-3 and under hybrid sharding. ``candidate``: the mesh sizes, the schedule and the ZeRO
-        stage."""
+
+        ``candidate``: the mesh sizes, the schedule and the ZeRO stage. ``states``: a function that returns lower bounds
+        on the bytes of the parameters on a rank. The bound is 0 with one replica, under ZeRO-3 (where gradients are
+        scattered block by block instead) and under hybrid sharding, where a reduction inside nodes may take next to no
+        time.
+        """
         if (
             candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard
         ):  # a reduction within nodes may take next to no time
@@ -270,11 +272,12 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Return two dicts about the gradient reduction, in which all ranks with equal weights form one axis ``dp``.
+    """Return what has to be reduced in a step, as two dicts, for ranks with equal weights that are treated as one axis
+    ``dp``.
 
-    The first maps (collective, axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes that are reduced in
-    this way. The second maps the axes of a reduce-scatter to whether it is the last reduction. ``states``: costs of
-    parameters; it contains few distinct objects, because equal parameters share one.
+    The first maps (collective, axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes of gradients that are
+    reduced in this way. The second maps the axes of a reduce-scatter to whether it is the last reduction. ``states``:
+    costs of parameters, one entry for each parameter; equal parameters share one object.
     """
     costs = list(states)
     often = Counter(map(id, costs))

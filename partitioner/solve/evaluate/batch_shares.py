@@ -59,11 +59,12 @@ Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty
 
 @dataclass
 class BatchSharing:
-    """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate``. ``local``: the
-    graphs of one rank. ``costs``: the costs of their calls by device.
+    """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate``, so that ranks on
+    faster devices may get more. ``job``: the model, batch, cluster and constraints. ``local``: the graphs of one rank.
+    ``costs``: the costs of their calls by device.
 
-    Arguments ``machine`` of the methods are placements: topologies with the mesh laid over them and the settings of the
-    candidate. Results are cached by the identity of the machine. ``job``: the model, batch, cluster and constraints.
+    The argument ``machine`` of the methods is a placement: a topology with the mesh laid over it and the settings of
+    the candidate. Results are cached by the identity of this object.
     """
 
     job: Job
@@ -74,7 +75,7 @@ class BatchSharing:
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Return whether it is useful to give the ranks of ``dp`` unequal numbers of microbatches on the placement
+        """Return whether ranks of ``dp`` should be allowed unequal numbers of microbatches on the placement
         ``machine``: their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers."""
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
         return free and len(machine.distinct_pipelines) > 1
@@ -108,11 +109,12 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return, for each pipeline stage, a dict from block name to the cost of a call on the placement ``machine``.
+        """Return, for each pipeline stage, a dict from block name to the cost of a call on the placement ``machine``,
+        by which the cut into stages is chosen. ``shares``: the number of microbatches of each rank of ``dp``.
 
-        If pipelines have different speeds, the costs of each are scaled as if it had as many microbatches as the
-        pipeline with the most and took the same time in total; the result has the greatest scaled costs. ``shares``:
-        the number of microbatches of each rank of ``dp``.
+        All pipelines get the same cut. If they differ in speed, the costs of a pipeline with fewer microbatches are
+        scaled down, as if it had spread the same total time over as many microbatches as the pipeline with the most.
+        Each stage has the greatest of these costs over the pipelines.
         """
         candidate, pipelines = self.candidate, machine.pipelines
         if len(machine.distinct_pipelines) == 1 or not self.job.goes_apart(candidate):
@@ -177,10 +179,9 @@ class BatchSharing:
     def _least_of_pipelines(
         self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
     ) -> float:
-        """Return a lower bound in seconds on running ``num_microbatches`` in total on all pipelines. ``of_stages``: the
-        costs of calls (by block name) on each stage of each kind of pipeline, one kind after the other. ``different``:
-        the distinct dicts among them, by ``id``. ``counts``: the number of pipelines of each kind.
-        """
+        """Return a lower bound in seconds on running ``num_microbatches`` in total on all pipelines. ``of_stages``: for
+        each kind of pipeline and each of its stages, in this order, the costs of calls by block name. ``different``:
+        the distinct dicts in ``of_stages``, by their ``id``. ``counts``: the number of pipelines of each kind."""
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [
             [sum(getattr(of[b], name) for name in self._time_fields) for b in often] for of in different.values()

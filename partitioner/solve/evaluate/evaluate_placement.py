@@ -38,10 +38,9 @@ _POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor
 
 
 class PlacementResult(NamedTuple):
-    """The best plan on one placement. ``problem``: the problem of cutting block calls into stages. ``split``: its
-    solution. ``estimate``: the estimated time and memory of a step. ``data_shares``: the number of microbatches of each
-    rank of ``dp``; empty if all ranks have equally many.
-    """
+    """The best plan on one placement (an assignment of ranks to devices). ``problem``: the problem of cutting block
+    calls into pipeline stages. ``split``: its solution. ``estimate``: the estimated time and memory of a step.
+    ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all ranks have equally many."""
 
     problem: StageProblem
     split: StageSplit
@@ -74,9 +73,9 @@ def split_of(
 ) -> StageSplit:
     """Return the best cut of the block calls of ``problem`` into stages under the candidate's schedule.
 
-    For simulated schedules: ``proven``: also compute a tight lower bound. ``improved``: also search cuts that fill the
-    pipeline better. ``cutoff_s``: cuts that take at least this many seconds are of no interest. Raises
-    :class:`CapacityError` or :class:`PlanError` if there is no cut.
+    ``proven``: whether to compute a tight lower bound too. ``improved``: whether to search also for cuts that fill the
+    pipeline better. Both matter only for schedules that are simulated. ``cutoff_s``: cuts that take at least this many
+    seconds are of no interest. Raises :class:`CapacityError` or :class:`PlanError` if there is no cut.
     """
     if is_formula(candidate.schedule):
         return solve_stages(problem)
@@ -86,41 +85,40 @@ def split_of(
 
 @dataclass
 class ShareRecord:
-    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements of one mesh. A
-    division is a tuple with the number of microbatches of each rank; divisions that are equal after sorting count as
-    one.
-    """
+    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements of one mesh, so that
+    slow ones need not be evaluated on further placements. A division is a tuple with the number of microbatches of each
+    rank; divisions that are equal after sorting count as one."""
 
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
-        """Record the results on one placement. ``steps``: number of microbatches of each rank of ``dp`` -> seconds of a
-        step with this division of the batch, for each division that was tried.
-        """
+        """Record the results on one placement, for :meth:`is_poor`. ``steps``: a division of the batch, as the number
+        of microbatches of each rank of ``dp`` -> seconds of a step with it, for each division that was tried."""
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
 
     def is_poor(self, shares: Shares) -> bool:
-        """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) was tried
-        on at least two placements, and was clearly slower than another division on each.
-        """
+        """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) is not
+        worth evaluating again: it was tried on at least two placements, and on each it was over 3 % slower than the
+        best division there."""
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
 
 @dataclass
 class PlacementEvaluator:
-    """Finds the best plan of ``candidate`` on a placement and its step time.
+    """Finds the best plan of ``candidate`` on a placement (an assignment of ranks to devices) and its step time.
 
     - ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. ``states``: the costs of its
       parameters and buffers, by name.
     - ``reference``: the profile of a rank (device, speed and groups) that the sharding was optimized for.
     - ``check``: raises :class:`CapacityError` if hosts lack memory for offloaded data.
-    - ``proven``: also compute tight lower bounds. ``improved``: also search cuts that fill the pipeline better.
-      ``cutoff_s``: plans that take at least this many seconds per step are of no interest; each plan that is found
-      lowers it.
-    - ``record``: which divisions of the batch were fast, for candidates with the same pipelines.
+    - ``proven``: whether to compute tight lower bounds too. ``improved``: whether to search cuts that fill the pipeline
+      better. ``cutoff_s``: plans that take at least this many seconds per step are of no interest; each plan that is
+      found lowers it.
+    - ``record``: the divisions of the batch that were fast on other placements, also of other candidates with the same
+      pipelines.
     - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
       ``asked``: the placements that were evaluated, by identity.
     """
@@ -184,9 +182,9 @@ class PlacementEvaluator:
         return step, best
 
     def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
-        """Return the divisions of the batch to try first on the placement ``machine``, as pairs in increasing order: a
-        quick lower bound in seconds on the step, and a tuple with the number of microbatches of each rank of ``dp``. A
-        bound of 0 means that none was computed."""
+        """Return the divisions of the batch to try first on the placement ``machine``, the most promising first, as
+        pairs (quick lower bound on the step in seconds, number of microbatches of each rank of ``dp``). The bound is 0
+        where it is not needed, because there is one division, or where it cannot be computed quickly."""
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -267,8 +265,8 @@ class PlacementEvaluator:
 
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
         """Return a lower bound in seconds on the step of every plan on the placement ``machine``; infinite if no cut
-        into stages fits in memory. The bound is refined only if this is quick and needed to decide whether it reaches
-        ``cutoff_s``."""
+        into stages fits in memory. A tighter bound is computed only if that is quick and the simple bound is below
+        ``cutoff_s`` seconds, which is all that the caller wants to know."""
         dressed = self.dressed(machine)
         return (
             self._batch_sharing.least(dressed)
@@ -277,10 +275,10 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a probable lower bound in seconds on the step on the placement ``machine``. It is at least the proven
-        bound, but not proven itself: it assumes that no division of the batch among the ranks of ``dp`` is faster by
-        more than a fixed fraction than those that are tried first. ``cutoff_s``: a bound of this many seconds is tight
-        enough."""
+        """Return a lower bound in seconds on the step on the placement ``machine`` that is probable, but not proven,
+        and at least as high as the proven one. It assumes that no division of the batch among the ranks of ``dp`` is
+        much faster than the divisions that are tried first. ``cutoff_s``: a bound of this many seconds is tight enough.
+        """
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:
@@ -303,8 +301,9 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings of the candidate,
-        such as ZeRO and distributed experts, and those of the job. The same object is returned for the same machine."""
+        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings that decide costs:
+        those of the candidate, such as the ZeRO stage and the distribution of experts, and those of the job, such as
+        the precision. Equal calls return the same object, by whose identity other results are cached."""
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

@@ -45,14 +45,14 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 class SolvedCandidate:
     """The best plan of a mesh candidate before its program is emitted.
 
-    ``num_microbatches``: the number of the rank of ``dp`` with the most. ``local``: the graphs of one rank. ``stages``:
-    the cut into stages. ``estimate``: time and memory of a step. ``context_model``: the model before its sequence is
-    sharded over ``cp``. ``stage_of_call``: the stage index of each call of ``local.model``. ``devices``: the device
-    index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``: indices of those
-    that recompute selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how gradients are
-    reduced. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have equally many.
-    ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the cutoff of the
-    search if that is smaller.
+    ``num_microbatches``: number of microbatches of a rank; if ranks of ``dp`` have different numbers, the greatest.
+    ``local``: the graphs of one rank. ``stages``: the cut into stages. ``estimate``: time and memory of a step.
+    ``context_model``: the model before its sequence is sharded over ``cp``. ``stage_of_call``: the stage index of each
+    call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices of the calls that are
+    recomputed in full. ``selective``: indices of those that recompute selectively. ``offload``: the kinds of data kept
+    in host memory. ``reducing``: how gradients are reduced. ``data_shares``: the number of microbatches of each rank of
+    ``dp``; empty if all have equally many. ``lower_bound_s``: every plan of the candidate takes at least this many
+    seconds, or at least the cutoff of the search if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -73,9 +73,9 @@ class SolvedCandidate:
 
 @dataclass
 class CandidateEvaluator:
-    """Finds the best plan of single candidates of ``job``, and computes lower bounds on them. Results that candidates
-    share, such as shardings, are computed once and cached. ``host_lacks``: whether a host's memory was too small for
-    the data that some candidate offloads."""
+    """Finds the best plan of single mesh candidates of ``job`` (the model, batch, cluster and constraints), and
+    computes lower bounds on their step times. Results that candidates share, such as shardings, are computed once and
+    cached. ``host_lacks``: whether a host's memory was too small for the data that some candidate offloads."""
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
@@ -98,13 +98,13 @@ class CandidateEvaluator:
         improved: bool = True,
         cutoff_s: float = math.inf,
     ) -> SolvedCandidate:
-        """Return the best plan of ``candidate``. ``devices``: the device of each rank; if ``None``, the placement is
-        searched.
+        """Return the best plan of ``candidate``. ``devices``: the device index of each rank; if ``None``, the placement
+        is searched.
 
-        ``proven``: also compute a tight lower bound on the cut into stages, which doubles the time under simulated
-        schedules. ``improved``: under simulated schedules, also search for cuts that fill the pipeline better.
-        ``cutoff_s``: plans that take at least this many seconds per step are of no interest, and bounds need not be
-        tighter.
+        ``proven``: whether to compute a tight lower bound on the cut into stages too, which doubles the time under
+        simulated schedules. ``improved``: whether, under simulated schedules, to search also for cuts that fill the
+        pipeline better. ``cutoff_s``: plans that take at least this many seconds per step are of no interest, and
+        bounds need not be tighter.
 
         Raises :class:`PlanError` (:class:`CapacityError` if memory does not suffice) or
         :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.
@@ -159,18 +159,17 @@ class CandidateEvaluator:
 
     @property
     def without_share_history(self) -> CandidateEvaluator:
-        """Return a copy of this evaluator that does not know which divisions of the batch among ranks were good on
-        earlier placements.
-        """
+        """Return a copy of this evaluator that has forgotten which divisions of the batch among ranks were slow on
+        earlier placements, so that its results do not depend on what was evaluated before."""
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
-        """Return a function ``seconds(machine)`` that estimates a placement (a topology with the mesh of ``candidate``
-        laid over it) by the seconds of its step under the 1F1B schedule, which is quick to compute; infinite if the
-        candidate does not fit there.
+        """Return a function ``seconds(machine)`` that estimates how good a placement is (a topology with the mesh of
+        ``candidate`` laid over it): the seconds of a step there under the 1F1B schedule, which is quick to compute;
+        infinite if the candidate does not fit there.
 
-        Placements differ in devices, links and collectives. The step ends in another way than under the candidate's own
-        schedule, where reductions of gradients start earlier, so the estimate serves to compare placements only.
+        The estimate serves only to compare placements, which differ in devices, links and collectives. It is not the
+        step time of the candidate, under whose own schedule gradient reductions start earlier.
         """
         placement_evaluator = self._build_placement_evaluator(
             replace(candidate, schedule="1f1b", virtual_stages=1), proven=False
@@ -185,15 +184,15 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Return whether :meth:`solve` covers all placements of the candidate and all divisions of the batch among the
-        ranks of ``dp``.
-        """
+        """Return whether :meth:`solve` tries all placements of the candidate and all divisions of the batch among the
+        ranks of ``dp``, so that its plan is the best one and not only the best of those tried."""
         complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
         return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
-        """Return whether no placement of ``candidate`` that would be tried is expected to take less than ``cutoff_s``
-        seconds per step. Return ``False`` if all placements would be tried, since other bounds are tight there.
+        """Return whether every placement of ``candidate`` that :meth:`solve` would try is expected to take at least
+        ``cutoff_s`` seconds per step, so that solving it is useless. Return ``False`` if these are all possible
+        placements, since other bounds are tight there.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
         """
@@ -224,9 +223,9 @@ class CandidateEvaluator:
         """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one
         microbatch of ``candidate``, on any placement. ``None`` means that there is no bound.
 
-        The bound is computed for a microbatch of ``size`` samples and scaled to the candidate's microbatch size. This
-        is valid because a smaller microbatch takes at least as long per sample: each cost is a start-up time plus a
-        term that grows at most linearly with the batch. Every divisor of the smaller size must divide the larger one.
+        The bound is computed for a microbatch of ``size`` samples, a multiple of the candidate's microbatch size, and
+        scaled down to the latter. This is valid because a smaller microbatch takes at least as long per sample: each
+        cost is a start-up time plus a term that grows at most linearly with the batch.
         """
         if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None
@@ -240,24 +239,22 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce what will be needed, so that a second process can compute it ahead. ``floors``: lower bounds on
-        blocks. ``shardings``: solutions of sharding problems. Both are pairs of a candidate and a microbatch size in
-        samples, approximately in order of use.
-        """
+        """Announce which lower bounds on blocks (``floors``) and which solutions of sharding problems (``shardings``)
+        the search will request, so that a second process can compute them ahead. Both are pairs of a candidate and a
+        microbatch size in samples, approximately in order of use."""
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
     def wish(self, candidate: MeshCandidate, size: int) -> None:
-        """Announce that the lower bound on the blocks of ``candidate`` will be needed soon. A second process computes
-        it next. ``size``: samples of the microbatch for which it is computed.
+        """Announce that the lower bound on the blocks of ``candidate`` will be needed soon, so that the second process
+        computes it before other announced results. ``size``: samples of the microbatch for which the bound is computed.
         """
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
     def _readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:
-        """Yield a description of each lower bound on blocks that can be computed ahead and is not known: (key, key of
-        the local model that is needed, function that computes the bound). ``floors``: pairs of a candidate and a
-        microbatch size.
-        """
+        """Yield a task for each lower bound on blocks that is not known yet and that a second process can compute
+        ahead: (key of the bound, cache key of the sharded graphs from which it is computed, function that computes it).
+        ``floors``: pairs of a candidate and a microbatch size in samples."""
         for candidate, size in floors:
             if size == candidate.microbatch_size or self._is_at_best(candidate):
                 key, asked = self._asked(candidate, size)
@@ -265,10 +262,9 @@ class CandidateEvaluator:
                     yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
     def _asked(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
-        """Return a key that is equal for candidates whose lower bounds on blocks are equal, and the arguments for
-        computing them: a candidate, the microbatch size, and whether all samples of a rank are one microbatch.
-        ``size``: samples of a microbatch.
-        """
+        """Return two values: a key that is equal for candidates whose lower bounds on blocks are equal, and the
+        arguments with which these bounds are computed: (candidate, microbatch size, whether all samples of a rank are
+        one microbatch). ``size``: samples of a microbatch."""
         whole = self._is_whole(candidate, size)
         if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
             candidate = replace(
@@ -288,19 +284,18 @@ class CandidateEvaluator:
         return local.model, combine_fastest_costs(self._list_stage_costs(candidate, costs)), states
 
     def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """Return costs that bound those of all candidates which differ from ``candidate`` in ZeRO alone and need at
-        least as much memory: the graphs of one rank, block name -> lower bound on the cost of a call without ZeRO, and
-        name -> cost of a parameter or buffer. Return ``None`` if devices differ in speed, because ZeRO then has further
-        effects.
-        """
+        """Return costs that hold as lower bounds for ``candidate`` and for all candidates which differ from it only in
+        their ZeRO stage and need at least as much memory: the graphs of one rank, block name -> lower bound on the cost
+        of a call without ZeRO, and name -> cost of a parameter or buffer. Return ``None`` if devices differ in speed,
+        because the ZeRO stage then also decides how the batch may be divided."""
         if self._has_mixed_speeds:
             return None
         model, costs, _ = self.least(candidate.sharing(0))
         return model, costs, self.own(candidate)[2]
 
     def own(self, candidate: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
-        """Return the graphs of one rank under the candidate's own sharding, a cache of the costs of their calls by
-        device, and the costs of a rank's parameters and buffers by name."""
+        """Return three values for the sharding that was optimized for ``candidate`` itself: the graphs of one rank, a
+        cache of the costs of their calls by device, and the costs of a rank's parameters and buffers by name."""
         key, local = self._find_local_model(candidate)
         return local, self._seat_costs(key, local), self._compute_state_costs(candidate, key, local)
 
@@ -314,8 +309,8 @@ class CandidateEvaluator:
 
     def _check_offload(self, expected: Estimate, machine: PlacedMesh) -> None:
         """Raise :class:`CapacityError` if the memory or the disk of a host is too small for the data that its ranks
-        offload. ``expected``: the estimate, which has these bytes for each stage. ``machine``: the placement.
-        """
+        offload. ``expected``: the estimate of the plan, which has the offloaded bytes of each stage. ``machine``: the
+        placement, which says on which host each rank runs."""
         topology, devices = self.job.topology, machine.device_of_rank
         held = [s for s, ranks in zip(expected.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks]
         try:
@@ -327,14 +322,15 @@ class CandidateEvaluator:
             check_disks(topology, devices, [stage.disk for stage in held])
 
     def _split_of(self, candidate: MeshCandidate) -> FoldedModel:
-        """Return the model of one microbatch of ``candidate`` before its sequence is sharded over ``cp``."""
+        """Return the model of one microbatch of ``candidate`` as it is before its sequence is sharded over ``cp``."""
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
     def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements that are
-        tried for ``candidate``. If these are not all placements, return the dicts for every device type with the best
-        groups that any placement could have. ``costs``: the cache from which call costs are taken."""
+        """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements of
+        ``candidate``. If not all possible placements are known, return instead one dict for each device type, with the
+        best groups that any placement could have, so that lower bounds still hold. ``costs``: the cache from which call
+        costs are taken."""
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -342,8 +338,9 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return, for each device type, a dict from block name to the cost of a call of ``candidate``, with the best
-        groups that any placement could have. ``costs``: the cache from which call costs are taken."""
+        """Return, for each device type, a dict from block name to the cost of a call of ``candidate`` on a rank whose
+        groups (of tensor parallelism and other axes) are the fastest that any placement could have. ``costs``: the
+        cache from which call costs are taken."""
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
         best = partial(self.placements.best_group, everywhere=all_wait)
@@ -357,12 +354,13 @@ class CandidateEvaluator:
 
     @property
     def _has_mixed_speeds(self) -> bool:
-        """Return whether devices have different speeds."""
+        """Return whether the devices of the topology have different speeds."""
         return len(self.job.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
-        """Return whether lower bounds on the block calls of ``candidate`` assume the devices and groups of ranks that
-        its sharding is optimized for. Only then can bounds be scaled from one microbatch size to another."""
+        """Return whether the lower bounds on the block calls of ``candidate`` are for the same kind of rank (device and
+        groups) as the one that its sharding is optimized for. Only then can a bound for one microbatch size be scaled
+        to another, because no other sharding costs less."""
         if self.placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
@@ -402,8 +400,8 @@ class CandidateEvaluator:
         return whole and self.locals.coupled
 
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
-        """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` from which lower bounds
-        on blocks are computed for microbatches of ``size`` samples, and the number of microbatches of a rank.
+        """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` for microbatches of
+        ``size`` samples, from which lower bounds on blocks are computed, and the number of microbatches of a rank.
         ``whole``: whether all samples of a rank are one microbatch."""
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
@@ -472,9 +470,9 @@ class CandidateEvaluator:
         return find_recomputed_nodes(block, self.job.remade, sent)
 
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> CallCostCache:
-        """Return the cache of the costs of calls of ``local``, the graphs of one rank, on each kind of rank. ``key``:
-        the cache key of ``local``.
-        """
+        """Return the cache from which costs of calls of ``local``, the graphs of one rank, are taken. Costs are stored
+        for each kind of rank (device, speed and groups). ``key``: the cache key of ``local``; equal keys share one
+        cache."""
         if key not in self._costs:
             job = self.job
             self._costs[key] = CallCostCache(

@@ -27,8 +27,8 @@ class Job:
 
     - ``model``: the model as calls of blocks (equal layers share one block). Its graphs are for the whole batch, or for
       one group of samples if samples interact within groups. They are marked with the gradients that they need.
-    - ``global_batch``: number of samples of a step. ``train``: the plan is for training. ``precision``: number format
-      of most of the work, such as ``"bf16"``. ``batch``: the layouts that split the batch into microbatches and
+    - ``global_batch``: number of samples of a step. ``train``: whether the plan is for training. ``precision``: number
+      format of most of the work, such as ``"bf16"``. ``batch``: the layouts that split the batch into microbatches and
       data-parallel parts. ``profile``: how the plan is executed, such as the framework and its kernels.
     - ``reserve``: bytes of every rank's memory that stay free. ``reserves``: mesh candidate -> further reserved bytes.
       ``refused``: mesh candidate -> error to raise, for candidates whose emitted programs are known not to fit.
@@ -56,8 +56,9 @@ class Job:
     layout: PinnedLayout | None = None
 
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
-        """Return a copy of ``machine`` with the candidate's settings for experts and ZeRO and with the job's settings.
-        ``machine``: the topology with the candidate's mesh laid over it."""
+        """Return a copy of ``machine`` with the settings that decide costs: those of the candidate (experts, ZeRO) and
+        those of the job (precision, reserved memory, execution profile). ``machine``: the topology with the candidate's
+        mesh laid over it."""
         return replace(
             machine,
             precision=self.precision,
@@ -73,17 +74,17 @@ class Job:
 
     @property
     def remade(self) -> Remade:
-        """Return the kind of operators that selective recomputation runs again in the backward: ``"scores"`` (attention
-        scores), ``"alternate"`` or ``"selective"``. See
-        :func:`partitioner.cost.call.recomputation.find_recomputed_nodes`."""
+        """Return which operators selective recomputation runs again in the backward: ``"scores"`` (attention scores
+        only), ``"selective"`` (also other results that are worth it) or ``"alternate"`` (also every second matrix
+        product). It is the one that the constraints request, or else ``"selective"``."""
         asked = self.constraints.recompute
         return asked if asked in ("scores", "alternate") else "selective"
 
     @property
     def made_again(self) -> Remade | None:
-        """Return the kind of operators that selective recomputation runs again (``"scores"``, ``"alternate"`` or
-        ``"selective"``), or ``None`` if the constraints exclude selective recomputation.
-        """
+        """Return which operators selective recomputation may run again in the backward: ``"scores"`` (attention scores
+        only), ``"selective"`` (also other results that are worth it) or ``"alternate"`` (also every second matrix
+        product). ``None`` if the constraints exclude selective recomputation."""
         return None if self.constraints.recompute in ("none", "full") else self.remade
 
     @property
@@ -105,9 +106,9 @@ class Job:
 
     @cached_property
     def expert_batch(self) -> ShardingSolution:
-        """Return the layouts that split the batch if experts are distributed over ranks. This is :attr:`batch` if it
-        shards the experts' work by rows (tokens), and otherwise another solution that does.
-        """
+        """Return the layouts that split the batch into microbatches and data-parallel parts if experts are distributed
+        over ranks, which requires that the work of experts is sharded by rows (tokens). This is :attr:`batch` if it
+        does so, and otherwise another solution that does."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)
@@ -134,9 +135,8 @@ class Job:
 
     @cached_property
     def common_experts(self) -> int:
-        """Return a number that must be a multiple of the size of the axis ``ep``, so that the experts of all layers can
-        be distributed evenly; 0 for a model without experts.
-        """
+        """Return the greatest number of ranks over which the experts of all layers can be distributed evenly; the size
+        of the axis ``ep`` must divide it. 0 for a model without experts."""
         return common_experts(self._experts)
 
     @cached_property

@@ -46,7 +46,8 @@ Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # a result: its name, th
 @dataclass
 class LocalModels:
     """The local models of a job: the sharded graphs that one rank runs for one microbatch. Each is computed when it is
-    first needed. If this takes long, a forked process computes expected ones ahead."""
+    first needed. If sharding takes long, a forked process computes those that were announced by :meth:`expect` ahead.
+    """
 
     job: Job
     placements: Placements
@@ -91,19 +92,18 @@ class LocalModels:
         return self._locals[key]
 
     def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
-        """Announce what will be needed, approximately in order of use. ``wanted``: local models (sharded graphs of one
-        rank), as pairs of a cache key and the number of microbatches of a rank. ``readings``: results that will be
-        computed from them, as tuples (name, cache key, function). If sharding takes long, a second process computes
-        both ahead.
-        """
+        """Announce what the search will request, approximately in order of use, so that a second process can compute it
+        ahead if sharding takes long. ``wanted``: local models (sharded graphs of one rank), as pairs of a cache key and
+        the number of microbatches of a rank. ``readings``: results that are computed from local models, as tuples (name
+        of the result, cache key of the model, function that computes the result)."""
         for each in wanted:
             self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
         self._readings.append(readings)
 
     def wish(self, wanted: Wanted) -> None:
-        """Announce that a local model (the sharded graphs of one rank) will be needed soon. The second process computes
-        it before the other expected ones. ``wanted``: pair of its cache key and the number of microbatches of a rank.
-        """
+        """Announce that a local model (the sharded graphs of one rank) will be needed soon, so that the second process
+        computes it before all others that were announced. ``wanted``: pair of its cache key and the number of
+        microbatches of a rank."""
         problem = wanted[0][:5]
         if problem not in self._wishes:
             self._wishes[problem] = None
@@ -124,9 +124,9 @@ class LocalModels:
             self._aside.end()
 
     def split(self, candidate: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
-        """Return the model of one microbatch before its sequence is sharded over ``cp``. The local model (sharded
-        graphs of one rank) of the candidate must have been requested before. ``parts``: the number of microbatches in
-        the global batch. ``whole``: whether each rank has a single microbatch.
+        """Return the model of one microbatch of ``candidate`` as it is before its sequence is sharded over ``cp``. It
+        is stored when the sharded graphs of the candidate are computed, so these must have been requested before.
+        ``parts``: the number of microbatches in the global batch. ``whole``: whether each rank has a single microbatch.
         """
         return self._splits[self.key(candidate, parts, whole)[2:5]]
 
@@ -162,10 +162,9 @@ class LocalModels:
         return build_local_model(model, solution, context, self._blocks)
 
     def _done_ahead(self, key: LocalKey) -> Solutions | None:
-        """Return the sharding solutions, over ``cp`` and over ``tp``, of the local model with the cache key ``key`` if
-        the second process has found them, or else ``None``. If that process is working on them, this process meanwhile
-        solves other expected problems.
-        """
+        """Return the sharding solutions, over ``cp`` and over ``tp``, of the local model (sharded graphs of one rank)
+        with the cache key ``key`` if the second process has found them, or else ``None``. If that process is still
+        working on them, this process solves other announced problems in the meantime."""
         if key in self._known:
             return self._known[key]
         if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
@@ -184,9 +183,8 @@ class LocalModels:
         return self._known.get(key)
 
     def _list_pending_work(self) -> dict[Hashable, Callable[[], Any]]:
-        """Return the announced tasks that are not done: name -> function, in order of use. Each sharding problem comes
-        before the results that are computed from its local models (sharded graphs of one rank).
-        """
+        """Return the announced tasks that are not done: name -> function that does the task, in order of use. Tasks are
+        sharding problems and results that are computed from sharded graphs; each problem comes before its results."""
         left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
         solve = {problem: partial(self._all_of, problem) for problem in left}
         works: dict[Hashable, Callable[[], Any]] = {}
@@ -197,10 +195,9 @@ class LocalModels:
         return works | {problem: solve[problem] for problem in left if problem not in works}
 
     def _all_of(self, problem: ProblemKey) -> dict[LocalKey, Solutions]:
-        """Solve the sharding of every expected local model (sharded graphs of one rank) of one problem, and return
-        cache key -> solutions over ``cp`` and over ``tp``. ``problem``: the part of the cache key that these models
-        have in common. Models that cannot be sharded are left out.
-        """
+        """Solve the sharding of all announced local models (sharded graphs of one rank) that belong to one sharding
+        problem, and return cache key -> solutions over ``cp`` and over ``tp``. ``problem``: the part of the cache key
+        that these models have in common. Models that cannot be sharded are left out."""
         found = {}
         for key, wanted in self._expected[problem].items():
             with suppress(PartitionError):  # the error is raised when the model is requested
@@ -217,10 +214,10 @@ class LocalModels:
     def _solve_local_sharding(
         self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
-        """Return three values: the model of one microbatch on a rank along ``cp``, its sharding over ``cp`` (``None``
-        if ``cp`` is 1), and its sharding over ``tp``. ``key``: the cache key. ``num_microbatches``: those of one rank.
-        ``known``: the two shardings if they were found before.
-        """
+        """Return three values: the model of one microbatch with the shapes of one rank of ``cp``, its sharding over
+        ``cp`` (``None`` if ``cp`` is 1), and its sharding over ``tp``. ``key``: the cache key of the local model
+        (sharded graphs of one rank). ``num_microbatches``: those of one rank. ``known``: the two shardings if they were
+        found before; then no problem is solved."""
         tp, cp, _, _, _, experts = key
         batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:
@@ -275,11 +272,11 @@ class LocalModels:
 
     def _rounds(self, key: LocalKey) -> int:
         """Return the number of microbatches by which costs that occur once per step are divided when shardings are
-        compared. This is the least number of a rank that any candidate with the cache key ``key`` may have, so that the
-        sharding does not depend on which candidate is solved first.
+        compared. It is the least number that a rank of any candidate with the cache key ``key`` may have, so that the
+        sharding does not depend on which of these candidates is solved first.
 
-        It is at least two: a gradient that is reduced once per step can be reduced in a bucket and to shards, one that
-        is reduced inside a graph cannot.
+        It is at least two, also where a rank may have one microbatch. With one, a gradient reduction inside the graph
+        would seem as cheap as one at the end of a step, which however can be merged with others in a bucket.
         """
         tp, cp, parts, *_ = key
         return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)

@@ -74,8 +74,8 @@ class PreparedModel:
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
-        """Return three values: the model as calls of blocks (equal layers share one), the layouts that split its batch,
-        and the global batch size. For contributors.
+        """Return three values, from which planning starts: the model as calls of blocks (equal layers share one), the
+        layouts that split its batch, and the global batch size.
 
         ``global_batch``: the number of samples; ``None``: that of the given inputs. If ``constraints`` say that samples
         interact within groups, the graphs are for one group, and the inputs are those of all groups. ``device``: the
@@ -99,10 +99,9 @@ class PreparedModel:
         return self._known[key]
 
     def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
-        """Store ``folded`` (the graph as calls of blocks) as the result of capturing the model with ``global_batch``
-        samples on every device type, and return this object. Its nodes must be marked with the gradients that they
-        need.
-        """
+        """Store ``folded``, the model as calls of blocks, as if it were the result of capturing the model with
+        ``global_batch`` samples on any device type, and return this object. No capture is then made for that batch. The
+        nodes of ``folded`` must be marked with the gradients that they need."""
         batch = batch_size(folded, global_batch)
         work = folded, shard_batch(folded, batch), batch
         self._known |= {(global_batch, None, device): work for device in DEVICES}
@@ -113,8 +112,9 @@ class PreparedModel:
         and the global batch size. Its graphs are for one group of ``size`` samples, and its loss is that group's part
         of the mean over all groups.
 
-        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: check that
-        the batch is a whole number of groups. ``device``: the device type to capture for, such as ``"cpu"``.
+        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: the
+        user's; with them it is checked that the batch is a whole number of groups. ``device``: the device type to
+        capture for, such as ``"cpu"``.
         """
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
@@ -129,10 +129,10 @@ class PreparedModel:
             return self._capture_model(size, device)
 
     def normalize_capture(self, global_batch: int | None, device: str) -> Captured:
-        """Capture the model and return its graph in normal form. Numbers among the inputs become tensors in the graph.
-        If such a graph cannot be normalized, they are constants instead. ``global_batch``: number of samples in the
-        graph; ``None``: as many as the inputs have. ``device``: the device type to capture for, such as ``"cpu"``.
-        """
+        """Capture the model and return its graph in normal form: rewritten so that each computation has a single form,
+        which planning knows. Numbers among the inputs become tensors in the graph; if that graph has no normal form,
+        the numbers are constants instead. ``global_batch``: number of samples in the graph; ``None``: as many as the
+        inputs have. ``device``: the device type to capture for, such as ``"cpu"``."""
         if self.given is not None and global_batch is None:
             return self.given()
         captured = self._capture_model(global_batch, device)
@@ -160,8 +160,8 @@ class PreparedModel:
         )
 
     def _fold_normal_graph(self, normal: Captured) -> FoldedModel:
-        """Return the graph ``normal`` as calls of blocks (equal layers share one), with notes for the user, gradients
-        marked and initial values attached.
+        """Return the captured graph ``normal`` as calls of blocks (equal layers share one block), with notes for the
+        user. In the result, nodes are marked with the gradients that they need, and states have their initial values.
         """
         train = self.objective == "train"
         packed = self._set_document_lengths(normal)
@@ -211,9 +211,8 @@ def _explaining_groups(size: int) -> Iterator[None]:
 
 
 def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """Yield a warning if ``asked``, a model that is to be trained, is in evaluation mode and some of its modules depend
-    on the mode.
-    """
+    """Yield a warning if the model is in evaluation mode although it is to be trained, and some of its modules (such as
+    dropout) depend on the mode; otherwise nothing. ``asked``: the model."""
     if isinstance(asked, ExportedProgram) or asked.training:
         return
     kinds = sorted({type(module).__name__ for module in asked.modules() if _acts_by_mode(module)})

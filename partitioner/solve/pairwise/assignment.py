@@ -148,8 +148,9 @@ def solve_assignment(
     """Return the cheapest assignment of ``problem`` to within ``relative_gap`` (a fraction of its cost), or the best
     one found in ``time_limit_s`` seconds.
 
-    ``settle``: if the solver finds nothing in time, or the program is too large for it, and no resource limit binds,
-    return a good assignment from a dual ascent and local improvement, with the lower bound of the ascent. Raises
+    ``settle``: whether to accept a merely good assignment instead of an error. It comes from a dual ascent with local
+    improvement, and is returned with the lower bound of the ascent if the solver finds nothing in time, or if the
+    mixed-integer program is too large for it, and no resource limit restricts the choices. Raises
     :class:`InfeasibleAssignmentError` if no assignment is allowed, and :class:`AssignmentTimeLimitError` if none was
     found in time.
     """
@@ -231,9 +232,9 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
 def _find_known_choices(
     reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
 ) -> dict[int, int] | None:
-    """Return a dict from each of ``nodes`` to its choice in ``near``, as an index into the choices that are left in the
-    reduced problem ``reduction``. ``near``: node index -> index among the node's original choices. Return ``None`` if
-    any of these choices was removed."""
+    """Return a dict from each of ``nodes`` to its choice in the assignment ``near``, numbered among the choices that
+    are left in the reduced problem ``reduction``. ``near``: node index -> index among the node's original choices.
+    Return ``None`` if a choice of ``near`` was removed, so that this assignment cannot be the result."""
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
 

@@ -108,8 +108,8 @@ class ReducedProblem:
         """Reduce this assignment problem (choose one of several choices for each node at least cost) until no reduction
         step applies. Raise :class:`InfeasibleAssignmentError` if a node has no choice left.
 
-        ``dominance``: whether to remove dominated choices too, the most expensive step. A later call with ``dominance``
-        continues from the present state.
+        ``dominance``: whether also to remove choices that are never better than another one, which is the most
+        expensive step. A call with it may follow a call without it, and continues from there.
         """
         for node in self.nodes:
             self._drop_choices(node, np.isfinite(self.costs[node]))
@@ -154,9 +154,9 @@ class ReducedProblem:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
-        """Move costs from the tables of ``node`` (costs of pairs of choices) that have changed into the costs of single
-        nodes: the minimum of each row and column. Then drop tables of zeros, and choices with infinite cost. Return
-        whether choices of ``node`` were dropped."""
+        """Simplify those cost tables of ``node`` (costs of pairs of choices with a neighbour) that changed since the
+        last call: subtract the minimum of each row and column and add it to the costs of the choices of single nodes.
+        Then drop tables of zeros, and choices with infinite cost. Return whether choices of ``node`` were dropped."""
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:

@@ -57,9 +57,8 @@ def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]
 
 
 def group_size(mesh: Mapping[str, int]) -> int:
-    """Return the number of ranks that have the same index along ``pp`` and along ``dp``. Their devices are chosen
-    together. ``mesh``: axis -> number of ranks.
-    """
+    """Return the number of ranks that have the same index along ``pp`` and along ``dp``. Such ranks communicate most,
+    so their devices are chosen together as one group. ``mesh``: axis -> number of ranks."""
     return math.prod(size for axis, size in mesh.items() if axis not in ("pp", "dp"))
 
 
@@ -72,10 +71,10 @@ def has_all_arrangements(topology: Topology) -> bool:
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
     """Yield one placement, an array of shape ``[ranks]`` with device indices, for every way to divide the sizes of the
-    mesh axes between "inside a node" and "between nodes". Yield nothing if nodes have different numbers of devices, or
-    if a node can be divided into groups of ``size`` devices without remainder. ``mesh``: axis -> number of ranks.
-    ``size``: number of ranks with one index of ``pp`` and one of ``dp``.
-    """
+    mesh axes between "inside a node" and "between nodes". Nothing is yielded if nodes have different numbers of
+    devices, or if each node divides into groups of ``size`` devices without remainder; other functions list the
+    placements of these cases. ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp`` and
+    one of ``dp``."""
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]
@@ -117,10 +116,12 @@ def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iter
 
 
 def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
-    """Yield placements, arrays of shape ``[ranks]`` with device indices. ``order``: all device indices, in which each
-    ``size`` consecutive devices form a group: it gets the ranks with one index of ``pp`` and one of ``dp``. ``mesh``:
-    axis -> number of ranks. If there are few groups, there is one placement for every order of them; otherwise there is
-    one for every way to divide ``pp`` and ``dp`` between "inside a node" and "between nodes".
+    """Yield placements, arrays of shape ``[ranks]`` with the device index of every rank. Devices are taken in groups of
+    ``size``, each of which gets the ranks with one index of ``pp`` and one of ``dp``. If there are few groups, there is
+    one placement for every order of the groups; otherwise there is one for every way to divide ``pp`` and ``dp``
+    between "inside a node" and "between nodes".
+
+    ``order``: all device indices; each ``size`` consecutive ones form a group. ``mesh``: axis -> number of ranks.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     groups = order.reshape(-1, size)
@@ -164,8 +165,8 @@ def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
 
 def _measure_device_features(topology: Topology) -> NDArray[np.float64]:
     """Return the features by which devices are compared, shape ``[num_devices, 3]``; more is better. They are the peak
-    speed (FLOP/s), the usable memory (bytes) and the outward bandwidth. The last is a fraction of a network card, plus
-    the bytes/s of direct links to other nodes."""
+    speed (FLOP/s), the usable memory (bytes) and a number for the outward bandwidth: the device's fraction of a network
+    card, or, if it has direct links to other nodes, their bytes/s added to it."""
     paces, of_device = topology.paces
     speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     outward = topology.network_share.copy()

@@ -36,10 +36,9 @@ T = TypeVar("T")
 
 
 def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, T]:
-    """Call all ``attempts`` and return the (cost, result) pair with the least cost, the first one if several are equal.
-    Attempts that raise :class:`PartitionError` are skipped. If all of them do, raise the :class:`CapacityError` that
-    lacks the fewest bytes, or else the first error.
-    """
+    """Call all ``attempts``, functions that return a pair (cost, result), and return the pair with the least cost, the
+    first one if several are equal. Functions that raise :class:`PartitionError` are skipped. If all of them do, raise
+    the :class:`CapacityError` that lacks the fewest bytes, or else the first error."""
     best: tuple[float, T] | None = None
     errors: list[PartitionError] = []
     for attempt in attempts:
@@ -96,11 +95,11 @@ class BestPlacement(Generic[Result]):
 
 @dataclass
 class Placements:
-    """Finds placements (the device of each rank) of meshes on one topology. The candidates of each mesh are computed
-    once and cached.
+    """Finds placements (the device of each rank) of meshes on one topology. The placements to try for each mesh are
+    listed once and cached.
 
-    ``precision``: the number type of most of the work, such as ``"bf16"``. ``in_order``: consider only the placement of
-    rank ``i`` on device ``i``.
+    ``topology``: the devices and links. ``precision``: the number type of most of the work, such as ``"bf16"``.
+    ``in_order``: whether to consider only the placement of rank ``i`` on device ``i``.
     """
 
     topology: Topology
@@ -116,16 +115,15 @@ class Placements:
         self._levels = equal_levels(self.topology)
 
     def nested(self, mesh: Mapping[str, int]) -> bool:
-        """Return whether all devices are equal, all links at one distance are equal, and no axis of ``mesh`` straddles
-        a level of links, as an axis of 2 ranks would in nodes of 3 devices. Then placements differ only in which part
-        of each axis lies inside a node, between nodes, and so on.
-        """
+        """Return whether placements of ``mesh`` (axis -> number of ranks) differ only in which part of each axis lies
+        inside a node, between nodes, and so on. This requires that all devices are equal, that all links at one
+        distance are equal, and that no axis straddles a level of links, as an axis of 2 ranks would in nodes of 3
+        devices."""
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
-        """Return whether the candidate placements of ``mesh`` cover all possible placements, so that no other placement
-        can be better. ``mesh``: axis -> number of ranks.
-        """
+        """Return whether the placements that are tried for ``mesh`` include a best one of all that are allowed, so that
+        no other one need be considered. ``mesh``: axis -> number of ranks."""
         return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
@@ -150,9 +148,8 @@ class Placements:
 
     @property
     def _differ_inside(self) -> bool:
-        """Return whether single pairs of devices have links of their own. Then it matters which devices form a group
-        together.
-        """
+        """Return whether single pairs of devices have links of their own. It then matters which devices of a node form
+        a group together, so single devices are exchanged too."""
         return bool(self.topology.own_links or self.topology.pattern_kinds)
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
@@ -186,12 +183,13 @@ class Placements:
           plan. ``least``: a quick lower bound on the cost of a placement. Its second argument is a cutoff: the bound
           need not be tighter than needed to reach it. Placements whose bound reaches the best known cost are not
           evaluated.
-        - ``enough``: the best cost of another mesh. If the best cost of this mesh is far above it, no exchanges are
-          tried.
-        - ``exchanges``: the maximum number of further placements that are evaluated while devices are exchanged.
+        - ``enough``: the best cost that was found for another mesh. If the best cost of this mesh is far above it, this
+          mesh will not win, and no exchanges of devices are tried.
+        - ``exchanges``: the maximum number of placements that are evaluated when, starting from the best one, devices
+          are exchanged between ranks.
         - ``likely``: a cheap estimate of the cost, given if an evaluation takes long. Placements whose estimate is
-          clearly worse than the best one are not evaluated. If all placements are enumerated, ``least`` is taken for
-          the estimate.
+          clearly worse than the best one are not evaluated. If the listed placements are all possible ones, ``least``
+          is used as the estimate.
 
         If ``placement_evaluator`` raises for every placement, raise the :class:`CapacityError` with the fewest missing
         bytes, or the first error if memory is not the reason.
@@ -231,11 +229,11 @@ class Placements:
         return best
 
     def _keep_best_candidates(self, mesh: Mapping[str, int], costs: Collection[tuple[float, int]]) -> None:
-        """Reduce the list of candidate placements of ``mesh``, so that fewer are evaluated for its other microbatch
-        sizes. The cheapest ones are left, and the placement of rank ``i`` on device ``i``. This is done once for each
-        mesh.
+        """Reduce the list of placements to try for ``mesh`` to the cheapest few and the placement of rank ``i`` on
+        device ``i``. Other candidates with this mesh, such as those with another microbatch size, then evaluate fewer
+        placements. This is done once for each mesh.
 
-        ``costs``: pairs of the cost of a placement, or a lower bound on it, and its index among the candidates.
+        ``costs``: pairs of the cost of a placement, or a lower bound on it, and its index in the list.
         """
         key = _mesh_to_key(mesh)
         if key in self._narrowed:
@@ -255,13 +253,13 @@ class Placements:
         exchanges: int,
         likely: Callable[[PlacedMesh], float] | None,
     ) -> BestPlacement[Result]:
-        """Return the best placement after exchanges of devices, or ``best`` if no exchange improves it. Exchanges are
-        tried once for each mesh.
+        """Return the best placement that is found by exchanging devices between ranks, starting from ``best``; ``best``
+        itself if no exchange makes it cheaper. Exchanges are tried once for each mesh.
 
         ``placement_evaluator``: returns (cost, result) of a placement; its errors are appended to ``errors``.
         ``least``: a quick lower bound on the cost of a placement, given a cutoff. ``enough``: placements that cost at
-        least this are of no interest. ``exchanges``: the largest number of placements to evaluate. ``likely``: if
-        given, a first series of exchanges minimizes its estimate instead of the evaluated cost.
+        least this are of no interest. ``exchanges``: the largest number of placements to evaluate. ``likely``: a cheap
+        estimate of the cost; if given, exchanges first minimize this estimate, and then the evaluated cost.
         """
         key = _mesh_to_key(best.machine.mesh)
         if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):
@@ -290,13 +288,13 @@ class Placements:
         enough: float,
         left: int,
     ) -> BestPlacement[Result]:
-        """Exchange stages, groups or single devices between positions of the mesh as long as the cost decreases, and
+        """Exchange the devices of whole pipeline stages, groups or single ranks as long as the cost decreases, and
         return the best placement. A group is the ranks with one index of ``pp`` and one of ``dp``.
 
-        ``placement_evaluator``: returns the cost and the result of a placement; its errors are appended to ``errors``.
-        ``least``: returns a lower bound on the cost of a placement; its second argument is the cost above which the
-        bound does not matter. Placements whose bound reaches the best cost or ``enough`` are not evaluated. ``left``:
-        the maximum number of placements that are evaluated.
+        ``best``: the placement to start from. ``placement_evaluator``: returns the cost and the result of a placement;
+        its errors are appended to ``errors``. ``least``: returns a lower bound on the cost of a placement; its second
+        argument is the cost above which the bound does not matter. Placements whose bound reaches the best cost or
+        ``enough`` are not evaluated. ``left``: the maximum number of placements that are evaluated.
         """
         mesh = best.machine.mesh
         seen = {self._identify_placement(machine) for machine in self.candidates(mesh)}
@@ -333,14 +331,15 @@ class Placements:
         return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
 
     def _identify_placement(self, machine: PlacedMesh) -> Hashable:
-        """Return a key of the placement ``machine``. Of placements with equal keys only one needs to be tried."""
+        """Return a key of the placement ``machine``. Of several placements with equal keys only one is tried, because
+        they have equal costs and, if single pairs of devices have links, equally fast groups."""
         return identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
 
 
 def identify_equal_cost(machine: PlacedMesh) -> Hashable:
-    """Return a key of a placement. Placements with equal keys have the same cost, because their stages have equal
-    devices, groups, memory and links. ``machine``: the topology with the mesh laid over it.
-    """
+    """Return a key of the placement ``machine`` (a topology with the mesh laid over it). Placements with equal keys
+    have the same cost, because their pipeline stages have equal devices, groups, memory and links; only one of them
+    needs to be evaluated."""
     wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
     together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
     across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None
@@ -350,7 +349,8 @@ def identify_equal_cost(machine: PlacedMesh) -> Hashable:
 
 def _in_groups(machine: PlacedMesh) -> float:
     """Return the summed seconds of an all-reduce of 1 MB over every group of ranks along every mesh axis except ``pp``,
-    on the placement ``machine`` (a topology with the mesh laid over it)."""
+    on the placement ``machine`` (a topology with the mesh laid over it). It decides between placements of equal cost.
+    """
     total, rows_of = 0.0, np.asarray(machine.devices)
     for axis in AXES:
         if axis != "pp" and machine.mesh.get(axis, 1) > 1:
@@ -361,11 +361,10 @@ def _in_groups(machine: PlacedMesh) -> float:
 
 
 def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
-    """Yield the placements, arrays of shape ``[ranks]`` with device indices, that differ from ``devices`` by one
-    exchange: of two stages, of two groups of different stages or, if ``inside``, of two devices. A group is the ranks
-    with one index of ``pp`` and one of ``dp``. ``devices``: the device index of each rank. ``mesh``: axis -> number of
-    ranks.
-    """
+    """Yield the placements, arrays of shape ``[ranks]`` with device indices, that differ from the placement ``devices``
+    by one exchange: of the devices of two stages, of two groups of different stages or, if ``inside``, of two single
+    ranks. A group is the ranks with one index of ``pp`` and one of ``dp``. ``devices``: the device index of each rank.
+    ``mesh``: axis -> number of ranks."""
     stages = mesh.get("pp", 1)
     by_stage = devices.reshape(stages, -1)
     for a, b in combinations(range(stages), 2):

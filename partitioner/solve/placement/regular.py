@@ -76,10 +76,10 @@ def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequ
     """Return the best placements of ``mesh`` on equal devices, each as a pair (devices, steps).
 
     A placement divides the size of each axis into factors, one for each level of links (inside a node, between nodes,
-    ...). All such divisions are considered, except those that another one beats for every collective. ``devices`` is an
-    array of shape ``[ranks]`` with the device index of every rank. ``steps`` are the ascending numbers of consecutive
-    ranks after which a factor ends. ``levels``: for each level, the number of devices that its links join. The
-    placement of rank ``i`` on device ``i`` is first unless another one beats it.
+    ...). All such divisions are considered; one is left out if another is at least as fast for every collective.
+    ``devices`` is an array of shape ``[ranks]`` with the device index of every rank. ``steps`` has, in ascending order,
+    the numbers of consecutive ranks that such factors span. ``levels``: for each level, the number of devices that its
+    links join. The placement of rank ``i`` on device ``i`` is first unless it is left out.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     made = [
@@ -111,8 +111,9 @@ def _count_parts_per_level(levels: Sequence[int]) -> tuple[int, ...]:
 
 
 def _list_axis_factors(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterator[Factors]:
-    """Yield every way to divide the axes' ``sizes`` into factors, one for each level of links. The factors of a
-    level multiply to the number in ``ways``. Levels are ordered from the inside out; a result is indexed
+    """Yield every way to divide the sizes of the mesh axes into factors, one for each level of links (inside a node,
+    between nodes, ...), so that an axis is the product of its factors. ``sizes``: size of each axis. ``ways``: for each
+    level, from the inside out, the number to which the factors of all axes must multiply. A result is indexed
     ``[level][axis]``."""
     if not ways:
         if all(size == 1 for size in sizes):
@@ -137,9 +138,12 @@ def _list_factorings(sizes: tuple[int, ...], product: int) -> tuple[tuple[int, .
 
 
 def _factors_to_devices(factors: Factors) -> Ints:
-    """Return the device of every rank, shape ``[ranks]``, for given ``factors`` ``[level][axis]`` of the axes. A
-    device's number has one digit for each level and axis; a rank's number has the same digits, sorted by axis first and
-    then by level."""
+    """Return the device index of every rank, shape ``[ranks]``. ``factors``: indexed ``[level of links][mesh axis]``,
+    levels from the inside out; the number of ranks of the axis that lie inside one group of that level.
+
+    Devices are numbered level by level from the outside in, and within a level by axis. Ranks are numbered by axis, and
+    within an axis by level.
+    """
     outward = factors[::-1]
     grid = np.arange(math.prod(chain.from_iterable(factors))).reshape([f for level in outward for f in level])
     num = len(AXES)
@@ -148,9 +152,9 @@ def _factors_to_devices(factors: Factors) -> Ints:
 
 
 def _factors_to_steps(factors: Factors) -> Steps:
-    """Return the numbers of consecutive ranks after which a factor of a mesh axis ends, ascending. ``factors``: indexed
-    ``[level][axis]``, levels from the inside out.
-    """
+    """Return the strides of a placement, ascending and without repetition: the numbers of consecutive ranks that are
+    spanned by the innermost axis's first factor, by its first two factors, and so on through all axes, starting with 1.
+    ``factors``: indexed ``[level of links][mesh axis]``, levels from the inside out."""
     steps = [1]
     for axis in reversed(range(len(AXES))):
         for of_level in factors:

@@ -59,9 +59,9 @@ _NONE: Mapping[str, Baseline] = {}
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """The layouts of one kind, such as ZeRO-3, among which an expert would choose (``candidates``). ``bounds``:
-    computes lower bounds on their step times. ``space``: the search space from which they were listed.
-    """
+    """The layouts of one kind, such as ZeRO-3, among which an expert would choose the best; the report compares the
+    plan with it. ``candidates``: these layouts. ``bounds``: computes lower bounds on their step times. ``space``: the
+    search space from which they were listed."""
 
     candidates: tuple[MeshCandidate, ...]
     bounds: ModelBounds
@@ -69,9 +69,8 @@ class LayoutFamily:
 
     def promising(self, most_s: float) -> list[MeshCandidate]:
         """Return the layouts that may fit in memory and take less than ``most_s`` seconds per step by their lower
-        bounds. First comes the best layout of each combination of ``pp``, ``tp`` and ``cp``, then the others, each in
-        increasing order of expected time.
-        """
+        bounds, as an order in which to plan them. First comes the best layout of each combination of ``pp``, ``tp`` and
+        ``cp``, then the others, each of these two parts in increasing order of expected time."""
         if not self.candidates:
             return []
         times = self.bounds.times(self.candidates)
@@ -106,9 +105,8 @@ class LayoutFamily:
         return True
 
     def interleaved(self, candidate: MeshCandidate) -> list[MeshCandidate]:
-        """Return variants of ``candidate`` under the interleaved schedule with several virtual stages on each rank.
-        Numbers of virtual stages near 8 come first. The list is empty if the candidate has no pipeline or is not under
-        1F1B.
+        """Return variants of ``candidate`` under the interleaved schedule, with several virtual stages on each rank;
+        those with about 8 of them come first. The list is empty if the candidate has no pipeline or is not under 1F1B.
         """
         if candidate.pp == 1 or candidate.schedule != "1f1b" or not self.space.train:
             return []
@@ -120,9 +118,10 @@ class LayoutFamily:
 class StandardLayout:
     """A well-known layout with which the report compares the plan.
 
-    ``name``: how reports call it. ``candidates``: mesh candidates to try until one fits, the best by its bound first.
-    ``excluded``: the reason why the search cannot choose the layout; empty if it can. ``family``: the layouts of this
-    kind among which the best is shown, or ``None``.
+    ``name``: how reports call it. ``candidates``: mesh candidates to try until one fits in memory; the first has the
+    least lower bound, and later ones need less memory. ``excluded``: the reason why the search itself cannot choose the
+    layout; empty if it can. ``family``: all layouts of this kind, of which the best one is shown, or ``None`` if
+    ``candidates`` are all.
     """
 
     name: str
@@ -135,9 +134,9 @@ def list_standard_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds, free: ModelBounds
 ) -> list[StandardLayout]:
     """Return the well-known layouts with which the report compares the plan (plain data parallelism, ZeRO-3,
-    Megatron-LM's), taken from ``candidates`` if possible. ``space``: the search space. ``bounds``: lower bounds for the
-    job. ``free``: lower bounds for the job without constraints on the layout.
-    """
+    Megatron-LM's). ``space``: the search space. ``candidates``: its candidates. If a layout is not among them because
+    of the user's constraints, it is taken from the space without constraints on the layout and marked as excluded.
+    ``bounds``: lower bounds for the job. ``free``: lower bounds for the job without these constraints."""
     wide = replace(space, constraints=unpin_constraints(space.constraints))
     own = best = _find_textbook_layouts(space, candidates, bounds)
     others: Sequence[MeshCandidate] = candidates
@@ -170,9 +169,9 @@ def list_standard_layouts(
 def _find_layout_families(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, LayoutFamily]:
-    """Return two families of layouts by name: ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and
-    Megatron-LM's. ``candidates``: the candidates of ``space``. ``bounds``: computes lower bounds on them.
-    """
+    """Return two families of layouts by name, for comparison with the plan: ZeRO-3 layouts with as many data-parallel
+    ranks as the batch allows, and layouts as Megatron-LM has them (``tp`` inside a node, 1F1B, at most ZeRO-1).
+    ``space``: the search space. ``candidates``: its candidates. ``bounds``: computes lower bounds on them."""
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
     widest = max((p.dp for p in sharded), default=1)
     sharded = [p for p in sharded if p.dp == widest]
@@ -198,9 +197,9 @@ def _find_textbook_layouts(
 def _list_leaner_candidates(
     space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
-    """Yield variants of ``candidate`` that need less memory: smaller microbatches, then (with ``tp``) also more
-    pipeline stages. ``known``: the candidates of the search, to which variants without ZeRO must belong. ``space``: the
-    search space."""
+    """Yield variants of ``candidate`` that need less memory, to be tried if it does not fit: smaller microbatches, then
+    (if it uses ``tp``) also more pipeline stages. ``space``: the search space. ``known``: the candidates of the search;
+    only variants that belong to them are yielded, except variants with ZeRO, which the space has to allow."""
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
         if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
@@ -213,10 +212,9 @@ def _list_leaner_candidates(
 
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
-    """Return whether the search has already planned the layout ``standard`` or, if that stands for several layouts (its
-    family), the best of them. Then the report needs no further plan. ``rows``: the outcomes of the search, one for each
-    candidate.
-    """
+    """Return whether the report can show the layout ``standard`` without planning it, because the search has done so.
+    If ``standard`` has a family of layouts, this requires that the plan of the search is one of them. ``rows``: the
+    outcomes of the search, one for each candidate."""
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
@@ -234,14 +232,17 @@ def compare_standard_layouts(
     unhosted: Mapping[str, Baseline] = _NONE,
     until: float = math.inf,
 ) -> tuple[Baseline, ...]:
-    """Return each of the layouts ``found`` with its outcome, for the report.
+    """Return, for the report, each of the standard layouts ``found`` with its outcome: a plan, or the reason why there
+    is none.
 
-    The outcome is the plan without host memory if that fits, otherwise the layout's row of the search, otherwise a plan
-    made now. If a layout does not fit, smaller microbatches and more stages are tried. For a layout with a family, the
-    best member is shown that is found until ``until`` (:func:`time.monotonic`).
+    If ``unhosted`` has a plan of the layout, which keeps no data in host memory, that is taken, otherwise the row that
+    the search has of the layout, otherwise a plan made now. If a layout does not fit, smaller microbatches and more
+    stages are tried. For a layout with a family, the best member is shown that is found until ``until``
+    (:func:`time.monotonic`).
 
     ``rows``: the outcomes of the search, one for each candidate. ``evaluate``: plans a candidate, given the seconds to
-    beat. ``offload``: the kinds of data kept in host memory. ``unhosted``: layout name -> plan without host memory.
+    beat. ``offload``: the kinds of data that the search keeps in host memory. ``unhosted``: layout name -> plan without
+    host memory.
     """
     made = []
     for standard in found:
@@ -296,11 +297,11 @@ def _tune_standard_layout(
     evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     until: float,
 ) -> Candidate | None:
-    """Return the best outcome of the family of the layout ``standard`` that is found until ``until``
+    """Return the best outcome among the layouts of the family of ``standard`` that is found until ``until``
     (:func:`time.monotonic`); ``None`` if the layout has no candidates.
 
-    It is ``textbook``, the outcome of the layout itself, one of ``rows`` (the outcomes of the search), or one that is
-    planned now. ``evaluate``: plans a candidate, given the seconds to beat.
+    It is one of three: ``textbook``, the outcome of the layout itself; one of ``rows``, the outcomes of the search; or
+    a plan made now. ``evaluate``: plans a candidate, given the seconds to beat.
     """
     family, best = standard.family, textbook
     if family is None:
@@ -315,8 +316,8 @@ def _tune_standard_layout(
     planned: set[MeshCandidate] = set()
 
     def plan(candidate: MeshCandidate) -> Candidate | None:
-        """Plan a candidate that may be better and return its outcome; ``None`` if it is known not to be better, or if
-        time ran out."""
+        """Plan a candidate and return its outcome. Return ``None`` without planning it if it was planned before, if the
+        search showed that it is not better than the best layout so far, or if time ran out."""
         nonlocal best
         most_s, told = _read_step_seconds(best), known.get(_identify_layout(build_candidate_report(candidate)))
         if time.monotonic() > until or candidate in planned:
@@ -361,9 +362,9 @@ def _plan_interleaved_layouts(
     best_s: Callable[[], float],
     plan: Callable[[MeshCandidate], Candidate | None],
 ) -> None:
-    """Plan the fastest pipelines of ``tried`` again with several virtual stages on each rank, which leave about an
-    eighth of the pipeline bubble. The most promising come first, and the total effort is limited. Results are handled
-    by ``plan``.
+    """Plan the layouts of ``tried`` again under the interleaved schedule, with several virtual stages on each rank.
+    These leave about an eighth of the pipeline bubble, so the layouts that would be fastest with such a bubble come
+    first. The total effort is limited. Plans are stored by the function ``plan``.
 
     ``family``: the layouts of one kind to which they belong. ``tried``: pairs of an outcome and its candidate.
     ``best_s``: returns the seconds of the best plan so far. ``plan``: plans one candidate.
@@ -400,8 +401,8 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
 
 
 def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
-    """Return those of the standard layouts ``found`` that are called ``names``, marked as excluded from the search by
-    the constraints."""
+    """Return those of the standard layouts ``found`` whose name is in ``names``, with the note that the user's
+    constraints exclude them from the search (unless they have another reason already)."""
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 
@@ -455,9 +456,9 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
 
 def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
-    """Return the best candidate of ``space`` in which all ranks are data-parallel and share parameters, gradients and
-    optimizer states (ZeRO-3), by its lower bound in ``bounds``; ``None`` if the batch does not divide over the ranks.
-    """
+    """Return the best candidate of ``space`` in which all ranks are data-parallel and parameters, gradients and
+    optimizer states are sharded over all of them (ZeRO-3): the one with the least lower bound by ``bounds``. ``None``
+    if the batch does not divide over the ranks."""
     world = space.world_size
     if space.units % world:
         return None

@@ -34,37 +34,36 @@ _TOLD_EVERY_S = 0.1  # least seconds between two progress reports without an eva
 
 
 class Bounds(Protocol):
-    """Interface of the object that computes lower bounds, in seconds, on the step times of a candidate's plans."""
+    """Interface of the object that gives the search lower bounds, in seconds, on the step times of a candidate's plans.
+    A candidate is a combination of mesh sizes, microbatch size, schedule and ZeRO stage."""
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``."""
 
     def family(self, candidate: MeshCandidate) -> Hashable:
-        """Return a key that is equal for candidates that are bounded together, such as those that differ in ZeRO alone.
-        Candidates with equal keys have the same schedule.
-        """
+        """Return a key that is equal for candidates that share their first lower bounds (a family), such as those that
+        differ only in ZeRO. Candidates with equal keys have the same schedule."""
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """Return all candidates that are bounded together with ``candidates``, which are some of them. The result
-        includes those for which no bound has been requested yet.
+        """Return all candidates of the family of ``candidates``: those that share their first lower bounds with them.
+        ``candidates``: some members of one family. The result may have candidates that the search has not met before.
         """
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Return the functions that compute a lower bound in seconds for a family (candidates that are bounded
-        together), to be called in order. Their arguments are the candidates of the family and a cutoff in seconds; a
-        bound above it need not be exact.
-        """
+        """Return the functions that compute a lower bound in seconds on the step of every member of a family
+        (candidates that share their first bounds), from the quickest to the tightest. Their arguments are the
+        candidates of the family and a cutoff in seconds; a bound above the cutoff need not be exact."""
 
     @property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """Return the functions that compute a lower bound in seconds for one candidate, to be called in order. Their
-        second argument is a cutoff in seconds; a bound above it need not be exact. They raise :class:`PartitionError`
-        if the candidate has no plan."""
+        """Return the functions that compute a lower bound in seconds on the step of one candidate, from the quickest to
+        the tightest. Their second argument is a cutoff in seconds; a bound above it need not be exact. They raise
+        :class:`PartitionError` if the candidate has no plan."""
 
     def again_s(self, candidate: MeshCandidate) -> float:
-        """Return the approximate seconds in a step of ``candidate`` that recomputation of activations takes. This is
-        not a bound."""
+        """Return approximately how many seconds of a step of ``candidate`` the recomputation of activations takes. This
+        is an estimate and not a bound; it helps to choose what to try next."""
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
         """Return the exact memory shortage of a candidate for which only a lower bound on the missing bytes is known;
@@ -74,11 +73,12 @@ class Bounds(Protocol):
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """The state of a running search, for progress reports.
+    """The state of a running search for the best plan, for progress reports.
 
-    ``num_evaluated``: candidates evaluated so far. ``num_open``: entries of the queue that may still be better.
-    ``best``: step time in seconds of the best plan so far, or ``None``. ``candidate``: the candidate that is processed
-    now, and ``bound``: the lower bound on it in seconds. ``num_bounded``: how many bounds were tightened.
+    ``num_evaluated``: candidates evaluated so far. ``num_open``: entries of the search's queue (candidates, or families
+    of them) that may still be better than the best plan. ``best``: step time in seconds of the best plan so far, or
+    ``None``. ``candidate``: the candidate that is processed now, and ``bound``: the lower bound on it in seconds.
+    ``num_bounded``: how many bounds were tightened.
     """
 
     num_evaluated: int
@@ -110,9 +110,9 @@ class SearchProgress:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidate, its plan, and the certificate of the search. ``best``: the plan. ``num_evaluated``: number of
-    candidates that were evaluated. ``rows``: candidate -> outcome. ``interrupted``: whether the search ended early.
-    """
+    """The result of a search: the best candidate, its plan (``best``), and the certificate. ``num_evaluated``: number
+    of candidates that were evaluated. ``rows``: candidate -> what became of it. ``interrupted``: whether the search
+    ended early, at its time limit or by ``KeyboardInterrupt``."""
 
     candidate: MeshCandidate
     best: EvaluatedCandidate
@@ -123,23 +123,26 @@ class SearchResult:
 
 
 class CandidatePlanner(Protocol):
-    """Interface by which the search plans and bounds single candidates."""
+    """Interface of the object by which the search plans single candidates, combinations of mesh sizes, microbatch size,
+    schedule and ZeRO stage, and computes its tightest lower bounds on them."""
 
     def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
-        """Return the best plan of a candidate. Raises :class:`PartitionError` if it has none."""
+        """Return the best plan of a mesh candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with its
+        step time. Raises :class:`PartitionError` if it has none."""
 
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
-        """Return whether an evaluation of ``candidate`` would find no plan that takes less than ``upper_bound_s``
-        seconds, though the proven bounds do not show it. Raises :class:`PartitionError` if the candidate has no plan.
-        """
+        """Return whether an evaluation of ``candidate``, which tries a part of its plans, is expected to find none that
+        takes less than ``upper_bound_s`` seconds. The proven lower bounds need not show this, so the candidate is
+        skipped without a change of its bound. Raises :class:`PartitionError` if the candidate has no plan."""
 
     def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
-        """Return the tightest lower bound in seconds on the candidate's plans. A bound of ``upper_bound_s`` is tight
-        enough."""
+        """Return the tightest lower bound in seconds on the step times of the candidate's plans. The computation may
+        stop when the bound reaches ``upper_bound_s`` seconds."""
 
     def estimate_effort(self, candidate: MeshCandidate) -> float:
-        """Return the effort of evaluating a candidate with several virtual stages on a rank, as a share of the total
-        effort that the search may spend on such candidates without finding a better plan."""
+        """Return the effort of evaluating a candidate with several virtual stages on a rank, as a fraction of the total
+        that the search may spend on such candidates in vain. When the sum reaches 1, the search skips the rest of them.
+        """
 
 
 @dataclass
@@ -193,16 +196,16 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str] | None = None,
         before: Mapping[MeshCandidate, CandidateOutcome] | None = None,
     ) -> SearchResult:
-        """Search ``candidates`` and return the best one. Can be called once for each search object.
+        """Search ``candidates`` and return the best one with its plan. Can be called once for each search object.
 
         Args:
-            always: candidates that are evaluated first, whatever their bounds, each before the next is requested.
-            left_out: configurations that are reported but not searched, and the reasons.
+            always: candidates that are evaluated first, whatever their bounds. Each is evaluated before the next one is
+                taken from the iterable, which may choose it by the result.
+            left_out: candidates that are reported but not searched, and the reasons.
             before: the outcomes of an earlier search with fewer constraints, whose bounds hold here, too.
 
-        Raises:
-            CapacityError: no candidate fits in memory; the error of the candidate with the least shortage.
-            PlanError: no candidate has a plan for other reasons, or none takes less than ``cutoff_s``.
+        Raises: CapacityError: no candidate fits in memory; the error of the candidate with the least shortage.
+        PlanError: no candidate has a plan for other reasons, or none takes less than ``cutoff_s``.
         """
         deadline = time.monotonic() + self.time_limit_s
         self._open_candidates(candidates, left_out or {}, before or {})
@@ -236,10 +239,9 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str],
         before: Mapping[MeshCandidate, CandidateOutcome],
     ) -> None:
-        """Create an outcome for each candidate, with its quickest bound and the results of an earlier search.
-        ``left_out``: candidates that are reported but not searched, and the reasons. ``before``: candidate -> its
-        outcome in the earlier search.
-        """
+        """Create an outcome (record of what became of a candidate) for each of ``candidates``, with its quickest lower
+        bound. Bounds and errors of an earlier search are taken over. ``left_out``: candidates that are reported but not
+        searched, and the reasons. ``before``: candidate -> its outcome in the earlier search."""
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
         self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}
@@ -302,17 +304,15 @@ class BestFirstSearch:
         return True
 
     def _is_skipped(self, candidate: MeshCandidate) -> bool:
-        """Return whether the candidate has several virtual stages on a rank, and enough such candidates were tried
-        without a better plan.
-        """
+        """Return whether the search skips ``candidate``: it has several virtual stages on a rank, there is a plan, and
+        as many such candidates as allowed were tried without finding a better one."""
         if self.patience is None or self.incumbent is None or not _has_virtual_stages(candidate):
             return False
         return len(self._fruitless) >= self.patience or self._spent >= 1.0
 
     def _group_open_families(self) -> list[Sequence[MeshCandidate]]:
-        """Return the candidates in groups that are bounded together, in a fixed order, without groups of one candidate
-        that is already done.
-        """
+        """Return the candidates in families, which share their first lower bounds, in a fixed order. A family of a
+        single candidate that is already evaluated or has no plan is left out."""
         families: dict[Hashable, list[MeshCandidate]] = {}
         for candidate in self.outcomes:
             families.setdefault(self.bounds.family(candidate), []).append(candidate)
@@ -321,10 +321,10 @@ class BestFirstSearch:
         return [members for members in nodes if len(members) > 1 or self.outcomes[members[0]].is_open]
 
     def _compute_next_bound(self, members: Sequence[MeshCandidate], step: int) -> float | None:
-        """Compute and store the next bound of ``members``, candidates that are bounded together or a single one, and
-        return it in seconds; ``None`` if there is no plan. ``step``: index of the bound in the sequence of bounds for
-        groups, followed by those for single candidates.
-        """
+        """Compute the next, tighter lower bound of ``members``, store it in their outcomes, and return it in seconds;
+        ``None`` if it shows that there is no plan. ``members``: a family, whose candidates share their first bounds, or
+        a single candidate. ``step``: index of the bound in the list of bounds for families, followed by those for
+        single candidates."""
         num_family_bounds = len(self.bounds.family_bounds)
         known = [self.outcomes[candidate] for candidate in members if candidate in self.outcomes]
         rows = [row for row in known if row.is_open]
@@ -362,9 +362,8 @@ class BestFirstSearch:
             self._spent = 0.0
 
     def _were_pruned_before(self, members: Sequence[MeshCandidate]) -> bool:
-        """Return whether an earlier search showed that none of ``members`` is better than the best plan. In that case
-        their bounds stay as they are.
-        """
+        """Return whether an earlier search found lower bounds of at least the best step time for all of ``members``, so
+        that none can be better. If so, their outcomes record this, and their own bounds are not computed."""
         found = [self._before.get(candidate) for candidate in members] if self._before else [None]
         if not all(row is not None and row.lower_bound_s >= self.upper_bound_s for row in found):
             return False
@@ -375,8 +374,8 @@ class BestFirstSearch:
         return True
 
     def _can_prune(self, candidate: MeshCandidate) -> bool:
-        """Return whether ``candidate`` need not be evaluated, because it has no plan or none that is better. Its bound
-        stays as it is.
+        """Return whether ``candidate`` need not be evaluated, because it has no plan, or because an evaluation is
+        expected to find no better one. In the second case its lower bound stays as it is, because nothing was proven.
         """
         row = self.outcomes[candidate]
         try:
@@ -443,8 +442,8 @@ class BestFirstSearch:
 
 
 def _has_virtual_stages(candidate: MeshCandidate) -> bool:
-    """Return whether a rank of ``candidate`` has several stages, or the number of microbatches that it holds has no
-    closed formula."""
+    """Return whether a rank of ``candidate`` has several stages, or the number of microbatches in flight on it has no
+    closed formula. Such candidates take long to evaluate, so the search limits their number."""
     return not is_plain(candidate.schedule, candidate.virtual_stages)
 
 
@@ -458,11 +457,12 @@ Found = TypeVar("Found")
 
 @dataclass
 class ZeroInfeasibility:
-    """Skips candidates that cannot fit because another one did not: one that differs only in ZeRO and needs no more
-    bytes for parameters, gradients and optimizer states. ``state_bytes``: function that returns these bytes on a rank.
+    """Skips candidates that cannot fit in memory because another one did not that differs from them only in ZeRO and
+    needs no more bytes for parameters, gradients and optimizer states. ``state_bytes``: function that returns these
+    bytes on a rank of a candidate.
 
     It applies only to schedules with several stages on a rank or without a formula, whose stages take long to solve.
-    ZeRO-3 is compared only with ZeRO-3, because it also gathers weights.
+    ZeRO-3 is compared only with ZeRO-3, because it also needs memory for gathered weights.
     """
 
     state_bytes: Callable[[MeshCandidate], float]
@@ -471,9 +471,9 @@ class ZeroInfeasibility:
     )
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
-        """Return ``solve(candidate)``, the plan of ``candidate``. Raises :class:`CapacityError` if ``solve`` does, and
-        also without calling it if another candidate, which differs only in ZeRO and needs no more memory, did not fit.
-        """
+        """Return ``solve(candidate)``, the plan of ``candidate``. Raises :class:`CapacityError` if ``solve`` does. It
+        is also raised, without a call of ``solve``, if another candidate did not fit before that differs only in ZeRO
+        and needs no more memory."""
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)
         family = replace(candidate, zero=0, dp_shard=0)

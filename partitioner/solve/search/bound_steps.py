@@ -30,7 +30,7 @@ _activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size") 
 
 class BoundCascade:
     """The sequence of lower bounds that the search computes for ``candidates`` and their families. A family is the
-    candidates of ``space`` that differ in ZeRO alone.
+    candidates of ``space`` that differ only in ZeRO (its stage, and the number of ranks that shard).
 
     The first bounds come from the unsharded model without collectives (``bounds``). Then a sharding is solved
     (``evaluator``) for the largest microbatch; it bounds the collectives of smaller microbatches too, so one sharding
@@ -76,8 +76,9 @@ class BoundCascade:
         return found
 
     def _prefetch_shardings(self, candidates: Sequence[MeshCandidate]) -> None:
-        """Announce the shardings from which the first candidates will be bounded: those of the largest microbatches,
-        then each candidate's own. A background process may compute them ahead."""
+        """Announce the sharding problems from which the most promising candidates will be bounded: those of the largest
+        microbatches, then each candidate's own. A second process may solve them ahead. ``candidates``: the best by
+        their first bound come first."""
         first: dict[tuple[int, ...], MeshCandidate] = {}
         for candidate in candidates:
             first.setdefault(
@@ -88,20 +89,20 @@ class BoundCascade:
         self.evaluator.expect(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
-        """Yield pairs (candidate, microbatch size in samples) that name the shardings from which ``candidates`` will be
-        bounded, one for each group of candidates that differ in ZeRO alone."""
+        """Yield pairs (candidate, microbatch size in samples) that name the shardings from which lower bounds on
+        ``candidates`` will be computed. Candidates that differ only in ZeRO share one pair."""
         for family in dict.fromkeys(map(self.family, candidates)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
                 yield family, self._find_largest_microbatch(family)
 
     def family(self, candidate: MeshCandidate) -> MeshCandidate:
-        """Return the key of the candidates that are bounded together, because they differ in ZeRO alone: ``candidate``
-        without ZeRO."""
+        """Return ``candidate`` without ZeRO. It is the key of all candidates that differ only in ZeRO, for which the
+        search computes common bounds first."""
         return candidate.sharing(0)
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """Return all candidates that differ from ``candidates`` in ZeRO alone, including those under hybrid sharding,
-        where parameters, gradients and optimizer states are sharded over a part of ``dp`` only.
+        """Return all candidates that differ from ``candidates`` only in ZeRO: in the stage, or in the number of ``dp``
+        ranks over which parameters, gradients and optimizer states are sharded (hybrid sharding uses a part of them).
         """
         candidate = candidates[0]
         key = candidate.dp, candidate.cp, candidate.tp  # all that they depend on
@@ -111,29 +112,30 @@ class BoundCascade:
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Return the functions that bound a family (candidates that differ in ZeRO alone), in the order in which they
-        are called. The first two use the sharding of the largest microbatch: an even division into stages, then the
-        best stages in the memory of the member that needs least. The last two do the same with the family's own
-        sharding.
-        """
+        """Return the functions that bound a family (candidates that differ only in ZeRO), in the order in which they
+        are called. The first two use the sharding solved for the largest microbatch: one assumes that the work is
+        divided evenly into stages, the next one searches the best stages in the memory of the member that needs least.
+        The last two do the same with the sharding solved for the family's own microbatch size."""
         return self._even, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """Return the functions that bound one candidate, increasingly tight.
+        """Return the functions that bound one candidate, in the order in which they are called, from the quickest to
+        the tightest.
 
-        The first checks whether parameters and optimizer states fit. The next ones use the sharding of the largest
-        microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the same with
-        the candidate's own sharding, where the best stages are first computed in the memory of that candidate which
-        needs least among those that differ in ZeRO alone. The last one evaluates placements on a cluster of equal
-        devices, if not all placements are tried.
+        The first checks whether parameters and optimizer states fit. The next ones use the sharding solved for the
+        largest microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the
+        same bounds are computed with the candidate's own sharding; there, the memory of the leanest candidate among
+        those that differ only in ZeRO is tried before the candidate's own memory. The last function evaluates
+        placements on a cluster of equal devices, if not all placements are tried.
         """
         relaxed = self._held, self._gathered, self._bound_candidate_stages, self._bound_stages_thoroughly
         return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
 
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:
-        """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement.
-        ``cutoff_s``: a bound of this value is tight enough."""
+        """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement: the
+        greatest of all bounds that are known for single candidates. ``cutoff_s``: a bound of this value is tight
+        enough."""
         floor, own = self.evaluator.floor(candidate, candidate.microbatch_size), self.evaluator.least(candidate)
         even = self.bounds.with_floor([candidate], floor) if floor else 0.0
         try:
@@ -146,8 +148,8 @@ class BoundCascade:
         return max(self.bounds.refine(candidate), even, stages, self._own_staged(candidate, np.inf), alike)
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
-        """Return the memory shortage and the stage that lacks it, for a candidate that cannot fit by its lower bounds
-        on memory; otherwise ``None``."""
+        """Return the error that says how many bytes ``candidate`` lacks and on which stage, for a candidate that cannot
+        fit in memory by its lower bounds; ``None`` if these do not show that."""
         try:
             self.bounds.refine(candidate)
         except CapacityError as error:
@@ -157,7 +159,7 @@ class BoundCascade:
         return None
 
     def _even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, if the work is
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
         divided evenly into stages. The cost of the work is that of the sharding solved for the largest microbatch with
         these mesh sizes. The result is 0 if there is no bound. Raises :class:`CapacityError` if one microbatch does not
         fit. The second argument is not used."""
@@ -169,12 +171,13 @@ class BoundCascade:
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, over all cuts
-        into stages that fit in the memory of the candidate that needs least.
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
+        stages that fit in the memory of the candidate that needs least; 0 for a single candidate, which other bounds
+        cover.
 
-        Costs are those of the sharding solved for the largest microbatch with these mesh sizes. Schedules with several
-        stages on a rank are bounded by the recomputation that memory requires. ``cutoff_s``: a bound of this many
-        seconds is tight enough.
+        Costs are those of the sharding solved for the largest microbatch with these mesh sizes. For schedules with
+        several stages on a rank no cuts are examined; the bound is then the work plus the recomputation that memory
+        requires. ``cutoff_s``: a bound of this many seconds is tight enough.
         """
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
@@ -197,19 +200,19 @@ class BoundCascade:
         return self.bounds.staged(candidates, found)
 
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, if the work is
-        divided evenly into stages. Costs are those of the sharding solved for the candidate without ZeRO, which is
-        never slower than the others. The result is 0 if there is no bound, or an earlier bound is the same. The second
-        argument is not used."""
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
+        divided evenly into stages. Costs are those of the sharding solved for their microbatch size without ZeRO, which
+        is never slower than with it. The result is 0 if there is no bound, or if an earlier bound used the same
+        sharding. The second argument is not used."""
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, over all cuts
-        into stages that fit in the memory of the candidate that needs least; 0 if there is none. Costs are those of the
-        sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
+        stages that fit in the memory of the candidate that needs least; 0 if there is no such bound. Costs are those of
+        the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
         found = self._of_leanest(self._lean[self.family(candidates[0])], cutoff_s)
@@ -254,9 +257,9 @@ class BoundCascade:
         return self.bounds.staged([candidate], least)
 
     def _has_room(self, candidate: MeshCandidate) -> bool:
-        """Return whether an even division into stages leaves so much memory free that the candidate's bound on stages
-        would equal the bound that holds for all candidates that differ in ZeRO alone.
-        """
+        """Return whether the bound of ``candidate`` on its best stages need not be computed, because memory does not
+        limit it: with an even division into stages all activations fit without recomputation, so the bound of its
+        family (candidates that differ only in ZeRO) is the same."""
         if candidate.zero == 3 or not isinstance(self._shared.get(self.family(candidate)), LeastTime):
             return False
         flying = most_in_flight(candidate.schedule, candidate.pp, int(self.bounds.rounds(candidate)))
@@ -265,10 +268,10 @@ class BoundCascade:
         return needed <= self.bounds.capacity(candidate)
 
     def _bound_simulated_recompute(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Return a lower bound in seconds on steps under a simulated schedule: the work plus the recomputation that is
-        needed so that activations fit on all ranks together, where no rank computes for longer than the step.
-        ``candidates``: differ in ZeRO alone. ``cutoff_s``: a bound of this many seconds is tight enough.
-        """
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, under a schedule
+        that has to be simulated. It is the work plus the recomputation without which activations do not fit on all
+        ranks together, given that no rank computes for longer than the step. ``cutoff_s``: a bound of this many seconds
+        is tight enough."""
         candidate = min(candidates, key=self.bounds.state_bytes)
         job = self.evaluator.job
         if not job.train or candidate.pp == 1 or job.constraints.offload:
@@ -305,8 +308,9 @@ class BoundCascade:
         return self._needs[key]
 
     def again_s(self, candidate: MeshCandidate) -> float:
-        """Return the approximate seconds of recomputation in a step, for an even division into stages on ranks that all
-        hold as many microbatches as the fullest rank. Raises :class:`PartitionError` if the candidate has no plan."""
+        """Return approximately how many seconds of a step of ``candidate`` recomputation takes. It is assumed that work
+        is divided evenly into stages, and that all ranks hold as many microbatches as the fullest rank. Raises
+        :class:`PartitionError` if the candidate has no plan."""
         model, of_block, _ = self.evaluator.least(candidate)
         costs = [of_block[call.block] for call in model.calls if not call.prologue]
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)
@@ -325,10 +329,9 @@ class BoundCascade:
         return float(m / speeds * seconds)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` from a thorough search of its cuts into stages,
-        if the quick search found none that fit; otherwise 0. ``cutoff_s``: a bound of this many seconds is tight
-        enough.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages, if
+        the quick search, which leaves out very long stages, found no cut that fits in memory; otherwise 0.
+        ``cutoff_s``: a bound of this many seconds is tight enough."""
         if candidate not in self._unseen:
             return 0.0
         return self.bounds.staged(
@@ -345,14 +348,15 @@ class BoundCascade:
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
-        """Return whether the largest microbatch with the mesh sizes of ``candidate``, for which a sharding is solved
-        first, is the candidate's own, so that bounds by its own sharding are already known."""
+        """Return whether the candidate's own microbatch is the largest one with its mesh sizes for which a sharding is
+        solved first. Bounds from the candidate's own sharding are then the same as the earlier ones."""
         return self._scales and candidate.microbatch_size == self._find_largest_microbatch(candidate)
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages that fit in the memory
-        of that candidate which needs least, among those that differ in ZeRO alone; 0 if there is none. Costs are those
-        of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        of the candidate that needs least among those that differ only in ZeRO. Return 0 if this is ``candidate``
+        itself, since a later bound covers that case. Costs are those of the sharding solved for these candidates.
+        ``cutoff_s``: a bound of this many seconds is tight enough."""
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
@@ -360,9 +364,9 @@ class BoundCascade:
         return self.bounds.staged([candidate], found) if found else 0.0
 
     def _of_leanest(self, leanest: MeshCandidate, cutoff_s: float) -> LeastTime | None:
-        """Return lower bounds on the stage times of candidates that differ in ZeRO alone, in the memory of ``leanest``,
-        the one that needs least. ``None`` means that there is no bound. ``cutoff_s``: bounds that make a step this many
-        seconds long are tight enough. Raises :class:`PartitionError` if ``leanest`` has no plan.
+        """Return lower bounds on the stage times of candidates that differ only in ZeRO, in the memory of ``leanest``,
+        the one of them that needs least. ``None`` means that there is no bound. ``cutoff_s``: the computation may stop
+        when the bounds make a step this many seconds long. Raises :class:`PartitionError` if ``leanest`` has no plan.
         """
         if leanest not in self._own_shared:
             try:
@@ -401,11 +405,12 @@ class BoundCascade:
         return self.evaluator.floor(candidate, self._find_largest_microbatch(candidate))
 
     def _find_largest_microbatch(self, candidate: MeshCandidate) -> int:
-        """Return the largest microbatch size whose sharding bounds the candidate's and that fits on a device.
+        """Return the microbatch size for which a sharding is solved to bound ``candidate``: the largest one that fits
+        on a device and whose sharding bounds the candidate's.
 
         It is a multiple of the candidate's size, and it is divisible by ``tp`` exactly if the candidate's size is,
         because that decides whether the batch itself may be sharded over ``tp``. If the largest size that fits with the
-        fewest stages qualifies, it is used instead: it is smaller and gives a tighter bound.
+        fewest stages meets these conditions, it is used instead: it is smaller and gives a tighter bound.
         """
         size, tp = candidate.microbatch_size, candidate.tp
         known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]

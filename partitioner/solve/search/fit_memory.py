@@ -47,11 +47,11 @@ from partitioner.units import bytes_text
 
 
 def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
-    """Return the step time of the plan ``chosen`` under each algorithm of context-parallel attention (ring, all-gather,
-    Ulysses), one entry per algorithm.
+    """Return, for the report, the step time of the plan ``chosen`` with each algorithm of context-parallel attention
+    (ring, all-gather, Ulysses), one entry per algorithm. All entries keep the placement of ``chosen``.
 
     The result is empty if the plan has no context-parallel axis ``cp``. An entry has a reason instead of a step time if
-    the algorithm has no plan. All have the placement of ``chosen``. ``job``: the job that was planned.
+    the algorithm has no plan. ``job``: the job that was planned.
     """
     if chosen.local.context is None or not chosen.context_model:
         return ()
@@ -173,16 +173,16 @@ def _is_slower(estimate: Estimate) -> bool:
 
 
 def _rivals_s(explored: PlanSearchResult) -> float:
-    """Return the least step time in seconds that any candidate except the chosen one may have, by the bounds and
-    estimates of a search; infinite if there is none. ``explored``: the result of the search."""
+    """Return the least step time in seconds that a candidate other than the chosen one may have; infinite if there is
+    no other. For solved candidates it is their estimate, for others a lower bound. ``explored``: the result of the
+    search."""
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.lower_bound_s for row in rows), default=math.inf)
 
 
 def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> PlannedProgram:
-    """Return ``found`` with the simulated step time of its program in place of the estimate, and with the gap of
-    ``certificate`` computed from it.
-    """
+    """Return ``found`` with the simulated step time of its program in place of the estimated one. In its certificate,
+    which is a copy of ``certificate``, the objective and the gap are computed from this time."""
     seconds = found.estimate.simulated
     assert seconds is not None
     bound, gap = bound_and_gap(seconds, (certificate.bound,))
@@ -191,9 +191,9 @@ def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> Plann
 
 
 def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate:
-    """Return ``certificate`` in which the row of the chosen plan has the memory of its program (``found``), instead of
-    the search's estimate.
-    """
+    """Return a copy of ``certificate`` in which the row of the chosen plan has the memory that its emitted program
+    needs, instead of the search's estimate. ``found``: the plan with the program; without a program ``certificate`` is
+    returned unchanged."""
     if found.program is None:
         return certificate
     most = max(found.estimate.memory)
@@ -253,9 +253,9 @@ def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
 
 @dataclass(frozen=True)
 class _MemoryShortfall:
-    """Memory shortage of a program. ``error``: the shortage of the fullest stage. ``room``: usable bytes of a device of
-    that stage. ``untold``: the most bytes by which a stage that does not fit needs more than the search estimated.
-    """
+    """Memory shortage of a program that does not fit. ``error``: the shortage of the stage that lacks the most bytes.
+    ``room``: usable bytes of a device of that stage. ``untold``: by how many bytes the search estimated too little; the
+    greatest number of any stage that does not fit."""
 
     error: CapacityError
     room: int

@@ -48,7 +48,7 @@ _RELAXED = 4  # number of a candidate's bounds that use the sharding of the larg
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
     """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
-    the search may spend without finding a better plan. ``space``: the search space."""
+    the search may spend on such candidates without finding a better plan. ``space``: the search space."""
     return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
@@ -102,9 +102,10 @@ def _far_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
 def contexts_of_best(
     space: SearchSpace, tried: Mapping[MeshCandidate, float], known: Collection[MeshCandidate]
 ) -> list[Sequence[MeshCandidate]]:
-    """Return groups of one candidate each, in the order in which they should be tried: variants of the best candidates
-    in which more ranks share each sequence. ``tried``: candidate -> seconds of its step, for the candidates that were
-    solved. Candidates in ``known`` are left out. ``space``: the search space."""
+    """Return variants of the best candidates in which twice as many ranks share each sequence (the axis ``cp``), in the
+    order in which they should be tried, each as a group of one. ``tried``: candidate -> seconds of its step, for the
+    candidates that were solved. ``known``: candidates to leave out, because they were searched already. ``space``: the
+    search space."""
     enough = min(tried.values()) * _NEAR_CONTEXT
     near: dict[MeshCandidate, MeshCandidate] = {}
     for candidate in sorted(tried, key=tried.__getitem__):
@@ -116,15 +117,15 @@ def contexts_of_best(
 
 
 def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
-    """Return a copy of ``candidate`` without schedule, virtual stages and ZeRO. The copies of two candidates are equal
-    if their mesh sizes and microbatch sizes are, so a copy serves as key of such candidates."""
+    """Return a copy of ``candidate`` that keeps only mesh sizes and microbatch size: schedule, virtual stages and ZeRO
+    have fixed values. It serves as a key of all candidates with the same mesh and microbatch size."""
     return replace(candidate, schedule="", virtual_stages=1, zero=0, dp_shard=0)
 
 
 def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
-    """Yield meshes on which rank ``i`` may have the same device as on the mesh of ``candidate``: its own, and those
-    from which it is made by sharing each sequence among more ranks. Each is given as a candidate without schedule,
-    virtual stages and ZeRO."""
+    """Yield keys of meshes whose known placement can also be used for ``candidate``: its own mesh, and meshes with half
+    of its ``cp`` and twice its ``tp`` or ``dp``, from which it is made by sharing each sequence among more ranks. A key
+    is a candidate with fixed schedule, virtual stages and ZeRO."""
     yield mesh_of(candidate)
     if candidate.cp % 2 == 0:
         for axis in ("tp", "dp"):
@@ -223,8 +224,9 @@ def best_schedule(
     better: EvaluatedCandidate | None = None
 
     def tried(candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate | None:
-        """Return the plan of ``candidate``; ``None`` if it has none, or if its bounds show that it takes at least
-        ``cutoff_s`` seconds. Append a row for the report if it was planned or has no plan."""
+        """Return the plan of ``candidate``. Return ``None`` if it has none, or, without planning it, if its lower
+        bounds show that it takes at least ``cutoff_s`` seconds. A candidate that was planned, or has no plan, gets a
+        row in the report."""
         least = float(bounds.times([candidate])[0])
         if least >= cutoff_s:
             return None
@@ -276,10 +278,9 @@ def best_schedule(
 def without_limit(
     certificate: Certificate, found: SolvedCandidate, again: SolvedCandidate
 ) -> tuple[SolvedCandidate, Certificate]:
-    """Return the faster of two plans and its certificate. ``found``: the plan that was solved with the step time of an
-    earlier plan as a limit, and has ``certificate``. ``again``: the plan of the same candidate, solved without this
-    limit.
-    """
+    """Return the faster of two plans of one candidate, and its certificate. ``found``: a plan that was solved under a
+    limit on its step time, with its ``certificate``. ``again``: the plan of the same candidate that was solved without
+    this limit."""
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
     told = solved_to_evaluated(again)
@@ -305,10 +306,9 @@ def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
 def _add_rows_to_certificate(
     certificate: Certificate, rows: Sequence[Candidate], best: SolvedCandidate, found: SolvedCandidate
 ) -> Certificate:
-    """Return ``certificate`` with ``rows`` appended. ``found``: the plan that it certifies. If ``best`` is another
-    plan, the objective, the chosen row, the bound and the gap become those of ``best``, and the old bound is stored as
-    the one of the schedules that the search covers.
-    """
+    """Return ``certificate`` with ``rows`` appended. ``found``: the plan that it certifies. ``best``: the best plan
+    now. If this is another plan, the objective, the chosen row, the bound and the gap become those of ``best``, and the
+    old bound is stored as the one that covers only the schedules of the search."""
     rows = [row.model_copy(update={"beside": True}) for row in rows]
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})

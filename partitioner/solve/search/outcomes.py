@@ -26,8 +26,9 @@ class EvaluatedCandidate:
     ``payload``: data of the caller, such as the plan. ``breakdown``: kind of work, such as ``"compute"`` -> seconds of
     a step.
 
-    ``least``: lower bound in seconds on the candidate's plans (``None``: ``step_time``). ``partly``: the bound covers
-    only the placements that were tried. ``unsure``: other bounds of the candidate may be tighter.
+    ``least``: lower bound in seconds on the candidate's plans (``None``: equal to ``step_time``). ``partly``: whether
+    this bound covers only the placements that were tried. ``unsure``: whether some plans of the candidate were not
+    tried, so that the search may still tighten its bound by other means.
     """
 
     step_time: float
@@ -49,9 +50,9 @@ class CandidateOutcome:
     """The result of the search for one candidate.
 
     ``status``: ``"chosen"``, ``"solved"``, ``"bounded"`` (not solved) or ``"infeasible"``. ``bound``: lower bound in
-    seconds on its step time. ``evaluated``: its best plan, or ``None``. ``loose``: whether the bound could be
-    tightened. ``pruned_s``: for a candidate that was not evaluated because it cannot be better, a lower bound in
-    seconds on the plans that an evaluation would have tried. ``reason``, ``error``: why it has no plan.
+    seconds on its step time. ``evaluated``: its best plan, or ``None``. ``loose``: whether a tighter bound can still be
+    computed. ``pruned_s``: for a candidate that was skipped because no better plan was expected, the seconds that its
+    plans would at least have taken; else 0. ``reason``, ``error``: why it has no plan.
     """
 
     candidate: MeshCandidate
@@ -65,21 +66,23 @@ class CandidateOutcome:
 
     @property
     def is_open(self) -> bool:
-        """Return whether this candidate was neither evaluated nor found infeasible."""
+        """Return whether the search has not decided this candidate yet: it was neither evaluated nor found
+        infeasible."""
         return self.evaluated is None and self.error is None
 
     @property
     def lower_bound_s(self) -> float:
-        """Return a lower bound in seconds on the plans that were or would have been tried; infinite if the candidate
-        has no plan."""
+        """Return the number of seconds by which a later search may judge this candidate: the step time of its plan if
+        it was evaluated, otherwise its lower bound, or, if it was skipped, the time that its plans were expected to
+        exceed. Infinite if the candidate has no plan."""
         if self.error is not None:
             return float("inf")
         return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.pruned_s)
 
     @property
     def says(self) -> bool:
-        """Return whether the lower bound of this candidate counts in the lower bound of the whole search, which is the
-        least over all that count."""
+        """Return whether the lower bound of this candidate counts for the lower bound of the whole search, which is the
+        least of all that count: the candidate was not evaluated, or its evaluation gave a lower bound."""
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 

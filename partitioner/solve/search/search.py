@@ -69,12 +69,12 @@ _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at fo
 
 @dataclass(frozen=True)
 class PlanSearchResult:
-    """Result of the search: the plan, its certificate, and the baselines (well-known layouts for comparison), which may
-    still be computed in the background.
+    """Result of the search: the plan (``chosen``), its certificate, and the baselines (well-known layouts for
+    comparison), which may still be computed in the background.
 
-    ``chosen``: the plan. ``rows``: candidate -> its outcome. ``ahead``: an earlier best plan and its program, which is
-    written in the background, or ``None``. ``lacking``: the memory shortage that made the search choose offload; empty
-    if there was none.
+    ``rows``: candidate -> its outcome. ``ahead``: the plan that was the best before schedules with several virtual
+    stages were tried, with its program, which a background process writes already; ``None`` if no such process was
+    started. ``lacking``: the memory shortage that made the search choose offload; empty if there was none.
     """
 
     chosen: SolvedCandidate
@@ -85,9 +85,9 @@ class PlanSearchResult:
     lacking: str = ""
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
-        """Return the certificate with the baselines added, or without them if their computation is interrupted.
-        ``lower_bound_s``: lower bound in seconds on plans that this search excluded.
-        """
+        """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
+        awaited, and they are left out if the user interrupts it. ``lower_bound_s``: lower bound in seconds on plans
+        that this search excluded; the bound of the certificate is at most this."""
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         try:
             baselines = self.baselines.result()
@@ -206,10 +206,10 @@ def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
 @dataclass(frozen=True)
 class _SearchRequest:
     """Arguments of a search for a plan. ``progress``: called with the state of the search, or ``None``. ``compare``:
-    whether to plan the standard layouts for comparison. ``deadline``: end of the search on the clock of
+    whether to plan well-known layouts for comparison. ``deadline``: end of the search on the clock of
     :func:`time.monotonic`. ``cutoff_s``: plans of at least this many seconds per step are of no interest. ``emit``:
-    writes the program of a plan. ``other_batch``: returns the job with another global batch.
-    """
+    function that writes the program of a plan, or ``None``. ``other_batch``: function that returns the job with another
+    global batch, for comparison, or ``None``."""
 
     progress: Callable[[SearchProgress], None] | None
     compare: bool
@@ -225,8 +225,8 @@ class _CandidateAttempts:
 
     ``evaluator``: plans single candidates. ``space``: the search space. ``bounds``: lower bounds on candidates.
     ``early``: chooses the first candidates, and is told each outcome. ``siblings``: skips candidates that cannot fit
-    because a similar one did not. ``best_s``: step time in seconds of the best plan so far, or the cutoff; the
-    evaluator drops candidates that take longer.
+    because another one did not that differs only in ZeRO. ``best_s``: step time in seconds of the best plan so far, or
+    the cutoff if there is none; slower plans are of no interest.
     """
 
     evaluator: CandidateEvaluator
@@ -338,7 +338,8 @@ def _search_candidates(
     as_long_s = max(_LEAST_S, search_s)
 
     def others() -> tuple[Baseline, ...]:
-        """Return the outcomes of the layouts, smaller clusters and batches with which the report compares the plan."""
+        """Return the outcomes of all alternatives with which the report compares the plan: well-known layouts, smaller
+        clusters, and other global batches."""
         if not compare:
             return ()
         until = min(deadline, time.monotonic() + as_long_s)

@@ -36,9 +36,9 @@ Best = Callable[[Job, float], Candidate]  # the best plan of a job that takes le
 
 
 def smaller_clusters(topology: Topology) -> Iterator[Topology]:
-    """Yield copies of ``topology`` without its slowest devices, without the devices that have least memory or network
-    bandwidth, or without the smallest nodes. At most three are yielded, those that lose least speed first.
-    """
+    """Yield copies of ``topology`` without some of its devices, on which a plan may be faster because nothing waits for
+    them: without the slowest devices, those with least memory or network bandwidth, or those of the smallest nodes. At
+    most three are yielded, those that lose least computing speed first."""
     paces, of_device = topology.paces
     rates = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     sizes = np.bincount(topology.node_of)[topology.node_of]
@@ -140,8 +140,9 @@ JobOf = Callable[[int], Job]  # returns the job with another global batch
 
 
 def batches_near(global_batch: int, num_devices: int) -> list[int]:
-    """Return up to two global batches near ``global_batch`` that divide better over the devices, the nearest first.
-    Return an empty list if ``global_batch`` already is a multiple or a divisor of ``num_devices``."""
+    """Return up to two global batches near ``global_batch`` that are easier to divide over the devices, such as
+    multiples of their number, the nearest first. Return an empty list if ``global_batch`` already is a multiple or a
+    divisor of ``num_devices``."""
     if global_batch % num_devices == 0 or num_devices % global_batch == 0:
         return []
     step = max(part for part in list_divisors(num_devices) if part <= global_batch)
@@ -151,11 +152,10 @@ def batches_near(global_batch: int, num_devices: int) -> list[int]:
 
 
 def faster_batches(job: Job, best_s: float, job_of: JobOf, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
-    """Return the nearest global batch whose samples take clearly less time each than those of a step of ``best_s``
-    seconds, with its plan; empty if there is none. ``job_of``: returns the job with another batch. ``space_of``:
-    returns the search space of a job, given its bounds. ``best``: returns the best plan of a job that takes less than
-    the given seconds.
-    """
+    """Return the nearest global batch with which each sample takes clearly less time than now, with its plan, as a
+    tuple of one entry; empty if there is none. ``best_s``: seconds of a step with the present batch. ``job_of``:
+    returns the job with another batch. ``space_of``: returns the search space of a job, given its bounds. ``best``:
+    returns the best plan of a job that takes less than the given seconds."""
     pinned = job.constraints
     if not job.train or pinned.group_size is not None or pinned.data_shares is not None:
         return ()

@@ -33,8 +33,8 @@ def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
 
 
 def why_none(space: SearchSpace) -> PlanError | ConstraintError:
-    """Return the error to raise if the search space has no candidate. Its message lists the fixed values and what they
-    have to satisfy."""
+    """Return the error to raise if the search space has no candidate. Its message lists the values that the user fixed,
+    and what sizes of the mesh have to satisfy."""
     asked = space.constraints
     if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
         return ConstraintError(asked.too_few(space.world_size))
@@ -87,7 +87,8 @@ def _describe_tensor_limit(space: SearchSpace) -> str:
 
 
 def _asked_by(schedule: str | ScheduleTable) -> str:
-    """Return the part of an error message that says which sizes ``schedule`` requires; empty if it requires none."""
+    """Return the part of an error message that says for which numbers of ranks, microbatches or virtual stages
+    ``schedule`` is made; empty if it is not made for particular numbers."""
     table = table_of(schedule)
     if table is not None:
         return (
@@ -150,14 +151,13 @@ class SearchSpace:
 
     @property
     def units(self) -> int:
-        """Return the number of units of the batch that are distributed over ``dp``: groups of samples if samples
-        interact within groups, otherwise samples."""
+        """Return how many equal pieces of the batch can be distributed over ``dp``: its number of groups if samples
+        interact within groups, otherwise its number of samples."""
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
-        """Return whether the batch can be distributed over ``dp`` ranks: evenly or, if that is not required, with at
-        least one unit for each rank.
-        """
+        """Return whether the batch can be distributed over ``dp`` ranks: evenly or, if ranks may have different numbers
+        of microbatches, with at least one sample (or group of interacting samples) for each rank."""
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     @property
@@ -224,12 +224,12 @@ def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
 
 
 def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
-    """Return variants of ``candidate`` under hybrid sharding, in which only a part of the ``dp`` ranks (``dp_shard``)
-    shares parameters, gradients and optimizer states. The list is empty on a single node, or if the constraints fix
+    """Return variants of ``candidate`` under hybrid sharding, in which parameters, gradients and optimizer states are
+    sharded over only ``dp_shard`` of the ``dp`` ranks. The list is empty on a single node, or if the constraints fix
     ZeRO or ``dp_shard``.
 
-    A part has as many ranks as a node holds, or four times that, and so on. Small parts gather over few nodes, which
-    starts sooner; large parts need less memory. ``space``: the search space.
+    ``dp_shard`` is about the number of ranks that a node holds, or four times that, and so on. Small numbers gather
+    over few nodes, which starts sooner; large ones need less memory. ``space``: the search space.
     """
     pinned = space.constraints
     several = space.topology.num_nodes > 1
@@ -268,10 +268,12 @@ def list_mesh_shapes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
 
 
 def _context_axes(space: SearchSpace, room: int) -> list[int]:
-    """Return the sizes of ``cp`` to try, if ``room`` ranks are left for ``dp`` and ``cp`` together.
+    """Return the sizes of ``cp`` to try if ``room`` ranks are left for ``dp`` and ``cp`` together, so that each size
+    divides ``room``.
 
-    Each rank gets two pieces of the sequence, one from each end, so that causal attention is even. Normally a rank has
-    at least 8192 tokens; fewer are allowed if the batch would not divide evenly otherwise. ``space``: the search space.
+    Each rank gets two pieces of the sequence, one from each end, so that all ranks do equal work in causal attention.
+    Normally a rank has at least 8192 tokens; fewer are allowed if the batch would not divide evenly otherwise.
+    ``space``: the search space.
     """
     pinned, length = space.constraints, space.length
     if pinned.cp is not None:
@@ -288,9 +290,9 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 
 
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
-    """Return the pairs (ep, etp) to try: the number of ranks that share the experts, and the number of ranks that share
-    one expert (0: as many as ``tp``). ``room``: the number of ranks of ``dp``, ``cp`` and ``tp`` together. ``tp``: size
-    of that axis. ``space``: the search space."""
+    """Return the pairs (ep, etp) to try: the number of ranks over which the experts are distributed, and the number of
+    ranks over which each single expert is sharded (0: as many as ``tp``). ``room``: the number of ranks of ``dp``,
+    ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space."""
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:
         return []
@@ -351,9 +353,9 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 
 
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
-    """Return the numbers of virtual stages on a rank, ascending, that give all stages equally many layers, and others
-    that nearly do so. Numbers close to each other are left out. Return ``[2]`` if there are none. ``pp``: number of
-    pipeline ranks. ``space``: the search space."""
+    """Return the numbers of virtual stages on a rank to try, ascending: those with which all stages have equally many
+    layers, and others with which they nearly have. Of numbers that are nearly equal to each other only one is returned.
+    Return ``[2]`` if there are none. ``pp``: number of pipeline ranks. ``space``: the search space."""
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
     largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}
@@ -402,9 +404,9 @@ def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool
 
 
 def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
-    """Return the pairs to try: the ZeRO stage (0: none), and the number of ``dp`` ranks that share parameters,
-    gradients or optimizer states (0: all of them). ``dp``, ``cp``: sizes of these mesh axes. ``space``: the search
-    space."""
+    """Return pairs to try: the ZeRO stage (0: none), and the number of ``dp`` ranks over which parameters, gradients or
+    optimizer states are sharded (0: all of them). Empty if the constraints allow none. ``dp``, ``cp``: sizes of these
+    mesh axes. ``space``: the search space."""
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
         return []
@@ -479,8 +481,8 @@ def _describe_tried_context(space: SearchSpace) -> str:
 
 
 def _describe_tried_parts(space: SearchSpace) -> str:
-    """Return a sentence for the certificate that says which numbers of ``dp`` ranks that share parameters, gradients
-    and optimizer states (``dp_shard``) are tried in the search space ``space``."""
+    """Return a sentence for the certificate that says which values of ``dp_shard`` are tried in the search space
+    ``space``: the numbers of ``dp`` ranks over which parameters, gradients and optimizer states are sharded."""
     what = "Sharding states over a part of the data-parallel ranks"
     if space.constraints.zero is not None:
         return f"{what} was not tried, since the stage of ZeRO is fixed."
@@ -535,8 +537,8 @@ def find_baseline_candidates(
 
 
 def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
-    """Return a dict with one entry: plain data parallelism -> reason why it is not among ``candidates``. Empty if it is
-    among them. ``space``: the search space."""
+    """Return a dict with one entry for the report: plain data parallelism over all ranks -> reason why the search does
+    not consider it. Empty if it is among ``candidates``, the candidates of the search. ``space``: the search space."""
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     size = space.constraints.group_size or 1

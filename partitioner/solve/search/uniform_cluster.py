@@ -38,8 +38,9 @@ _MOST = 30  # with more orders of nodes, a single cluster stands for all
 
 
 def list_uniform_clusters(topology: Topology) -> list[Topology]:
-    """Return copies of ``topology`` in which all devices are as good as the best one: one for each order of the nodes'
-    network bandwidths. If there are too many orders, return one in which every node has the second-best bandwidth.
+    """Return copies of ``topology`` in which all devices are as good as the best one, on which lower bounds can be
+    computed quickly. Nodes keep their network bandwidths: there is one copy for each order of these. If there are too
+    many orders, return one copy in which every node has the second-best bandwidth.
 
     The list is empty if nodes have different numbers of devices or network cards, or if single pairs of devices or
     kinds of nodes have links of their own.
@@ -88,7 +89,8 @@ def _find_node_bandwidth_shares(topology: Topology) -> list[float]:
 
 
 def _num_orders(shares: Sequence[float]) -> int:
-    """Return the number of distinct orders of ``shares``, or a number above the limit if there are many values."""
+    """Return in how many distinct orders the numbers ``shares`` can be arranged; some number above the limit of orders
+    if there are very many values, for which counting is useless."""
     if len(set(shares)) == 1:
         return 1
     if len(shares) > 2 * _MOST:
@@ -122,14 +124,14 @@ class UniformClusterBound:
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. The computation stops
-        when the bound falls below ``cutoff_s``. Return 0 if devices differ so much that the bound would be loose.
-        """
+        when it shows that the bound is below ``cutoff_s``, since the caller then cannot prune the candidate. Return 0
+        if devices differ so much that the bound would be loose."""
         return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
     def least(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 means that there is
-        no bound. Raises :class:`PartitionError` if the model cannot be sharded as the candidate says.
-        """
+        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``, as tight as it can be
+        computed; 0 means that there is no bound. Raises :class:`PartitionError` if the model cannot be sharded as the
+        candidate says."""
         return self._bound_until(candidate, cutoff_s, 0.0)
 
     def _bound_until(self, candidate: MeshCandidate, cutoff_s: float, stop_s: float) -> float:
@@ -159,7 +161,8 @@ class UniformClusterBound:
     @cached_property
     def _uniform_topologies(self) -> list[Topology]:
         """Return the uniform clusters, in which all devices are as good as the best real one: one for each order of the
-        nodes' network bandwidths. Return an empty list if the plan uses host memory, or if the placement is fixed."""
+        nodes' network bandwidths. Return an empty list if the plan keeps data in host memory (hosts are not made
+        equal), or if each rank has a fixed device."""
         job = self._evaluator.job
         if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
             return []
@@ -176,8 +179,8 @@ class UniformClusterBound:
 
     @cached_property
     def _level_sizes(self) -> tuple[int, ...]:
-        """Return, for each level of links of the uniform cluster, how many devices they join, from the inside out;
-        empty if there is no uniform cluster."""
+        """Return, for each level of links of the uniform cluster (inside a node, between nodes, ...), how many devices
+        the links of this level join, from the inside out; empty if there is no uniform cluster."""
         if not self._uniform_topologies:
             return ()
         return equal_levels(self._uniform_topologies[0].changed(overrides={}, node_overrides={})) or ()

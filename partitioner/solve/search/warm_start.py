@@ -53,9 +53,9 @@ class WarmStart:
         self._found[candidate] = found
 
     def list_first_candidates(self) -> Iterator[MeshCandidate]:
-        """Yield the candidates to evaluate first: those of the standard layouts; for models with experts also textbook
-        layouts with distributed experts, and neighbours of the plans found.
-        """
+        """Yield the candidates that the search evaluates first, so that it soon has a good plan: those of the standard
+        layouts of the report. For models with experts, textbook layouts with distributed experts follow, and then
+        neighbours of the plans found, because the search itself is slow to find good plans for them."""
         for standard in self.standards:
             yield from self._first_that_fits(standard)
         if not self.space.experts:  # without experts the search itself finds good plans quickly
@@ -70,8 +70,9 @@ class WarmStart:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.cutoff_s)
 
     def _first_that_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
-        """Yield candidates of the layout ``standard`` until the plan of one is found to fit. The first is always
-        yielded, because the report shows it; the others only if they may be better than the best plan so far."""
+        """Yield candidates of the layout ``standard`` one after the other, until the caller reports a plan for one. The
+        first is always yielded, because the report shows it; the others only if they may be better than the best plan
+        so far."""
         tried = 0
         for candidate in standard.candidates[: 1 if standard.excluded else None]:
             if tried and not self._is_worth(candidate):
@@ -82,8 +83,8 @@ class WarmStart:
                 return
 
     def _is_worth(self, candidate: MeshCandidate) -> bool:
-        """Return whether ``candidate`` is allowed, was not tried yet, and may be better than the best plan so far by
-        its quick lower bounds."""
+        """Return whether ``candidate`` should be evaluated: it belongs to the candidates of the search, was not tried
+        yet, and may be better than the best plan so far by its quick lower bounds."""
         if candidate in self._found or candidate not in self.candidates:
             return False
         try:
@@ -129,9 +130,9 @@ class WarmStart:
         return min(candidate.microbatch_size - 1, max(1, int(candidate.microbatch_size * share)))
 
     def _climb_from_candidate(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
-        """Yield neighbours of ``start``, a candidate that has a plan. A neighbour differs in one number, such as
-        ``tp``. When one is better, continue from it; stop if none is.
-        """
+        """Yield neighbours of ``start``, a candidate that has a plan, one at a time; a neighbour differs in one number,
+        such as ``tp``. When the caller reports a better plan for one, its neighbours follow instead. The iteration ends
+        if no neighbour is better, after a number of steps, or when time runs out."""
         here = start
         while True:
             for candidate in self._list_neighbour_candidates(here):

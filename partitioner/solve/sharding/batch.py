@@ -106,9 +106,9 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
-    """Return the operators of ``model`` that depend on no input with a batch dim, in any call of their block. They
-    depend on weights, constants and random indices alone. ``batch``: the number of samples, by which a batch dim is
-    recognized."""
+    """Return the operators of ``model`` that need no samples: in no call of their block do they depend on an input with
+    a batch dim, but on weights, constants and random indices alone. ``batch``: the number of samples; a dim of this
+    size counts as a batch dim."""
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()
     for run in model.calls:
@@ -125,10 +125,10 @@ def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
 
 
 def _into_buffers(model: FoldedModel) -> frozenset[fx.Node]:
-    """Return the operators whose results are used only to update buffers of the model.
+    """Return the operators of ``model`` whose results are used only to update buffers of the model.
 
-    Their work need not be divided at the price of exchanges between samples. Sums are an exception, because they can be
-    accumulated over microbatches (``passes/shard/buffer_sums.py``).
+    They may run on the whole batch instead of being divided, because dividing them would make ranks exchange samples.
+    Sums can be divided in any case, since they are accumulated over microbatches (``passes/shard/buffer_sums.py``).
     """
     taken, found = set(model.updates.values()), set[fx.Node]()
     for name, block in model.blocks.items():
@@ -162,12 +162,13 @@ def node_work(node: fx.Node) -> float:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """The costs of a sharding of the batch over the pseudo-axis ``data``, in units without a dimension.
+    """The costs by which a sharding of the batch over an imagined mesh axis ``data`` is chosen. They are relative
+    numbers without a unit.
 
-    ``total``: the work of all operators that count, for scaling. ``samples``: the shapes and dtypes of inputs with a
-    batch dim. ``alone``: operators whose work costs nothing, mainly those that depend on no sample. ``moved``: the cost
-    of an exchange of samples between ranks, or of giving each rank a part of a weight, relative to one sum over
-    samples. If it were small, the solver would divide channels instead of samples.
+    ``total``: the work of all operators that count, by which the work of an operator is divided. ``samples``: the
+    shapes and dtypes of inputs with a batch dim. ``alone``: operators that cost nothing, mainly those that depend on no
+    sample. ``moved``: the cost of exchanging samples between ranks, or of giving each rank a part of a weight, relative
+    to the cost of one sum over samples. If it were small, channels would be divided instead of samples.
     """
 
     total: float
@@ -176,17 +177,18 @@ class BatchCosts:
     moved: float = 1.0
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the cost of running the operator ``node`` by ``strategy``, in the units of :attr:`total`: its work,
-        divided by ``num_ranks`` if the strategy divides it; 0 for operators that need not be divided."""
+        """Return the cost of running the operator ``node`` by ``strategy`` (layouts of its operands and results), a
+        number proportional to its share of the model's work. It is divided by ``num_ranks`` if the strategy divides the
+        work, and 0 for operators that need not be divided."""
         if node in self.alone:  # every microbatch needs it whole; dividing it would have samples meet at its gradient
             return 0.0
         work = _ALL_WORK * node_work(node) / max(self.total, 1.0)
         return work / num_ranks if strategy.factor is not None else work
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the cost of one change of a tensor from layout ``source`` to ``target``, and back for its gradient if
-        ``differentiable``; ``math.inf`` if it is impossible. It has no dimension and is relative to the work of the
-        model. ``spec``: whole shape and dtype of the tensor."""
+        """Return the cost of changing a tensor from layout ``source`` to ``target``, a number comparable with the costs
+        of operators; ``math.inf`` if the change is impossible. ``differentiable``: whether its gradient has to be
+        changed back too. ``spec``: whole shape and dtype of the tensor."""
         if source == target:
             return 0.0
         reshard = RESHARDS.get((source.kind, target.kind))

@@ -40,10 +40,10 @@ class LayoutRules:
 
     ``inputs``: the layouts that a model input may have (replicated only, if it is not named). ``outputs``: those that a
     model output may have (sharded or replicated, if it is not named). ``pins``: the one layout of a value, input or
-    state. ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: no state is sharded,
-    and the gradient of a trained state is a partial sum. ``partial_values``: values between calls may be partial sums.
-    ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag (each rank has a piece from the start and
-    one from the end), and operators on them have further strategies.
+    state. ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: whether no state may
+    be sharded, so that the gradient of a trained state is a partial sum. ``partial_values``: whether values between
+    calls may be partial sums. ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag (each rank has a
+    piece from the start and one from the end), and operators on them have further strategies.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
@@ -72,9 +72,8 @@ FREE_LAYOUTS = LayoutRules()  # nothing is fixed
 
 
 def _list_dim_shards(tie: LayoutTie, num_ranks: int) -> list[Layout]:
-    """Return one sharded layout for each dim of ``tie`` (tensors that must share one layout) whose size ``num_ranks``
-    divides.
-    """
+    """Return the layouts that shard one dim of the tensors of ``tie`` (tensors that must share one layout) over
+    ``num_ranks`` ranks, one for each dim whose size ``num_ranks`` divides."""
     layouts = [make_shard_layout(d) for d, size in enumerate(tie.spec.shape) if size > 0]
     return [layout for layout in layouts if can_shard_evenly(layout, tie.spec.shape, num_ranks)]
 
@@ -113,9 +112,10 @@ def state_options(
 ) -> list[Layout]:
     """Return the layouts that the states of ``tie`` (parameters or buffers that must share one layout) may have.
 
-    ``num_ranks``: size of the mesh axis. ``rules``: layouts that the caller fixes. ``trained``: whether the states
-    receive gradients. ``asked``: layouts that shard a dim in separate sections, which operators could use. Raise
-    :class:`ShardingError` if ``rules`` leave no layout. ``model``: the model as calls of blocks.
+    ``model``: the model as calls of blocks. ``num_ranks``: size of the mesh axis. ``rules``: layouts that the caller
+    fixes. ``trained``: whether the states receive gradients. ``asked``: layouts that shard a dim in several sections
+    (such as the query, key and value parts of one weight), for which some operator has a use. Raise
+    :class:`ShardingError` if ``rules`` leave no layout.
     """
     options = [REPLICATED, *_list_dim_shards(tie, num_ranks)]
     options += [layout for layout in dict.fromkeys(asked) if layout.is_shard and layout not in options]
@@ -138,9 +138,9 @@ def state_options(
 
 
 def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
-    """Return the layouts that a parameter or buffer may have if the user fixed ``layout``. A trained parameter that is
-    fixed as replicated may have a complete gradient (``R``) or a partial-sum gradient (``R'``). ``trained``: whether it
-    receives a gradient."""
+    """Return the layouts that a parameter or buffer may have if the user fixed ``layout``. That is ``layout`` alone,
+    except for a trained parameter that is fixed as replicated: its gradient may be complete on every rank (``R``) or a
+    partial sum (``R'``). ``trained``: whether it receives a gradient."""
     return (REPLICATED, READ_SHARDED) if layout == REPLICATED and trained else (layout,)
 
 
@@ -206,12 +206,12 @@ def list_operator_strategies(
 def _offer_section_layouts(
     node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
 ) -> set[int]:
-    """Offer layouts that shard a dim in sections (separately sharded parts) from one operator to its neighbours, and
-    return the indices of the values that gained a layout.
+    """Add the layouts with sections (a dim that consists of separately sharded parts) that ``node`` can use to the
+    layouts considered for its operands and results. Return the indices of the values that gained a layout, so that
+    their other operators are looked at too.
 
-    The section layouts of ``found``, the strategies of ``node``, are added to ``wanted``, which has for each value the
-    layouts that operators could use. ``spots``: index i of an operand, or ``~k`` for result k -> index of the value
-    there.
+    ``found``: the strategies of ``node``. ``wanted``: for each value, the layouts with sections that operators could
+    use; changed in place. ``spots``: index i of an operand, or ``~k`` for result k -> index of the value in ``wanted``.
     """
     gained = set[int]()
     for strategy in found:

@@ -44,8 +44,9 @@ _LEAST_DIVIDED = 0.5  # of the matrix products' work: with less there is no sequ
 
 @dataclass(frozen=True)
 class ContextModel:
-    """A model as one rank of ``cp`` runs it, and its sharding over ``cp``. In ``model``, graphs and the tensors between
-    them have the shapes of one rank; parameters, buffers and inputs have their global shapes."""
+    """A model as one rank of the axis ``cp`` runs it. ``model``: its graphs and the tensors between them have the
+    shapes of one rank; parameters, buffers and inputs have their global shapes. ``sharding``: the layouts over ``cp``
+    by which it was made."""
 
     model: FoldedModel
     sharding: ShardingSolution
@@ -249,7 +250,8 @@ class _ContextRules:
 
 
 def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
-    """Return for each operand of ``node`` whether it is one of ``states`` (names of placeholders) or a view of one."""
+    """Return for each operand of ``node`` whether it is a parameter or buffer, or a view of one. ``states``: names of
+    the placeholders (inputs of the graph) that are parameters or buffers."""
     found = []
     for operand in operands_of(node):
         while operand.op == "call_function" and len(operand.all_input_nodes) == 1 and is_view(operand):

@@ -49,18 +49,19 @@ from partitioner.topology.hardware import DeviceType
 
 @dataclass
 class TensorCosts:
-    """Prices in seconds per microbatch for a sharding over ``group``: of operators, changes of layout, states
-    (parameters and buffers), and tensors that are kept between blocks.
+    """Prices in seconds per microbatch, by which shardings over the ranks of ``group`` are compared: of operators,
+    changes of layout, states (parameters and buffers), and tensors that are kept between blocks.
 
     - ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
       sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a
-      rank holds. ``tp``: number of ranks that divide the attention heads left by this axis.
+      rank holds. ``tp``: number of tensor-parallel ranks over which attention heads are divided in addition to
+      ``group``.
     - ``state_price``: further seconds per byte of state that a rank holds. ``undivided``: further seconds for each
       matrix-product FLOP that every rank repeats. ``repeated``: further seconds for each byte of results that every
       rank computes.
-    - ``short_gradients``: gradients have the dtype of their parameter instead of float32. ``complete``: a gradient that
-      every rank computes completely costs as much as one that must be reduced, because ZeRO shards only states of the
-      second kind.
+    - ``short_gradients``: whether gradients have the dtype of their parameter instead of float32. ``complete``: whether
+      a gradient that every rank computes completely costs as much as one that must be reduced; this is so if ZeRO
+      shards only states with gradients of the second kind.
 
     ``device``: the device type. ``train``: whether costs include the backward.
     """

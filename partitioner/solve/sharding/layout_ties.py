@@ -103,7 +103,8 @@ class LayoutTie:
 
 
 def tied_values(model: FoldedModel) -> list[LayoutTie]:
-    """Return the groups of model inputs and block outputs that must share one layout, in order of first appearance."""
+    """Return the groups of inputs of ``model`` and outputs of its blocks that must share one layout, because calls of
+    one block read or return them at the same place. The groups are in order of first appearance."""
     pairs: list[tuple[str, Port | None]] = [(i.value, None) for i in model.inputs]
     for call in model.calls:
         pairs += [(value, (call.block, "input", i)) for i, value in enumerate(call.inputs)]
@@ -112,8 +113,8 @@ def tied_values(model: FoldedModel) -> list[LayoutTie]:
 
 
 def tied_states(model: FoldedModel) -> list[LayoutTie]:
-    """Return the groups of states (parameters and buffers) of ``model`` that must share one layout, in order of first
-    appearance."""
+    """Return the groups of states (parameters and buffers) of ``model`` that must share one layout, because calls of
+    one block read them at the same place. The groups are in order of first appearance."""
     pairs: list[tuple[str, Port | None]] = [(name, None) for name in model.states]
     for call in model.calls:
         pairs += [(name, (call.block, "state", i)) for i, name in enumerate(call.states)]

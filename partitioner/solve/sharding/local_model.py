@@ -24,8 +24,8 @@ class LocalModel:
 
     ``model``: the blocks with the shapes of one rank; parameters, buffers and inputs have their global shapes.
     ``sharding``: layouts over ``tp``. ``context``: layouts over ``cp``; ``None`` if ``cp`` is 1. ``experts``: name of a
-    parameter or buffer of experts -> layout over ``ep``. ``by_rows``: the ranks of ``tp`` hold different experts and
-    different rows (tokens) of their work.
+    parameter or buffer of experts -> layout over ``ep``. ``by_rows``: whether the ranks of ``tp`` hold different
+    experts and compute different rows (tokens).
     """
 
     model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs
@@ -84,9 +84,9 @@ def build_local_model(
 
 
 def unmark_stopped(block: Block) -> Block:
-    """Set ``node.meta["grad"]`` of ``block`` to false for nodes that depend on detached values alone, and return
-    ``block``. The nodes that replace a sharded operator are marked like it, although no gradient flows through some of
-    them.
+    """Set ``node.meta["grad"]`` (whether a gradient flows through the node) of ``block`` to false for nodes that depend
+    on detached values alone, and return ``block``. This corrects marks after sharding: nodes that replace an operator
+    inherit its mark, even those that no gradient reaches.
     """
     for node in block.graph.nodes:
         if node.op == "call_function" and node.meta.get("grad"):

@@ -170,8 +170,9 @@ class _Costs:
         self.of_stage = made
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
-        """Return, for each stage under ``cuts``, its seconds by phase (forward, backward for inputs, and so on).
-        ``cuts``: the index of the first call of each stage, followed by the number of calls.
+        """Return, for each stage under ``cuts``, its seconds per microbatch by phase: forward, backward for inputs,
+        backward for weights, wait for values, wait for gradients. ``cuts``: the index of the first call of each stage,
+        followed by the number of calls.
         """
         return [
             Phases(*(float(seconds) for seconds in table[:, cuts[k], cuts[k + 1]]))
@@ -226,9 +227,9 @@ class _Bands:
     barred: Table
 
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
-        """Return the least weighted sum of the seconds of all stages, over all cuts, and the cuts that attain it (the
-        index of the first call of each stage, followed by the number of calls). ``paths``: weight of each stage and
-        phase, shape ``[stages, 5]``.
+        """Return the least weighted sum of the seconds of all stages' phases that any cuts have, and the cuts that
+        attain it (the index of the first call of each stage, followed by the number of calls). ``paths``: the weights
+        by stage and phase, shape ``[stages, 5]``.
         """
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape

@@ -71,7 +71,7 @@ class StageTables:
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
         """Return two lists with one entry for each stage: a table whose entry ``[start, stop]`` is the seconds per
         microbatch of the block calls ``start:stop``, and a mask ``[start, stop]`` that says which of them recompute
-        selectively. The second list is empty if none may.
+        selectively. The second list is empty if selective recomputation is not allowed.
         """
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
@@ -214,8 +214,8 @@ class StageTables:
         return tables
 
     def pace_number(self, stage: int) -> int:
-        """Return a number that is equal for stages on whose devices every block call takes equally long. ``stage``:
-        index of the stage.
+        """Return a number that identifies the speeds of a stage's devices: it is equal for two stages if every block
+        call takes equally long on both. ``stage``: index of the stage.
         """
         return int(self._pace_of[stage])
 
@@ -353,11 +353,12 @@ class StageTables:
     def _bound_in_flight_bytes(
         self, stage: int | Counts, whole: Table, half: Table, gone: Table | float = 0.0
     ) -> Table:
-        """Return the largest total bytes of the microbatches that a stage holds at a time.
+        """Return the largest total bytes of activations of the microbatches that a stage holds at a time, over all
+        moments of the schedule. The arguments in bytes are tables, and so is the result.
 
         ``stage``: index of the stage, or an array of indices. ``whole``: bytes of a microbatch whose backward has not
-        begun. ``half``: bytes of a microbatch between the two halves of its backward. ``gone``: bytes that one
-        microbatch of the first kind has already freed.
+        begun. ``half``: bytes of a microbatch between the two halves of its backward. ``gone``: bytes that one of the
+        microbatches whose backward has not begun has freed already.
         """
         held: Table = np.zeros(())
         for begun, (of_whole, of_half) in enumerate(self._counts):

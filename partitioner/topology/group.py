@@ -139,8 +139,9 @@ class Group:
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
-        """Return the start-up seconds and the seconds per byte of each collective, and the latency and seconds per byte
-        of each ring hop, in a fixed order. A group is at least as fast as another if none of its numbers is greater."""
+        """Return a tuple of numbers that determine the time of all communication in this group: the start-up seconds
+        and the seconds per byte of each collective, and the latency and seconds per byte of each ring hop. A group is
+        at least as fast as another if none of its numbers is greater."""
         found = [self.all_reduce_start, 1 / self.all_reduce_bandwidth]
         for op in ("all_gather", "reduce_scatter"):
             start, bandwidth = self.measured(op) or (self.one_way_start, self.bus_bandwidth)
@@ -180,9 +181,10 @@ class Group:
         return max((t.level.base for t in self.tiers), default=0.0)
 
     def _ring_steps(self, rounds: int) -> float:
-        """Return the total seconds of the steps of a ring that passes each rank ``rounds`` times, without the time to
-        move data. The model is NCCL's, ``(steps - outer steps) intra + outer steps net``, for any number of levels of
-        links. ``intra`` and ``net`` are the seconds of a step inside a node and between nodes."""
+        """Return the total seconds that a ring algorithm spends on the latency of its steps, without the time to move
+        data. ``rounds``: how often data goes around the ring (2 for an all-reduce, 1 for an all-gather). The model is
+        NCCL's, ``(steps - outer steps) intra + outer steps net``, for any number of levels of links. ``intra`` and
+        ``net`` are the seconds of a step inside a node and between nodes."""
         seconds, counted = 0.0, 0
         for k in range(len(self.tiers) - 1, 0, -1):
             parts = math.prod(t.ways for t in self.tiers[k:])
@@ -264,7 +266,7 @@ class PairLink:
 
 
 def single_links(topology: Topology) -> dict[Pair, PairLink]:
-    """Return the direct links that the field ``links`` of the topology gives for single pairs of devices. The keys are
+    """Return the direct links that the field ``links`` of ``topology`` gives for single pairs of devices. The keys are
     pairs of device indices (smaller, larger)."""
     found = {}
     for link in topology.links:
@@ -291,7 +293,7 @@ def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairL
 
 def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
     """Return the level of links, or the pattern of direct links of their node, that connects the devices ``i`` and
-    ``j`` (indices) if the topology gives no link for this single pair; ``None`` if nothing else connects them."""
+    ``j`` (indices) if ``topology`` gives no direct link for this pair; ``None`` if nothing else connects them."""
     kind = int(topology.pattern_of[i])
     if kind >= 0 and topology.node_of[i] == topology.node_of[j]:
         name, matrix = topology.pattern_kinds[kind]
@@ -332,7 +334,7 @@ def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> L
 
 
 def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, PairLink]:
-    """Return the direct links that the topology gives for single pairs among the devices with the indices ``devices``.
+    """Return the direct links that ``topology`` gives for single pairs among the devices with the indices ``devices``.
     The keys are pairs of positions in ``devices``."""
     place = {device: k for k, device in enumerate(devices)}
     known = topology.singles
@@ -343,8 +345,8 @@ def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, Pair
 
 
 def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
-    """Return a symmetric matrix of shape ``[size, size]`` with the given values. ``values``: mapping from (row, column)
-    to a value, once for each pair. Entries without a value are 0."""
+    """Return a symmetric matrix of shape ``[size, size]`` with the entries ``values``: a mapping from (row, column) to
+    a value, once for each pair. Entries without a value are 0."""
     matrix = np.zeros((size, size))
     for (i, j), value in values.items():
         matrix[i, j] = matrix[j, i] = value

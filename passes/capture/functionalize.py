@@ -65,7 +65,7 @@ _NOTHING: dict[Any, Callable[..., bool]] = {
 
 
 def does_nothing(node: fx.Node) -> bool:
-    """Return whether an operator returns its first operand itself, because there is nothing to do for these arguments.
+    """Return whether the operator ``node`` returns its first operand itself, because its arguments leave nothing to do.
 
     An example is ``contiguous`` of a contiguous tensor.
     """
@@ -113,8 +113,8 @@ class StorageTracker:
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
     def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
-        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand of operators in regions where
-        gradients are off, so that both share memory and writes."""
+        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in regions where gradients are
+        off. Both share memory, and a write to one of them is a write to the other."""
         self._without[detached] = node
         self.follows(detached)
 
@@ -192,7 +192,7 @@ class StorageTracker:
 
 
 def _format_operator_line(node: fx.Node) -> str:
-    """Return an operator's name and source line, for messages."""
+    """Return the name and source line of the operator ``node`` as text, for messages."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     return f"{name}, {source_of(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
 
@@ -215,7 +215,7 @@ def _get_node_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _written_nodes(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory an operator writes to; empty for operators that change only a tensor's shape in
+    """Return the nodes to whose memory the operator ``node`` writes; empty if it changes only a tensor's shape in
     place.
     """
     shapes_alone = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
@@ -244,8 +244,8 @@ _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
 def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
-    """Return the program as one flat graph of operators that write to none of their operands. The given program is not
-    changed.
+    """Return the exported program ``program`` as one flat graph of operators that write to none of their operands. The
+    given program is not changed.
 
     Raises :class:`UnsupportedError` for a region or an operator that cannot be converted exactly.
 
@@ -348,7 +348,7 @@ def _untie_buffers(program: ExportedProgram) -> None:
 
 
 def _allocate_tensor_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor of the same shape and type, in memory of its own."""
+    """Return an uninitialised tensor with the shape and dtype of ``tensor``, in memory of its own."""
     with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():
         return torch.empty_like(tensor)
 
@@ -432,8 +432,8 @@ class _RegionInliner:
         raise AssertionError("a graph ends in an output node")
 
     def inline_operator(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copy one operator into the new graph, and return the node or value that replaces it; ``None`` for an
-        assertion.
+        """Copy the operator ``node`` into the new graph, and return the node or value that replaces it; ``None`` for an
+        assertion, which is left out.
 
         Args:
             env: maps original nodes to their copies.
@@ -455,8 +455,8 @@ class _RegionInliner:
         return self.copy_node(node, env, grad)
 
     def inline_region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Inline the sub-graph of a node that switches gradients or autocast. Return the copies of the sub-graph's
-        outputs.
+        """Copy the sub-graph of ``node``, which switches gradients or autocast, into the new graph. Return the copies
+        of the sub-graph's outputs.
 
         Args:
             env: maps original nodes to their copies.

@@ -42,10 +42,10 @@ _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 
 
 def remove_row_sorts(graph: fx.Graph) -> None:
-    """Rewrite ``graph`` in place so that rows keep their order where the model sorts them, such as by expert.
+    """Rewrite ``graph`` in place so that rows (tokens) are not sorted where the model sorts them, such as by expert.
 
-    A sort is removed as far as the results do not depend on the order. Every node must have a meta tensor in
-    ``node.meta["val"]``, and has one afterwards.
+    Only operators whose results do not depend on the order are rewritten; a sort that others still read stays. Every
+    node must have a meta tensor in ``node.meta["val"]``, and has one afterwards.
     """
     for node in list(graph.nodes):
         if node.target in (*_SORTS, *_ARGSORTS) and len(list_node_sizes(operands_of(node)[0])) == 1:
@@ -105,8 +105,8 @@ class _Unsorter:
         self.twins[node] = _UnsortedValue(self.place)
 
     def _visit_node(self, node: fx.Node, build: Builder) -> None:
-        """Rewrite one operator that reads rows which were sorted by their expert, so that it works on the rows in their
-        original order, and store its new value in ``twins``. An operator that cannot is left as it is.
+        """Rewrite the operator ``node``, which reads rows that were sorted by their expert, so that it works on the
+        rows in their original order, and store its new value in ``twins``. If that is impossible, leave it as it is.
         ``build`` appends operators to the graph.
         """
         source: Any = node.args[0]
@@ -309,8 +309,8 @@ class _Unsorter:
         return _UnsortedValue(made, tuple(dims))
 
     def _sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
-        """Return, as a set of one name, the loop dimension of an operator that the sorted dim of the operand ``node``
-        holds.
+        """Return the name of the loop dimension (as in an einsum) of an operator that the sorted dim of its operand
+        ``node`` holds, as a set of one name, so that those of several operands can be joined.
 
         The name is ``""`` if the dim does not hold exactly one loop dimension.
 
@@ -389,7 +389,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _is_full_arange(node: Any, num: int) -> bool:
-    """Return whether ``node`` is ``arange(num)``."""
+    """Return whether ``node`` is ``arange(num)``: the numbers 0 to ``num - 1`` in order."""
     if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target):
         return False
     return (
@@ -419,9 +419,10 @@ _PRODUCT = ops.expert_mm.default
 
 
 def kept_sorted(block: Block) -> Block:
-    """Return an equivalent block in which rows stay sorted by expert between products with the same experts.
+    """Return an equivalent block in which rows (tokens) are sorted by expert once before several products with experts'
+    matrices, and restored to their order once after them.
 
-    A product with experts otherwise sorts its rows and restores their order. ``block`` itself is returned if no two
+    Otherwise every such product sorts its rows and restores their order. ``block`` itself is returned if no two
     products have the same experts.
     """
     products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
@@ -441,8 +442,8 @@ class _Sorter:
     """Rewrites one part of a graph that computes by expert so that its rows are sorted once before and unsorted once
     after.
 
-    ``region``: this part. ``keys``: the node with the expert number of each row. ``moved``: each operand from outside
-    with its sorted copy.
+    ``region``: the part in which experts compute. ``keys``: the node with the expert number of each row. ``moved``:
+    each operand from outside with its sorted copy.
     """
 
     def __init__(self, graph: fx.Graph, region: ExpertRegion) -> None:

@@ -134,7 +134,7 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def is_inner(node: fx.Node) -> bool:
-    """Return whether the only reader of ``node`` is a sum of two values, so that ``node`` is an addend of a
+    """Return whether the only reader of the sum ``node`` is another sum of two values, so that ``node`` is a part of a
     longer sum.
     """
     return len(node.users) == 1 and is_sum(next(iter(node.users)))
@@ -447,8 +447,8 @@ def _in_range(node: Any, size: int) -> bool:
 
 
 def _count_choices(node: Any) -> int:
-    """Return the number of scores among which a ``topk`` or similar operator chooses: the size of its dim, by default
-    the last.
+    """Return the number of scores among which ``node``, a ``topk`` or similar operator, chooses: the size of its dim,
+    by default the last.
     """
     among = list_node_sizes(node.args[0])
     names = [a.name for a in node.target._schema.arguments]

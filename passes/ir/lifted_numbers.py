@@ -97,8 +97,8 @@ class LiftScope:
         self.problem = ""
 
     def refuse(self, use: str) -> NotLiftable:
-        """Record that forward uses a number in a way that a tensor cannot represent, and return the exception for the
-        caller to raise.
+        """Record that forward uses a number in a way that a tensor cannot represent, and return the exception that the
+        caller must raise.
 
         ``use``: the use as text, such as ``float()``.
         """
@@ -412,8 +412,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _value_of(value: Any) -> Number:
-    """Return the planned Python number that ``value`` stands for if it is a lifted number (one that is traced as a
-    tensor); otherwise ``value`` itself."""
+    """Return the Python number, as in the planned batch, that ``value`` stands for if it is a lifted number (one that
+    is traced as a tensor); otherwise ``value`` itself."""
     return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
 
 
@@ -422,8 +422,8 @@ def _expression_of(value: Any) -> Expression:
 
 
 def apply_number_operator(name: str, *operands: Any) -> Any:
-    """Apply an operator such as ``add`` or ``sqrt`` to Python numbers, at least one of them lifted (traced as a
-    tensor). Return a lifted number.
+    """Apply an operator such as ``add`` or ``sqrt`` to ``operands``, Python numbers of which at least one is lifted
+    (traced as a tensor). Return a lifted number.
 
     ``name``: a key of ``OPERATORS``. Raises :class:`NotLiftable` if the result cannot be represented by a tensor.
     """
@@ -507,8 +507,8 @@ def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
 
 
 class _Constructors(TorchFunctionMode):
-    """A function mode in which torch functions that accept only Python numbers, such as ``torch.full``, accept lifted
-    ones.
+    """A function mode in which torch functions whose arguments must be Python numbers, such as ``torch.full``, accept
+    lifted numbers, too.
 
     A lifted number is a Python number that is traced as a tensor.
     """
@@ -602,8 +602,8 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
     """
 
     def call(*args: Any) -> Any:
-        """Apply the operator that equals a function of ``math`` if a lifted number (a Python number that is traced as a
-        tensor) is among the arguments, else call the original function; return the result."""
+        """Return the value of a function of ``math`` for ``args``. If a lifted number (a Python number that is traced
+        as a tensor) is among them, apply the equivalent operator of the graph; otherwise call the function itself."""
         if not any(type(a) is LiftedNumber for a in args):
             return original(*args)
         if name == "log" and len(args) == 2:

@@ -47,9 +47,8 @@ class Numbers:
         return self._known[node]
 
     def _build_instance_key(self, node: fx.Node) -> str:
-        """Return a text that distinguishes ``node`` from nodes with the same operator and operands.
-
-        It is a count for a random operator, the name for a placeholder, and empty for any other node.
+        """Return a text by which ``node`` differs from nodes with the same operator and operands: a count for a random
+        operator, the name for a placeholder, and an empty text for any other node, which need not differ.
         """
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             self._draws += 1

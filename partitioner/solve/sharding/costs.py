@@ -225,8 +225,8 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Return how many query heads of this attention read one key head: the number of key heads is divided by it if
-        the copies that the model makes of key heads are not read. Return 1 if the model copies none."""
+        """Return the factor by which fewer key heads of this attention are sent and read if the copies of key heads,
+        which the model makes for groups of query heads, are left out; 1 if it makes none."""
         times = count_head_repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 

@@ -75,11 +75,12 @@ class StageProblem:
       its fixed stage. ``barred``: for each stage, a mask ``[start, stop]`` of the calls ``start:stop`` of which it may
       not consist. ``repeated``: for each call, whether its block occurs more than once.
     - ``overhead``: the calls that every stage runs in addition. ``paces``: for each stage, the costs of the calls on
-      its devices; if empty, the calls' own costs apply to all stages. ``bubble``: the fill and drain time under the
-      schedule as a fraction of that of 1F1B. ``chunks``: number of virtual stages on a rank. ``flying``: for each
-      stage, pairs of numbers of microbatches (backward not begun, between the halves of a split backward) that it holds
-      at a time; empty if the schedule has a formula for them. ``overlap_steps``: a rank begins the next step when it
-      has ended its own part of this one.
+      its devices; if empty, the calls' own costs apply to all stages. ``bubble``: the factor ``b`` in the formula
+      ``(rounds - b) * slowest stage + b * sum of stages`` of the pipeline's seconds: 1, or less with virtual stages,
+      which shorten fill and drain. ``chunks``: number of virtual stages on a rank. ``flying``: for each stage, pairs of
+      numbers of microbatches (backward not begun, between the halves of a split backward) that it holds at a time;
+      empty if the schedule has a formula for them. ``overlap_steps``: a rank begins the next step when it has ended its
+      own part of this one.
 
     ``num_stages``, ``num_microbatches``: their numbers; ``schedule``: its name.
     """

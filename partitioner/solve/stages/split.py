@@ -184,8 +184,8 @@ class _Splitter:
     def best(self) -> StageSplit | None:
         """Return the cut into stages that minimises ``(m - b) * slowest + b * total``, the time of the pipeline;
         ``None`` if no cut fits in memory. ``slowest`` and ``total`` are the maximum and the sum of the stage times per
-        microbatch, ``m`` is the number of microbatches (times virtual stages), and ``b`` the schedule's factor on the
-        fill and drain time.
+        microbatch, ``m`` is the number of microbatches (times virtual stages), and ``b`` the factor of the problem
+        (``bubble``) for filling and draining the pipeline.
         """
         bubble = self.problem.bubble
         often = self.problem.num_rounds - bubble

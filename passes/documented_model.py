@@ -47,7 +47,8 @@ class DocumentedModel(ModelMetaclass):
 
 
 def strip_fields(docstring: str) -> str:
-    """Return ``docstring``, that of a :class:`DocumentedModel` class, without the list of fields at its end."""
+    """Return ``docstring``, the docstring of a class with the metaclass :class:`DocumentedModel`, without the list of
+    fields at its end."""
     return docstring.partition(f"\n\n{HEADING}\n")[0]
 
 

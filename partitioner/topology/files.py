@@ -177,7 +177,8 @@ def loads(text: str, source: str = "topology") -> Topology:
 
 
 def dump_topology(topology: Topology) -> str:
-    """Return ``topology`` as YAML text. It describes everything itself, so it does not depend on the catalogue."""
+    """Return ``topology`` as YAML text. The text describes all device types and links in full, without names of the
+    catalogue."""
     data = topology.model_dump(mode="json", exclude_defaults=True)
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
@@ -403,8 +404,8 @@ def with_memory(topology: Topology, times: float) -> Topology | None:
 
 
 def with_margin(topology: Topology, margin: float) -> Topology:
-    """Return a copy of ``topology`` in which each device has less memory: the fraction ``margin`` of its usable memory
-    is removed."""
+    """Return a copy of ``topology`` in which each device has less memory: the fraction ``margin`` (0 to 1) of its
+    usable memory is removed, so that plans leave it free."""
     if not margin:
         return topology
 

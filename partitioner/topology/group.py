@@ -254,7 +254,8 @@ class PairLink:
 
     ``link``: bandwidth and latency. ``reached``: bytes/s of large collectives. ``step``: seconds of one step of a
     collective. ``more``: seconds by which a step is longer than over the replaced link. ``base``: seconds to start a
-    collective. ``as_level``: whether collectives reach the same fraction of the bandwidth as over the replaced link.
+    collective. ``as_level``: whether the fraction of the bandwidth that collectives reach is that of the replaced link,
+    because this link does not give one.
     """
 
     link: Link
@@ -315,8 +316,8 @@ def step_over(latency: float, plain: Level | Pattern | None) -> float:
 
 def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> Level:
     """Return a copy of the links ``plain`` with other values. ``bandwidth``: in bytes/s. ``latency``: seconds of one
-    message. ``step``: seconds of one step of a collective. The measured collectives of ``plain`` are scaled
-    accordingly. If there are any, the step is not shortened."""
+    message. ``step``: seconds of one step of a collective. If ``plain`` has measurements of collectives, they are
+    scaled accordingly, and the step does not become shorter."""
     scale, more = bandwidth / plain.bandwidth, max(0.0, step - plain.step_s)
     rounds = {op: [laps * (n - 1) for n, _, _ in getattr(plain, op)] for op, laps in _TABLES.items()}
     rounds["all_to_all"] = [1] * len(plain.all_to_all)

@@ -46,8 +46,8 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
 
 def expert_grid(mesh: Mapping[str, int], etp: int = 0) -> NDArray[np.int64]:
     """Return the ranks of every group over the mesh axis ``ep`` (expert parallelism), one group per row. ``mesh``:
-    number of ranks by name of the axis. ``etp``: number of ranks that share one expert; 0 means as many as axis ``tp``
-    has."""
+    number of ranks by name of the axis. ``etp``: number of ranks over which the matrices of one expert are sharded; 0:
+    the size of the axis ``tp``."""
     sizes = expert_mesh(mesh, etp)
     return np.arange(num_ranks(mesh)).reshape(-1, sizes["ep"], sizes["etp"]).transpose(0, 2, 1).reshape(-1, sizes["ep"])
 
@@ -173,9 +173,9 @@ def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = 
 def find_stage_link(
     topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None
 ) -> Link:
-    """Return the slowest of the links between the ranks of two pipeline stages, while all ranks of a stage send.
-    ``mesh``: number of ranks by name of the axis. ``stage``, ``other``: indices of the sending and the receiving stage,
-    from 0. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
+    """Return the slowest of the links of ``topology`` between the ranks of two pipeline stages, while all ranks of a
+    stage send. ``mesh``: number of ranks by name of the axis. ``stage``, ``other``: indices of the sending and the
+    receiving stage, from 0. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return _slowest_links(topology, grid[stage : stage + 1], grid[other : other + 1])[0]
 
@@ -216,8 +216,9 @@ def num_communicators(mesh: Mapping[str, int]) -> int:
 def stage_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[tuple[tuple[str, float], ...], ...]:
-    """Return for each pipeline stage the distinct (device type, speed factor) pairs of its devices. ``mesh``: number of
-    ranks by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
+    """Return for each pipeline stage the distinct pairs (name of the device type, speed factor) of its devices in
+    ``topology``. ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank; ``None``
+    for device ``i`` of rank ``i``."""
     paces, of_device = topology.paces
     if len(paces) == 1:
         return (tuple(paces),) * mesh.get("pp", 1)
@@ -228,9 +229,9 @@ def stage_paces(
 def replica_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[NDArray[np.int64], list[tuple[tuple[str, float], ...]]]:
-    """Return for each data-parallel rank in each pipeline stage the set of (device type, speed factor) pairs that its
-    devices have. ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank; ``None``
-    for device ``i`` of rank ``i``.
+    """Return for each data-parallel rank in each pipeline stage the set of pairs (name of the device type, speed
+    factor) that its devices in ``topology`` have. ``mesh``: number of ranks by name of the axis. ``devices``: the
+    device index of each rank; ``None`` for device ``i`` of rank ``i``.
 
     The first result has shape ``[pp, dp]``: for each stage and data-parallel rank, the index of its set in the second
     result. The second lists the distinct sets, each as a tuple.

@@ -419,7 +419,8 @@ class _DataAccess(TorchFunctionMode):
                 yield _Write(tensor, value, f"sets .data of {self._format_tensor_name(tensor)}")
 
     def _format_tensor_name(self, tensor: Tensor) -> str:
-        """Return the quoted name of a parameter or buffer for messages; ``a tensor`` for any other tensor."""
+        """Return the quoted name of ``tensor``, a parameter or buffer of the model, for messages; the text ``a tensor``
+        for any other tensor."""
         name = self.held.names.get(id(tensor))
         return "a tensor" if name is None else repr(name)
 
@@ -428,7 +429,7 @@ def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> Non
     """Copy values that forward assigned into the model's own tensors, at the end of forward.
 
     Raises :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory
-    afterwards.
+    afterwards although one is trained or changed in place.
 
     Args:
         double: whether floating-point dtypes may differ, because all of them are float64 in the trace.

@@ -227,9 +227,11 @@ def export_parameterless_copy(
 
 @contextlib.contextmanager
 def _silence_torch() -> Iterator[None]:
-    """Return a context without torch's warnings and logs, fused encoder kernels, and argument checks of distributions.
+    """Return a context for a trace in which torch issues no warnings and logs, uses no fused kernels for transformer
+    encoders, and does not check the arguments of ``torch.distributions``.
 
-    The fused kernels would hide the encoder's operators from the trace, and the checks would read values.
+    The fused kernels would hide the encoder's operators from the trace, and the checks would read values of tensors,
+    which a trace does not have.
     """
     fused, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
     looks = Distribution._validate_args

@@ -90,7 +90,8 @@ _KEEPS_NOTHING = frozenset(
 class StorageTracker:
     """Tracks which nodes of a graph share memory, which require a gradient, and which are written to.
 
-    Call :meth:`follows` for each node that is appended to the graph, in order. The keys of all tables are nodes.
+    Call :meth:`follows` for each node that is appended to the graph, in order. All dicts of this object have nodes as
+    keys.
     """
 
     def __init__(self) -> None:
@@ -490,7 +491,8 @@ class _RegionInliner:
     def insert_function_call(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into.
 
-        A later decomposition traces it. No operand requires a gradient, so only the function's forward matters.
+        The function is traced later, when operators are decomposed. None of its operands requires a gradient, so its
+        backward is not needed.
 
         Args:
             node: the original node of the call, whose metadata is copied.
@@ -521,10 +523,11 @@ class _RegionInliner:
         return made
 
     def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return a ``detach`` of ``value``, a node that requires a gradient; ``value`` itself if it is no
-        floating-point tensor.
+        """Return a node that has the value of ``value`` but requires no gradient: a ``detach`` of it, or ``value``
+        itself if it is no floating-point tensor.
 
-        Each value is detached once. ``reader``: the original node that reads it, from which metadata is copied.
+        Later calls with the same value return the same ``detach``. ``reader``: the original node that reads it, from
+        which metadata is copied.
         """
         if not _is_floating_node(value):
             return value

@@ -262,7 +262,8 @@ def _copy_mutable_value(value: Any) -> Any:
 
 
 def _functions_in(codes: list[Any]) -> Iterator[types.FunctionType]:
-    """Yield the Python functions of the user's code among ``codes``, and those that they wrap or close over, each once.
+    """Yield the Python functions of the user's code among ``codes``, and those that they wrap or refer to in closures.
+    Each function is yielded once.
 
     ``codes``: functions, methods, partials and callable objects; anything else is ignored.
     """

@@ -225,11 +225,11 @@ class Tracer:
         def made(
             twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return the captured graph of the exported program ``program``, and ``twin``. If forward loops over
-            experts, the graph also has two variants in its field ``turns``, in which the row masks of even and of odd
-            experts are empty.
+            """Return the captured graph of the exported program ``program``, and ``twin``. If forward loops over the
+            experts that some row chose, the field ``turns`` of the result has two variants of the graph, with empty row
+            masks of even and of odd experts.
 
-            ``finish``: a last rewrite of the captured graph.
+            ``finish``: function that rewrites the captured graph at the end.
             """
             hits = twin.hits
             hits.check()
@@ -308,7 +308,7 @@ class Tracer:
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
             """Call the model's forward, and return its output, or (output, loss) if there is a loss function. At the
-            end, store the attributes of all modules."""
+            end, store the attributes of all modules, to find out later which ones forward changed."""
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
             left.clear()
@@ -539,7 +539,8 @@ class _Settling:
         return second, [c for c in changed if not c.generator]
 
     def _run_once(self, arguments: Bound, twin: ParameterlessCopy) -> None:
-        """Call the forward of ``twin`` (a copy of the model with fake tensors) from the state before the first call.
+        """Call the forward of ``twin`` (a copy of the model with fake tensors), with Python state as it was before the
+        first call, to bring the twin into the state after one call.
 
         Tensors that forward stores have values if these depend on neither inputs nor weights. Raises :class:`_NotRun`
         if forward fails. ``arguments``: (positional, keyword) arguments of forward.
@@ -565,8 +566,8 @@ class _Settling:
     # -- what is said
 
     def _refuse_state_changes(self, changes: Sequence[StateChange]) -> None:
-        """Raise :class:`UnsupportedError`, because ``changes`` of Python state have an effect on the next call of
-        forward.
+        """Raise :class:`UnsupportedError` with the message that forward changes Python state (``changes``) which has an
+        effect on its next call.
         """
         raise UnsupportedError(
             f"the forward changes {_format_changed_names(changes)}, and what it computes at its next call "

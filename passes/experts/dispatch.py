@@ -165,11 +165,11 @@ class _Spreader:
             self.env[node] = self._return_from_experts(made, node, region)
 
     def _find_region_operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """Return the node that the new graph reads in place of ``node``, an operand in a part that computes by expert
-        (``region``).
+        """Return the node that the new graph reads in place of ``node``, an operand of an operator in ``region`` (a
+        part of the block in which experts compute).
 
-        If ``node`` comes from outside of this part, the result is its rows that were sent to this rank, otherwise its
-        copy.
+        If ``node`` is outside of the region, the result is the node with those of its rows that were sent to this rank;
+        otherwise it is the copy of ``node``.
         """
         if node in region.nodes:
             return self.inside[node]

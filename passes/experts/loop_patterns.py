@@ -99,7 +99,8 @@ def _own_rows(addend: fx.Node) -> RoutingChoice | None:
 def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """Yield the loops over experts whose outputs a chain of ``where`` operators that ends in ``head`` combines.
 
-    Each ``where`` selects its expert's output in the expert's own rows, and the rest of the chain in the others.
+    Each ``where`` selects one expert's output in the rows that chose this expert; in other rows it selects the result
+    of the ``where`` before it.
 
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
@@ -241,8 +242,8 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Return a boolean value with the experts of the loop as last dim, which is true at the expert that a row
-        chose."""
+        """Return a boolean value with the experts of the loop as last dim, and the dims of the tensor of chosen expert
+        numbers before it. It is true where the number is that of the expert."""
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
         if self.loop.first:
@@ -297,8 +298,8 @@ class ExpertColumns:
 
     def _append_expert_dim(self, argument: Any) -> Any:
         """Return ``argument``, an argument of an operator, in a form that broadcasts with values that have the experts
-        as last dim. For a value that has this dim, it is the value's node; another node gets a last dim of size 1;
-        anything else stays."""
+        as last dim. An :class:`ExpertColumn` becomes its node; any other node with dims gets a last dim of size 1;
+        everything else stays as it is."""
         if isinstance(argument, ExpertColumn):
             return argument.node
         if isinstance(argument, fx.Node) and get_node_tensor(argument).dim():
@@ -331,8 +332,8 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class MultiResultRows:
-    """The results of the operator ``node``, in which each row is computed by its own expert. ``dims[k]``: the index of
-    the row dim of result ``k``."""
+    """The results of the operator ``node``, which returns several tensors, in which each row is computed by its own
+    expert. ``dims[k]``: the index of the row dim of result ``k``."""
 
     node: fx.Node
     dims: tuple[int, ...]

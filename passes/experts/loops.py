@@ -61,10 +61,10 @@ _ROUTED = "loops over experts are computed as products of each row with its expe
 
 
 def route_loops(captured: Captured) -> Captured:
-    """Return ``captured`` with its loops over experts rewritten to matrix products of each row with its own expert's
-    matrix.
+    """Return ``captured`` with its loops over the experts of a mixture rewritten: products of all rows with every
+    expert's matrix become products of each row with the matrix of its own expert.
 
-    The graph is changed in place. ``captured`` itself is returned if there is no loop that fits.
+    The graph is changed in place. ``captured`` itself is returned if no loop fits the patterns.
     """
     graph = captured.graph
     if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
@@ -87,9 +87,9 @@ def route_loops(captured: Captured) -> Captured:
 class _Merging:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
-    ``head``: the last operator of the loop. ``known``: the merged value for each tuple of corresponding nodes, one of
-    each expert. A value that all experts share stays a plain node. ``captured``: the model. ``numbers``: assigns equal
-    integers to nodes that compute the same value.
+    ``head``: the last operator of the loop. ``known``: dict from each tuple of corresponding nodes, one of each expert,
+    to the value that replaces them. A value that all experts share stays the node that it is. ``captured``: the model.
+    ``numbers``: assigns equal integers to nodes that compute the same value.
     """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
@@ -275,7 +275,8 @@ class _Merging:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """Merge a ``masked_fill`` (``node``) that keeps each expert's own rows and sets all other rows to a number.
+        """Merge the ``masked_fill`` operators of all experts, each of which keeps the expert's own rows and sets all
+        other rows to a number. ``node``: that of the first expert.
 
         Return the merged rows, each computed by its own expert. Raises :class:`Different` if the operands do not fit.
         ``value``, ``mask``: the operator's merged operands.
@@ -332,8 +333,8 @@ class _Merging:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def _merge_products(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
-        """Append one product of each row with its own expert's matrix, in place of the product ``node`` of each expert,
-        and return it.
+        """Append one operator that multiplies each row by its own expert's matrix, and return the rows. It replaces the
+        products of all experts, of which ``node`` is the first.
 
         ``args``: the merged operands. Raises :class:`Different` if they do not fit.
         """

@@ -196,8 +196,8 @@ class _Unsorter:
         return _UnsortedValue(self.twins[rows].node, (None,))
 
     def _finds_keys(self, node: fx.Node) -> bool:
-        """Return whether ``node`` computes the expert of each sorted row from the positions where the rows of each
-        expert end.
+        """Return whether ``node`` is a ``searchsorted`` that computes the expert of each sorted row from the positions
+        where the rows of each expert end.
         """
         if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
@@ -472,8 +472,8 @@ class _Sorter:
                 user.replace_input_with(node, back)
 
     def _rewrite_region_node(self, node: fx.Node) -> None:
-        """Make ``node`` read sorted rows, in place. A product of each row with its expert's matrix becomes a grouped
-        product.
+        """Change ``node``, an operator between the sort and its inverse, in place so that it reads sorted rows. A
+        product of each row with its expert's matrix becomes a grouped product.
         """
         if node.target is _PRODUCT:
             rows, weight, _ = node.args

@@ -154,8 +154,8 @@ def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
 
 
 class _Stacking:
-    """Rewrites one sum over experts, which are separate modules, to operators with the experts as an additional first
-    dim.
+    """Rewrites one sum of the outputs of experts, which are separate modules, to operators on stacked tensors that have
+    the experts as an additional first dim.
 
     The corresponding nodes of all experts are visited together, from the outputs to the parameters. ``head``: the last
     addition of the sum.
@@ -365,7 +365,8 @@ def replace_gathered_products(graph: fx.Graph) -> None:
     """Rewrite batched products that read a copy of an expert's matrix for every row, such as ``bmm(weight[expert],
     x)``.
 
-    They become ``partition::expert_mm``, which reads each matrix once. ``graph`` is changed in place.
+    They become the operator ``partition::expert_mm``, which multiplies each row by its expert's matrix without these
+    copies. ``graph`` is changed in place.
     """
     for node in list(graph.nodes):
         if node.target in _BATCHED_PRODUCTS and len(node.args) == 2:

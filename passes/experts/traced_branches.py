@@ -280,7 +280,8 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
     """Return the question about an expert's rows that element ``index`` of ``node`` along ``dim`` answers.
 
-    Return ``None`` unless ``node`` is a table of the row counts of all experts.
+    Return ``None`` unless ``node`` has the row counts of all experts, computed as a sum of masks, and ``index`` is an
+    integer.
 
     Args:
         some: whether a non-zero element means that the expert has rows.

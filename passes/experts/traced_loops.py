@@ -104,8 +104,8 @@ class TracedLoops:
 
 @contextmanager
 def hits_traced(hits: TracedLoops) -> Iterator[None]:
-    """Return a context in which loops over the experts that have rows can be traced, as loops over all experts;
-    ``hits`` records them.
+    """Return a context in which loops of forward over the experts that have rows (that some token chose) can be traced.
+    They are traced as loops over all experts, and ``hits`` records them.
     """
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 

@@ -92,7 +92,8 @@ def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
 
 
 def value_of(argument: Any) -> Any:
-    """Return ``argument`` with every graph node in it replaced by the node's meta tensor, ``node.meta["val"]``."""
+    """Return ``argument`` (an argument of an operator, or a nested container of them) with every graph node in it
+    replaced by the node's meta tensor, ``node.meta["val"]``."""
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
 
 

@@ -92,7 +92,8 @@ class LiftScope:
     problem: str = ""  # the first use that cannot be followed, and where it is
 
     def start(self) -> None:
-        """Clear this record of how forward uses its numbers; called when forward begins."""
+        """Clear this record of how forward uses its numbers. It is called when forward begins, so that uses in earlier
+        calls do not count."""
         self.guards.clear()
         self.problem = ""
 
@@ -380,8 +381,9 @@ def _make_binary_method(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
     """
 
     def method(self: Any, other: Any) -> Any:
-        """Return the result of the operator with the operand ``other``: a tensor for a tensor, a lifted number (a
-        Python number that is traced as a tensor) for a number, and ``NotImplemented`` for anything else."""
+        """Return the result of the operator, for which this method is made, with the operands ``self`` and ``other``: a
+        tensor for a tensor, a lifted number (a Python number that is traced as a tensor) for a number, and
+        ``NotImplemented`` for anything else."""
         if isinstance(other, Tensor):
             mine = _match_number_dtype(self, [other])
             function = OPERATORS[name].on_tensors

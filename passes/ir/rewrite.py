@@ -174,7 +174,8 @@ _WITH_PARTS = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Change every floating-point placeholder and dtype argument of ``graph`` to ``dtype``, in place.
 
-    The meta tensors of all operators are computed again. 8-bit floating-point arguments are not changed.
+    The meta tensors of all operators are computed again. Arguments that are 8-bit floating-point dtypes are not
+    changed.
     """
 
     def retyped(argument: Any) -> Any:

@@ -229,8 +229,9 @@ def _torch_constant(kind: str, name: Any) -> Any:
 
 
 def _check_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise :class:`GraphFormatError` unless ``args`` and ``kwargs`` fit the names and the number of the parameters of
-    the operator ``target``. For ``getitem``, which takes an item of a tuple, the index must be an integer.
+    """Raise :class:`GraphFormatError` unless the operator ``target`` can be called with ``args`` and ``kwargs``: their
+    number and names must match its parameters. For ``getitem``, which takes an item of a tuple, the index must be an
+    integer.
     """
     if target is operator.getitem:
         if len(args) != 2 or kwargs or not isinstance(args[0], fx.Node) or type(args[1]) is not int:

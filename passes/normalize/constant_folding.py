@@ -373,7 +373,7 @@ def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``. It is a boolean
     tensor, or a tuple with the comparison itself if the tensor would be too large or the operands are elements of a
-    data tensor. Raise :class:`_Unknown` if it can be neither."""
+    data tensor. Raise :class:`_Unknown` if neither form is possible."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         return _evaluate_choice(node, (a, b), {})
     if isinstance(a, Gathered) or isinstance(b, Gathered):
@@ -414,7 +414,7 @@ def _require_terms(value: Any) -> tuple[Condition, ...]:
 
 def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
     """Return the value of the logical ``and`` that ``node`` computes: a tensor, or a tuple of the comparisons of both
-    operands. ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` if one of them has no such form."""
+    operands. ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` if an operand is neither."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):

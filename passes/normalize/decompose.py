@@ -133,7 +133,8 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 class RecurrentLayers(NamedTuple):
-    """The arguments of torch's recurrent functions after the input, the initial state and the weights, in order.
+    """The arguments of torch's recurrent functions (such as ``torch.lstm``) that follow the input, the initial state
+    and the weights, in the order of the function.
 
     ``biased``: whether there are biases among the weights. ``layers``: the number of layers. ``p``: the probability of
     the dropout between layers. ``train``: whether dropout is on. ``both_ways``: whether each layer also reads its input

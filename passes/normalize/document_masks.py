@@ -186,10 +186,12 @@ _VARLEN = "torch_attn::_varlen_attn"  # torch registers it when a model imports 
 
 
 def replace_packed_sequences(graph: fx.Graph) -> None:
-    """Replace ``torch.nn.attention.varlen.varlen_attn`` in ``graph``, in place, by ``partition::document_attention``.
+    """Replace calls of ``torch.nn.attention.varlen.varlen_attn`` in ``graph``, in place, by
+    ``partition::document_attention``, which works on documents that are packed in one sequence.
 
-    Its queries, keys and values are ``[positions, heads, width]``. The cumulated lengths ``[sequences + 1]`` of queries
-    and keys must be one tensor, which starts at 0 and ends at the number of positions. Other calls are left alone.
+    The queries, keys and values are ``[positions, heads, width]``. The cumulative lengths ``[sequences + 1]`` of
+    queries and of keys must be the same tensor, which starts at 0 and ends at the number of positions. Calls that do
+    not satisfy this are left unchanged.
     """
     ids: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):

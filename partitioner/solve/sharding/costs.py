@@ -206,8 +206,8 @@ class _Operator:
         """Return the operands of one rank, with shapes and dtypes, under ``strategy``. ``num_ranks``: size of the mesh
         axis over which the model is sharded.
 
-        If ranks share the sequence of an attention, key heads that a view repeats for several query heads are counted
-        once (``passes/shard/repeated_heads.py``).
+        If ``strategy`` shards the sequence of an attention, key heads that the model copies for groups of query heads
+        are counted without the copies, because ranks exchange and read only the originals.
         """
         found = []
         for place, (shape, dtype), (dim, group) in zip(self._places, self._operands, self._repeated, strict=True):

@@ -90,11 +90,11 @@ def values_of(block: Block) -> list[BlockValue]:
 
 @dataclass(frozen=True)
 class LayoutTie:
-    """Tensors between blocks, or parameters and buffers, that must share one layout because different calls of a block
-    read or return them at the same place.
+    """Tensors between blocks, or parameters and buffers, that must share one layout because different calls of one
+    block (such as the calls of a repeated layer) read or return them at the same place.
 
-    ``names``: their names. ``ports``: these places, each a block name, a kind (``"input"``, ``"state"`` or
-    ``"output"``) and an index. ``spec``: their common shape and dtype.
+    ``names``: their names. ``ports``: the places, each a tuple of the block's name, a kind (``"input"``, ``"state"`` or
+    ``"output"``) and an index among the block's inputs, states or outputs. ``spec``: their common shape and dtype.
     """
 
     names: tuple[str, ...]

@@ -76,9 +76,9 @@ class Reshards:
         return self._tables[key]
 
     def _reshard_seconds(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
-        """Return the cost of one change of a tensor from layout ``source`` to ``target``, from the cache if it is
-        there; infinite if it is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must also
-        change the layout of the gradient."""
+        """Return the cost of one change of a tensor from layout ``source`` to ``target``, from the cache if it has the
+        cost; infinite if the change is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must
+        also change the layout of the gradient."""
         if source == target and source.kind != "P":
             return 0.0
         key = (spec, grad, source, target)
@@ -88,9 +88,9 @@ class Reshards:
         return found
 
     def _look_up(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
-        """Compute, without the cache, the cost of one change of a tensor from layout ``source`` to ``target``, and
-        return it; infinite if it is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must
-        also change the layout of the gradient."""
+        """Return the cost, computed without the cache, of one change of a tensor from layout ``source`` to ``target``;
+        infinite if the change is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must also
+        change the layout of the gradient."""
         if (source.kind, target.kind) not in RESHARDS:
             return math.inf
         if target.kind == "P" and source.is_whole and not is_differentiable(spec.meta()):

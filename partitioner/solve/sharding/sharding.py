@@ -57,28 +57,29 @@ DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
 
 
 class ShardingCosts(Protocol):
-    """Interface of the prices of a sharding. All are in one unit, such as seconds per microbatch. ``math.inf`` forbids
-    a choice."""
+    """Interface of the prices of a sharding. All prices are in one unit, which the implementation chooses, such as
+    seconds per microbatch. ``math.inf`` forbids a choice."""
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the cost of one call of the operator ``node`` if it is run by ``strategy`` (layouts of its operands
-        and results) on ``num_ranks`` ranks, forward and backward, with the collectives that this adds. The unit is one
-        that all these costs share, such as seconds per microbatch."""
+        """Return the cost of one call of the operator ``node`` on ``num_ranks`` ranks, forward and backward, if it is
+        run by ``strategy`` (layouts of its operands and results). The collectives of the strategy are included. The
+        unit is the same for all methods of this class, such as seconds per microbatch."""
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """Return the cost of one change of a tensor from layout ``source`` to ``target``, forward and, if
-        ``differentiable``, backward. The unit is one that all these costs share, such as seconds per microbatch.
-        ``spec``: the tensor's whole shape and its dtype."""
+        ``differentiable``, backward. The unit is the same for all methods of this class, such as seconds per
+        microbatch. Return ``math.inf`` if the change is impossible. ``spec``: the tensor's whole shape and its dtype.
+        """
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """Return the cost of keeping a parameter or buffer in ``layout``, in a unit that all these costs share, such as
-        seconds per microbatch. Under ``R'`` (replicated with a partial-sum gradient) it includes the reduction of the
-        gradient, once per step. ``spec``: its whole shape and its dtype. ``num_ranks``: size of the mesh axis over
-        which the model is sharded."""
+        """Return the cost of keeping a parameter or buffer in ``layout``. Under ``R'`` (replicated with a partial-sum
+        gradient) it includes the all-reduce of the gradient, which occurs once per step. The unit is the same for all
+        methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype. ``num_ranks``:
+        size of the mesh axis over which the model is sharded."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of keeping or sending a tensor between blocks in ``layout``, in a unit that all these costs
-        share, such as seconds per microbatch. ``spec``: its whole shape and its dtype."""
+        """Return the cost of keeping or sending a tensor between blocks in ``layout``. The unit is the same for all
+        methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype."""
 
 
 @dataclass(frozen=True)
@@ -288,9 +289,10 @@ class ShardingProblem:
         add_reshard_costs(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
 
     def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the seconds of reading a parameter or buffer of layout ``source`` as ``target``; infinite if the
-        forward would need a collective. Weights are not gathered for every microbatch here, since ZeRO over ``dp``
-        exists for that. ``spec``: its whole shape and its dtype. ``differentiable``: whether it receives a gradient."""
+        """Return the cost of reading a parameter or buffer that is stored in layout ``source`` by an operator that
+        needs layout ``target``; infinite if the forward would need a collective, because gathering weights for every
+        microbatch is left to ZeRO over ``dp``. ``spec``: its whole shape and its dtype. ``differentiable``: whether it
+        receives a gradient."""
         change = RESHARDS.get((source.kind, target.kind))
         if change is None or change.forward is not None:
             return math.inf

@@ -201,8 +201,8 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 
 def _check_memory(tables: StageTables) -> None:
-    """Raise :class:`CapacityError` if no cut into stages fits in memory under any allowed recomputation. The error
-    states the missing bytes, but no stage. ``tables``: seconds and bytes of all possible stages.
+    """Raise :class:`CapacityError` if no cut into stages fits in memory, whatever calls are recomputed. The error
+    states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all possible stages.
     """
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":

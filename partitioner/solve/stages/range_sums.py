@@ -122,8 +122,8 @@ class Segments:
 
     @cached_property
     def closing(self) -> Table:
-        """Return the bytes of gradients that a stage sends at the end of a microbatch's backward, when its activations
-        are freed. Shape ``[calls + 1]``, indexed by the first call of the stage.
+        """Return the temporary bytes of a stage at the end of a microbatch's backward, when its activations are freed
+        and the gradients of its first call are sent. Shape ``[calls + 1]``, indexed by the first call of the stage.
         """
         return np.array([*(c.at_ends[2] for c in self.calls), 0.0])
 

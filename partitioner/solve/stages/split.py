@@ -65,11 +65,12 @@ def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
 
 
 def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
-    """Return the error for a problem that no cut into stages satisfies. It names the stage that lacks memory in the cut
-    with the least shortage, and the missing bytes. ``tables``: seconds and bytes of all possible stages.
+    """Return the error to raise if no cut into stages fits in memory or satisfies the problem's constraints. It names
+    the stage that lacks memory in the cut with the least shortage, and the missing bytes. ``tables``: seconds and bytes
+    of all possible stages.
 
-    The error is a plain :class:`PlanError` if calls with a fixed stage exclude every cut. ``relaxed``: the missing
-    bytes are a lower bound.
+    The error is a plain :class:`PlanError` if calls with a fixed stage exclude every cut. ``relaxed``: whether the
+    error must call the missing bytes a lower bound ("at least").
     """
     problem = tables.problem
     missing, stage, cuts = _find_least_shortage(tables)
@@ -95,13 +96,14 @@ SLACK = 0.01  # share of the optimum that may be lost for equal stages
 @dataclass(frozen=True)
 class StagePlan:
     """The block calls ``start:stop`` of one pipeline stage, with seconds and memory. Backward recomputes the first
-    ``recompute`` calls in full. If ``selective``, it also recomputes the cheap parts of the other calls.
+    ``recompute`` calls in full. If ``selective``, it also recomputes the operators of the other calls that are cheap to
+    recompute.
 
     ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. Seconds are per
     microbatch. ``recompute_s``: recomputation, which ``backward_s`` does not contain. ``transfer_s``: seconds of
     waiting for neighbours in both directions, of which ``forward_wait_s`` precede the forward. ``memory``: peak bytes.
-    ``in_flight``: number of microbatches held at a time. ``number``: index of the stage in the problem. ``parts``: the
-    virtual stages of a rank that has several; calls of other ranks lie between them.
+    ``in_flight``: largest number of microbatches whose activations it holds at a time. ``number``: index of the stage
+    in the problem. ``parts``: the virtual stages of a rank that has several; calls of other ranks lie between them.
     """
 
     start: int
@@ -284,8 +286,8 @@ def stage_plan(
     """Return the plan of one stage that holds the block calls ``start:stop``, with its seconds and peak bytes.
 
     ``tables``: seconds and bytes of all possible stages. ``stage``: index of a stage of the problem. ``recompute``:
-    number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``: also recompute
-    the cheap parts of the other calls; it applies only if ``recompute`` is given.
+    number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``: recompute the
+    other calls selectively (only operators that are cheap to recompute); it applies only if ``recompute`` is given.
     """
     if recompute is None:
         return stage_plans(tables, stage, np.array([start]), np.array([stop]))[0]

@@ -106,7 +106,8 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
 
 def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first without recomputation, then with one more
-    virtual stage recomputed selectively each time. Stages that hold more microbatches come first.
+    virtual stage recomputed selectively each time. Stages that hold more microbatches come first, since they free more
+    memory.
 
     Nothing is yielded if selective recomputation is not allowed, or if it is required for all stages. ``tables``:
     seconds and bytes of all possible stages.
@@ -375,11 +376,12 @@ def _sum_in_flight_bytes(counts: Counts, each: tuple[float, float]) -> float:
 def _improve_virtual_cuts(
     tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, cutoff_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
-    """Search from the cuts of ``split`` for faster ones. Return the fastest cut into stages that fits, and a lower
-    bound in seconds over all cuts.
+    """Search for faster cuts into stages, starting from those of ``split``. Return the fastest cut into stages that
+    fits, and a lower bound in seconds over all cuts.
 
     ``tables``: tables in which each virtual stage may use all memory of its rank. ``ranks``: the virtual stages of each
-    rank. ``cutoff_s``: slower pipelines are of no use to the caller. ``quick``: search less.
+    rank. ``cutoff_s``: pipelines that take at least this many seconds are of no use to the caller. ``quick``: run a
+    quarter of the iterations.
     """
     problem, p = ranks.problem, len(ranks.own)
     table, more = shorten_timetable(ranks.schedule, p, problem.num_microbatches, ranks.chunks)

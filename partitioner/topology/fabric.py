@@ -191,7 +191,8 @@ def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
 
 
 def _compute_level_rate(level: Level) -> float:
-    """Return the bandwidth in bytes/s that large collectives reach over the links ``level``."""
+    """Return the bandwidth in bytes/s that large collectives reach over the links ``level``: their bandwidth times
+    their efficiency."""
     return level.bandwidth * level.efficiency
 
 

@@ -43,13 +43,13 @@ class Tier:
 class Group:
     """Ranks that run collectives together, described by their number ``size`` and the links between them.
 
-    ``tiers``: the levels of links, from the innermost. ``cap``: upper limit in bytes/s of a ring, from the slowest
-    direct link that it must use. ``ring``: upper limit in bytes/s of an all-reduce that runs as a single ring through
-    all ranks.
+    ``tiers``: the levels of links, from the innermost. ``cap``: upper limit in bytes/s of collectives that run as
+    rings, from the slowest direct link that a ring must use. ``ring``: upper limit in bytes/s of an all-reduce on
+    devices that run it as a single ring through all ranks.
 
     Three fields describe direct links that the topology gives for single pairs of devices. ``lag``: additional seconds
     of a round of a ring because of them. ``pair_cap`` and ``pair_lag``: bytes/s of the slowest such link and the
-    greatest additional seconds of one, both for an all-to-all, which has to use every link.
+    greatest additional seconds of one, both for an all-to-all, which has to use the link of every pair.
 
     ``hops``: the latency and bandwidth of messages to the rank that is 1, 2, ... positions further in a ring; empty if
     the order of the ranks is not known. ``others``: further groups of the same mesh axis, each slower than this one for
@@ -76,9 +76,9 @@ class Group:
     def bus_bandwidth(self) -> float:
         """Return the bandwidth in bytes/s at which a ring moves data through each rank.
 
-        It is measured if the group uses a single level with measurements. Otherwise it is the least over the levels, as
-        in NCCL's ring, ``min(intra g / (g - 1), nic g)``, with ``intra`` the bandwidth inside a node and ``nic`` that
-        of a network card: each of the ``g`` ranks of a part uses its own outward link.
+        It comes from measurements if the group uses a single level of links that has any. Otherwise it is the least
+        bandwidth over the levels, as in NCCL's ring, ``min(intra g / (g - 1), nic g)``, with ``intra`` the bandwidth
+        inside a node and ``nic`` that of a network card: each of the ``g`` ranks of a part uses its own outward link.
         """
         if self.size == 1:
             return math.inf

@@ -293,9 +293,9 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield a
-        description of the assignment: the tensor and its new value. The caller copies these values at the end of
-        forward. Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a
+        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield the write
+        that does the same: the old tensor with its new value. The caller copies the values into the tensors at the end
+        of forward. Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a
         parameter that is trained.
 
         Args:

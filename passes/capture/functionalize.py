@@ -417,7 +417,8 @@ class _RegionInliner:
         return self.graph
 
     def inline_body(self, owner: fx.GraphModule, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copy the operators of ``owner``'s graph, and return the copies of its outputs.
+        """Copy the operators of the graph of ``owner`` to the end of the new graph, and return the copies of its
+        outputs.
 
         Args:
             env: maps original nodes to their copies.
@@ -550,8 +551,8 @@ def _line_of(node: fx.Node, args: list[Any]) -> str:
 
 
 def _own_function(args: list[Any]) -> Callable[..., Any] | None:
-    """Return the function behind a call that torch.export did not trace into, if it applies a
-    ``torch.autograd.Function``.
+    """Return the Python function that a call which torch.export did not trace into would execute, if this function
+    applies a ``torch.autograd.Function``.
 
     Return ``None`` for any other function.
 

@@ -72,7 +72,7 @@ def plain_numbers(arguments: Bound) -> dict[str, int | float]:
 
 
 def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
-    """Return the arguments with a 0-dimensional fake tensor in place of each Python number whose path is in
+    """Return ``arguments`` with a 0-dimensional fake tensor in place of each Python number whose path is in
     ``twin.numbers``.
 
     The tensor is float64 for a float, int64 for an int.

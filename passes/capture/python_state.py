@@ -77,7 +77,8 @@ class _Variable:
 
     ``what`` describes it for messages. ``read`` and ``write`` get and set its present value, ``value`` is the value
     before forward. ``content`` is a copy of the elements if the value is a container, else ``None``. ``told`` is a key
-    of the value before forward; a later value with another key has changed.
+    that represents the value before forward, for comparison: the variable has changed if its later value has another
+    key.
     """
 
     what: str

@@ -94,7 +94,8 @@ class Tracer:
         return PythonState.of(module, self.model.forward, self.loss, *self.functions)
 
     def capture(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
-        """Trace forward and return the result; Python state that forward changed is restored afterwards.
+        """Trace the forward of ``twin`` and return the result; Python state that forward changed is restored
+        afterwards.
 
         Raises :class:`UnsupportedError` if forward changes Python state that has an effect on what it computes and that
         cannot become a buffer of the plan.
@@ -371,7 +372,7 @@ def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
 
 # --- Python state that the forward changes ----------------------------------------------------------------------------
 class _NotRun(Exception):
-    """Raised if forward cannot be run without being traced."""
+    """Raised if forward fails when it is called without a trace."""
 
 
 @dataclass

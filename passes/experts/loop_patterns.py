@@ -341,7 +341,8 @@ class MultiResultRows:
 
 @dataclass(frozen=True)
 class ExpertSum:
-    """The sum (``node``) of the outputs of all experts in a loop, of which at most one is non-zero in each row."""
+    """The sum (``node``) of the outputs of all experts in a loop, of which at most one is non-zero in each row (that of
+    the expert that the row chose)."""
 
     node: fx.Node
 
@@ -365,7 +366,8 @@ class ExpertParameter:
 
 @dataclass(frozen=True)
 class PackedParameter:
-    """One parameter that holds those of all experts, along dim 0 of ``node``."""
+    """One tensor, the result of ``node``, that holds the corresponding parameters of all experts in a loop, with the
+    experts as dim 0."""
 
     node: fx.Node
 

@@ -359,9 +359,10 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 
 
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
-    """Return the dims of a value that hold the loop dimensions ``rows`` and ``experts`` of an operator.
+    """Return which dims of a value hold the loop dimensions (as in an einsum) with the names ``rows`` and ``experts``;
+    ``experts`` is ``None`` if the operator has none.
 
-    Return ``None`` unless each of the two is alone in exactly one dim. ``experts`` may be ``None``.
+    Return ``None`` unless each of the two is in exactly one dim, without another loop dimension.
 
     Args:
         dims: names of the loop dimensions in each dim of the value.

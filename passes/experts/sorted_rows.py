@@ -400,9 +400,10 @@ def _is_full_arange(node: Any, num: int) -> bool:
 
 
 def _dim_of(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
-    """Return the index of the dim that holds only the loop dimension ``name`` of an operator.
+    """Return the index of the dim of a value that holds the loop dimension ``name`` of an operator (as in an einsum),
+    and no other one.
 
-    Return ``None`` if no dim holds it, and -1 if it shares a dim or is in several dims.
+    Return ``None`` if no dim holds it, and -1 if it shares a dim with another loop dimension or is in several dims.
 
     Args:
         dims: names of the loop dimensions in each dim of a value.

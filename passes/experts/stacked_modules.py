@@ -37,8 +37,8 @@ class Different(Exception):
 class Packing:
     """Stacks the corresponding parameters of several experts in a captured graph into one parameter each.
 
-    ``captured``: the model with the stacks so far. ``packed``: for each tuple of the experts' placeholders, the
-    placeholder of their stack.
+    ``captured``: the model, with the stacked parameters that were created so far. ``packed``: for each tuple of the
+    experts' placeholders, the placeholder of their stack.
     """
 
     def __init__(self, captured: Captured) -> None:

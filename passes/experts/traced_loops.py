@@ -153,8 +153,9 @@ def _iterate_marked_experts(
 
 
 class _LoopIndexMode(TorchFunctionMode):
-    """A function mode that indexes by an expert's number where forward indexes by the loop's index tensor. ``hits``:
-    the record of loops, which has these tensors."""
+    """A function mode for loops over experts: where forward indexes a tensor by the loop index, which is itself a
+    tensor, it indexes by the expert's number as a Python int. ``hits``: the record of loops, which knows the number of
+    each index tensor."""
 
     def __init__(self, hits: TracedLoops) -> None:
         super().__init__()

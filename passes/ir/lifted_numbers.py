@@ -47,10 +47,11 @@ class Guard:
     where: str = ""
 
     def holds(self, numbers: Mapping[str, Number]) -> bool:
-        """Return whether the condition has the recorded outcome for other ``numbers``, keyed by input path or attribute
-        name.
+        """Return whether the condition has the recorded outcome for other ``numbers``, so that the plan is valid for
+        them. The keys are input paths or attribute names.
 
-        True if one of the numbers is missing, and false if the expression cannot be evaluated.
+        The result is true if a number of the condition is missing in ``numbers``, and false if the expression cannot be
+        evaluated.
         """
         try:
             return bool(evaluate_expression(self.expression, numbers)) == self.outcome
@@ -62,7 +63,7 @@ class Guard:
     @property
     def reads_state(self) -> bool:
         """Return whether this condition, on which a traced forward branched, reads a number that forward itself
-        changes."""
+        changes, such as a step counter."""
         return _reads_state(self.expression)
 
     def __str__(self) -> str:
@@ -110,7 +111,8 @@ class LiftScope:
         """Record a condition on numbers that forward branches on, and return its outcome.
 
         ``expression``: the condition, such as ``("gt", ("given", "beta"), ("number", 0))``. ``outcome``: its outcome
-        for the planned numbers; it is inverted if the condition is in ``flipped``.
+        for the numbers of the batch for which the plan is made. It is returned inverted if the condition is in
+        ``flipped``.
         """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
@@ -226,9 +228,9 @@ def format_expression(expression: Expression) -> str:
 class LiftedNumber:
     """Replacement of a Python number while forward is traced; arithmetic on it appends operators to the graph.
 
-    ``value``: the planned number, which decides branches. ``tensor``: the 0-dimensional tensor that stands for it.
-    ``expression``: how it is computed from inputs and attributes, as a nested tuple. ``scope``: records the conditions
-    that are decided by it.
+    ``value``: the number itself, as in the batch for which the plan is made; it decides branches of forward.
+    ``tensor``: the 0-dimensional tensor that stands for it. ``expression``: how it is computed from inputs and
+    attributes, as a nested tuple. ``scope``: records the conditions that are decided by it.
     """
 
     __slots__ = ("expression", "scope", "tensor", "value")
@@ -281,7 +283,8 @@ class LiftedNumber:
     def _compare_with_value(self, name: str, other: Any) -> Any:
         """Compare this number with ``other``: return a tensor for a tensor, or the recorded outcome for a number.
 
-        ``name``: the comparison, such as ``lt``. The outcome is that of the planned number.
+        ``name``: the comparison, such as ``lt``. The outcome is that for the number in the batch for which the plan is
+        made.
         """
         if isinstance(other, Tensor):
             return getattr(torch, name)(_match_number_dtype(self, [other]), other)
@@ -551,8 +554,8 @@ def _make_new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = Non
 
 
 def _add_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of ``function`` (``add`` or ``sub``) whose factor ``alpha`` can be a lifted number (a Python number
-    that is traced as a tensor).
+    """Return a function that does the same as ``function`` (torch's ``add`` or ``sub``), but whose argument ``alpha``
+    can be a lifted number (a Python number that is traced as a tensor).
     """
 
     def scaled(x: Tensor, other: Any, *, alpha: Any = 1, **kwargs: Any) -> Any:
@@ -598,9 +601,10 @@ def numbers_followed() -> Iterator[None]:
 
 
 def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of a function of ``math`` that accepts lifted numbers (Python numbers that are traced as tensors).
+    """Return a function that does the same as ``original``, a function of ``math``, and also accepts lifted numbers
+    (Python numbers that are traced as tensors).
 
-    ``name``: the operator that it applies to them. ``original``: the function, which it calls if no argument is lifted.
+    ``name``: the operator that is applied if an argument is lifted, such as ``sqrt``; otherwise ``original`` is called.
     """
 
     def call(*args: Any) -> Any:
@@ -618,8 +622,8 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
 
 
 def _followed_extreme(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of Python's ``min`` or ``max`` that accepts lifted numbers (Python numbers that are traced as
-    tensors).
+    """Return a function that does the same as Python's ``min`` or ``max`` and also accepts lifted numbers (Python
+    numbers that are traced as tensors).
 
     ``name``: ``min`` or ``max``. ``original``: the function itself, which is called if no value is lifted.
     """

@@ -160,7 +160,7 @@ class RecurrentLayers(NamedTuple):
 
     @property
     def of_one(self) -> RecurrentLayers:
-        """Return a copy of these arguments of a recurrent network for a single layer, without dropout."""
+        """Return a copy of these arguments for a recurrent network with a single layer, without dropout."""
         return self._replace(layers=1, p=0.0)
 
 

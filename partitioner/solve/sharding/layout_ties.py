@@ -25,8 +25,9 @@ Port = tuple[str, PortKind, int]  # block, kind, place
 
 @dataclass(frozen=True)
 class ValueReader:
-    """An operator that reads a value, and the ``positions`` of the value among its operands. ``node`` of ``None``
-    stands for the outputs of the block, and ``positions`` are then indices of outputs.
+    """An operator (``node``) that reads a value of a block, with the indices (``positions``) of the value among its
+    operands. If ``node`` is ``None``, the value is an output of the block, and ``positions`` are its indices among the
+    outputs.
     """
 
     node: fx.Node | None
@@ -35,7 +36,8 @@ class ValueReader:
 
 @dataclass(frozen=True)
 class BlockValue:
-    """A tensor inside a block: result ``index`` of the node ``source``, with its readers. A placeholder has one result.
+    """A tensor inside a block: the result with the index ``index`` of the node ``source``, with the operators and
+    outputs that read it (``readers``). A placeholder has one result.
 
     ``operator.getitem`` is not counted as an operator; the tensor that it selects is a result of its producer.
     ``spec``: its shape and dtype. ``grad``: whether a gradient flows back through the value.

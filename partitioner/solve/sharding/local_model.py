@@ -36,8 +36,8 @@ class LocalModel:
 
     @property
     def complete(self) -> frozenset[str]:
-        """Return the names of the parameters and buffers whose gradient every rank of ``cp`` computes completely, so
-        that no reduction over ``cp`` is needed.
+        """Return the names of the parameters and buffers whose gradient needs no reduction over ``cp``, because it is
+        not a partial sum on the ranks of ``cp``.
         """
         if self.context is None:
             return frozenset()
@@ -96,8 +96,8 @@ def unmark_stopped(block: Block) -> Block:
 
 def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
     """Return the layouts of all tensors of ``local`` over ``tp``, ``ep`` and ``cp``, the axes over which each gradient
-    is a partial sum, and the batch dims of inputs, as the emitter writes them into the program. ``batch``: the sharding
-    over microbatches and ``dp``.
+    is a partial sum, and the batch dims of inputs, in the form in which they are written into the program of a plan.
+    ``batch``: the sharding of the batch over microbatches and ``dp``.
     """
     tensor = local.sharding
     axes: dict[str, tuple[str, ...]] = {}

@@ -49,7 +49,7 @@ class StageCall:
 @dataclass(frozen=True)
 class Pace:
     """The costs of all block calls on the devices of one stage, for clusters whose stages have devices of different
-    speeds. Only the seconds of these costs are used.
+    speeds. Of these costs only the seconds are used; bytes are taken from the calls of the problem.
 
     ``costs``: the cost of each call, in the order of the problem. ``overhead``: the cost of the calls that every stage
     runs in addition.

@@ -237,8 +237,9 @@ class StageTables:
 
     @cached_property
     def _end_wait_seconds(self) -> tuple[Table, Table]:
-        """Return the seconds that each stage waits for a message at its start, and those at its end: two arrays of
-        shape ``[stages, calls + 1]``, indexed by the position of the cut."""
+        """Return two arrays of shape ``[stages, calls + 1]``: the seconds that each stage waits for values from the
+        stage before, and for gradients from the stage behind. The second index is the number of calls before the cut
+        between the two stages."""
         problem, cut = self.problem, self.segments
         before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))
         different = dict.fromkeys((link.bandwidth, link.latency) for link in problem.links)

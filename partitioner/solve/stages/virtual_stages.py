@@ -75,10 +75,10 @@ def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, cap
 
 def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then with one
-    more such call each time, in the order of bytes freed per second of recomputation.
+    more such call each time: the one that frees the most bytes per second of recomputation.
 
     ``in_part``: the other calls are recomputed selectively. Nothing is yielded if the problem requires full
-    recomputation, or allows no such recomputation. ``tables``: seconds and bytes of all possible stages.
+    recomputation, or allows no call to be recomputed. ``tables``: seconds and bytes of all possible stages.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):

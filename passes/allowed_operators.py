@@ -96,22 +96,24 @@ def allow_operators(*names: str) -> None:
 
 @cache
 def _allow_those_of_environment() -> None:
-    """Allow the operators that the environment variable names, once. Raise :class:`UntrustedOperatorError` for what is
-    no name.
+    """Allow plans to name the operators and libraries that the environment variable ``PARTITION_ALLOW_OPERATORS``
+    lists, separated by commas. Only the first call does something. Raise :class:`UntrustedOperatorError` for text that
+    is no name of an operator or library.
     """
     allow_operators(*(name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip()))
 
 
 def note_operator_of_model(target: torch._ops.OpOverload) -> None:
-    """Allow the operator ``target``, which a model of this process calls, in plans that this process reads."""
+    """Allow plans that this process reads to name the operator ``target``, because a model of this process calls it."""
     _operators.add(target._schema.name)
 
 
 def check_node_operators(nodes: Iterable[Mapping[str, Any]], block: str) -> None:
-    """Raise :class:`UntrustedOperatorError` if a graph of a plan names an operator that is not allowed. Operators of
-    libraries that are not imported here are judged by their library.
+    """Raise :class:`UntrustedOperatorError` if a graph of a plan file names an operator that is not allowed. The error
+    has the name of the block and the node.
 
-    ``nodes``: the graph's nodes as JSON data. ``block``: name of the block that it is the graph of.
+    ``nodes``: the graph's nodes as dicts of JSON data, whose key ``target`` is the operator. ``block``: name of the
+    block to which the graph belongs.
     """
     for node in nodes:
         name = node.get("target")
@@ -152,7 +154,8 @@ def check_operator(name: str) -> None:
 
 
 def _suggest(name: str) -> str:
-    """Return what to give :func:`allow_operators` so that plans may name the operator ``name``."""
+    """Return the argument of :func:`allow_operators` with which plans may name the operator ``name``, for an error
+    message: its library, or the operator itself if a library must not be allowed as a whole."""
     library, _, rest = name.partition(".")
     packet = rest.partition(".")[0]
     text = f"{library}::{packet}" if packet and library in _NEVER_WHOLE else library
@@ -179,11 +182,11 @@ def find_operator(name: str) -> torch._ops.OpOverload | None:
 
 
 def find_aten_obstacle(target: torch._ops.OpOverload) -> str:
-    """Return why plans may not name the operator ``target`` of aten; an empty string if they may.
+    """Return why plans may not name the operator ``target`` of the library aten, as text; an empty string if they may.
 
-    They may if the schema says that it returns tensors, writes to no argument, and takes tensors, numbers, types and
-    words only. Operators that have no tensor among their arguments create one; they may take no words, which could be
-    the name of a file. Private operators must be in the list of those that graphs of models consist of.
+    They may if the schema says that it returns tensors, writes to no argument, and takes only tensors, numbers, types
+    and strings. An operator without a tensor among its arguments may take no strings, which could name a file. An
+    operator whose name starts with ``_`` must also be in a fixed list of those that graphs of models contain.
     """
     schema = target._schema
     name = schema.name.removeprefix("aten::")

@@ -47,7 +47,8 @@ class DocumentedModel(ModelMetaclass):
 
 
 def strip_fields(docstring: str) -> str:
-    """Return ``docstring``, that of a :class:`DocumentedModel` class, without the list of fields at its end."""
+    """Return ``docstring``, the docstring of a class with the metaclass :class:`DocumentedModel`, without the list of
+    fields at its end."""
     return docstring.partition(f"\n\n{HEADING}\n")[0]
 
 
@@ -55,7 +56,8 @@ def _describe_field(cls: type[BaseModel], name: str, field: FieldInfo) -> str:
     """Return the lines of a docstring that describe one field: its name, type and default, then its description,
     indented.
 
-    ``name``: the field's name in the model class ``cls``. ``field``: what pydantic knows of it.
+    ``name``: the field's name in the model class ``cls``. ``field``: pydantic's description of it, with the default and
+    the text.
     """
     kinds = (inspect.get_annotations(base) for base in cls.__mro__)
     kind = next(found[name] for found in kinds if name in found)

@@ -34,8 +34,8 @@ class RuleError(PartitionError):
 
 
 class UnsupportedError(PartitionError):
-    """Raised if the request cannot be carried out with exactly the results of the original model. The message has
-    the reason.
+    """Raised if a model or an option cannot be planned so that the results are exactly those of the original model. The
+    message has the reason.
     """
 
 

@@ -66,9 +66,10 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
     """Return a context manager that converts unexpected exceptions into a :class:`PartitionError`. It also works as a
     decorator.
 
-    ``entry``: the name of the public function, for the message. ``passing``: returns whether an exception is raised
-    unchanged. An exception from the user's progress callback is also raised unchanged, because it is a way to stop the
-    search. So is Python's :class:`TypeError` for a call without a required argument, or with an unknown one.
+    ``entry``: the name of the public function, for the message. ``passing``: function of an exception that returns
+    whether to raise it unchanged. Two others are also raised unchanged: an exception from the user's progress callback,
+    because it is a way to stop the search, and Python's :class:`TypeError` for a call without a required argument, or
+    with an unknown one.
     """
     try:
         yield
@@ -141,7 +142,8 @@ def phase_of(frames: list[tuple[FrameType, int]]) -> str:
 def operator_of(error: BaseException) -> Any:
     """Return the FX node whose operator was being processed when ``error`` was raised; ``None`` if there was none.
 
-    The local variable ``node`` of the innermost frame that has one is taken, also from the causes of ``error``.
+    The node is the local variable ``node`` of the innermost stack frame that has one, in the traceback of ``error`` or
+    of the exceptions that caused it.
     """
     fx = sys.modules.get("torch.fx")
     seen: set[int] = set()

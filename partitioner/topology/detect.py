@@ -58,7 +58,7 @@ def detect_wiring() -> Wiring | None:
 
 
 def run_nvidia_smi(*arguments: str) -> str:
-    """Return the standard output of ``nvidia-smi`` with the given command-line arguments; ``""`` if the tool is
+    """Return the standard output of ``nvidia-smi`` with the command-line arguments ``arguments``; ``""`` if the tool is
     missing, fails or takes over 30 s."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
@@ -98,8 +98,8 @@ def read_wiring(matrix: str, status: str = "", query: str = "") -> Wiring | None
 
 
 def _num_nvlinks(cell: str) -> int:
-    """Return the number of NVLinks in a cell of the table of ``nvidia-smi topo -m``, such as 12 for ``NV12``; 0 for
-    others."""
+    """Return the number of NVLinks that ``cell``, the text of a cell in the table of ``nvidia-smi topo -m``, means: 12
+    for ``NV12``; 0 for other texts."""
     return int(cell[2:]) if cell.startswith("NV") and cell[2:].isdigit() else 0
 
 
@@ -245,8 +245,8 @@ def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]
 
 def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
     """Return the fields of a topology that describe the links ``wires`` of its nodes: ``levels``, and ``patterns`` if
-    there are direct links between pairs. ``kind``: the device type. ``group``: the fields of the nodes, into which the
-    name of the pattern is written."""
+    there are direct links between pairs. ``kind``: the device type. ``group``: the fields of the nodes, a dict to which
+    the key ``pattern`` with the name of the pattern is added in that case."""
     fields = _build_machine_fields(kind, group["count"], group["devices"])
     known = next((level for level in fields["levels"] if level.get("nodes") == 1), None)
     beyond = [level for level in fields["levels"] if level.get("nodes") != 1]
@@ -270,7 +270,8 @@ def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict
 
 def _has_nvlink_switches(wires: Wiring) -> bool:
     """Return whether, in ``wires``, all NVLinks of a GPU lead to switches. Each pair of GPUs then reports the number of
-    all NVLinks of one. The result is true for two GPUs, for which it makes no difference.
+    all NVLinks of one. For two GPUs the result is true, because switches and direct links cannot be told apart and are
+    equally fast.
     """
     apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
     count = int(apart[0])

@@ -49,7 +49,7 @@ class Storey:
 
 
 def level_groups(topology: Topology, level: Level) -> Ints:
-    """Return the group number of each device on the links ``level``, shape ``[num_devices]``. These links connect
+    """Return a group number for each device of ``topology``, shape ``[num_devices]``: the links ``level`` connect
     devices with equal numbers. Devices that do not have such links get distinct negative numbers."""
     if level.nodes is not None:
         groups = topology.node_of // level.nodes
@@ -70,8 +70,9 @@ def spans_nodes(level: Level) -> bool:
 
 
 def compute_level_extent(level: Level) -> tuple[float, float]:
-    """Return how far the links ``level`` reach as (whole nodes, devices inside a node), one of which is 0. Of two such
-    tuples, the greater one belongs to the level that reaches further; infinity stands for all nodes."""
+    """Return how far the links ``level`` reach as (number of whole nodes, number of devices inside a node), one of
+    which is 0. Of two such tuples, the greater one belongs to the level that reaches further; infinity stands for all
+    nodes."""
     if level.devices is not None:
         return 0, level.devices
     return level.nodes or math.inf, 0
@@ -84,9 +85,9 @@ def largest_node(nodes: Sequence[NodeGroup], level: Level) -> int:
 
 
 def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[int, Level]:
-    """Return those of ``levels`` (levels of links) that are useful for the groups of equal nodes ``nodes``. The keys
-    are their indices in ``levels``. The number of devices that a level connects inside a node is limited to those of
-    the node.
+    """Return those of ``levels`` (levels of links) that connect devices of the nodes ``nodes``, given as groups of
+    equal nodes. The keys are their indices in ``levels``. The number of devices that a level connects inside a node is
+    limited to those of the node.
 
     Levels are dropped if none of their islands (named sets of nodes) is left, or if an inner level already connects the
     same devices.
@@ -177,9 +178,10 @@ def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
-    """Return for each group of devices the slowest of its sets of direct links inside a node, as a level of links.
-    ``rows``: device indices, one group per row. The result is ``None`` for groups without two devices in one node that
-    has direct links (a pattern)."""
+    """Return for each group of devices the direct links inside a node, summarized as one level of links. If devices of
+    several nodes are in a group, take the node with the slowest such links. The result is ``None`` for a group that has
+    no two devices in one node with direct links (a pattern). ``topology``: the cluster. ``rows``: device indices, one
+    group per row."""
     slowest: list[Level | None] = [None] * len(rows)
     for row, kind, members in zip(*(column.tolist() for column in node_sets(topology, rows)), strict=True):
         level, seen = topology.inside_level(kind, members), slowest[row]
@@ -189,7 +191,8 @@ def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
 
 
 def _compute_level_rate(level: Level) -> float:
-    """Return the bandwidth in bytes/s that large collectives reach over the links ``level``."""
+    """Return the bandwidth in bytes/s that large collectives reach over the links ``level``: their bandwidth times
+    their efficiency."""
     return level.bandwidth * level.efficiency
 
 
@@ -264,8 +267,9 @@ def least_share(parts: Ints, shares: Floats) -> Floats:
 
 
 def road_graph(topology: Topology) -> nx.Graph[str]:
-    """Return a networkx graph of a topology. Its nodes are the devices, by name, and one hub for each group of several
-    devices that a level of links connects. Edges have ``bandwidth`` in bytes/s and ``latency`` in seconds."""
+    """Return a networkx graph of ``topology``, for finding routes. Its nodes are the devices, by name, and one hub for
+    each group of several devices that a level of links connects. Edges have ``bandwidth`` in bytes/s and ``latency`` in
+    seconds."""
     import networkx as nx
 
     graph: nx.Graph[str] = nx.Graph()
@@ -293,8 +297,8 @@ def road_graph(topology: Topology) -> nx.Graph[str]:
 
 def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
     """Return the bandwidth (bytes/s) and latency (s) of the link between the two devices of each pair while all devices
-    communicate. ``a``, ``b``: device indices; the pairs are ``a[k]``, ``b[k]`` after NumPy broadcasting, which also
-    gives the shape of the results.
+    of ``topology`` communicate. ``a``, ``b``: device indices; the pairs are ``a[k]``, ``b[k]`` after NumPy
+    broadcasting, which also gives the shape of the results.
 
     For a pair of a device and itself, the bandwidth is that of its memory and the latency is 0.
     """
@@ -307,9 +311,9 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
 
 
 def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
-    """Return the bandwidth (bytes/s) and latency (s) of messages, each of shape ``[moments, messages]``. ``a``, ``b``:
-    the device indices of the senders and the receivers, of the same shape. The messages of one row are under way at the
-    same time, and no others.
+    """Return the bandwidth (bytes/s) and latency (s) of messages between devices of ``topology``, each of shape
+    ``[moments, messages]``. ``a``, ``b``: the device indices of the senders and the receivers, of the same shape. The
+    messages of one row are under way at the same time, and no others.
 
     Messages between nodes share the network cards of the sending and the receiving device. A card sends and receives at
     full bandwidth at the same time. A device sends and receives one message at a time.
@@ -324,9 +328,9 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
 
 
 def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Floats:
-    """Return the bandwidth that each message gets, as a multiple of that of one network card. ``devices``: the sending
-    (or the receiving) device of each message. ``moment``: messages with equal numbers are under way at the same time
-    and share cards."""
+    """Return the bandwidth that each message gets, as a multiple of that of one network card. ``devices``: the index in
+    ``topology`` of the sending (or the receiving) device of each message. ``moment``: messages with equal numbers are
+    under way at the same time and share cards."""
     cards = topology.cards
     if not cards.are_shared:
         return cards.alone[devices]
@@ -342,9 +346,9 @@ def _broadcast_indices(a: Ints, b: Ints) -> tuple[Ints, Ints]:
 
 
 def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """Return three arrays for the pairs of devices ``a[k]``, ``b[k]`` (indices): the bandwidth in bytes/s, the latency
-    in seconds, and a mask of the pairs that use network cards. Bandwidth and latency are NaN if no link connects a
-    pair. Between nodes, the bandwidth is that of a whole network card."""
+    """Return three arrays for the pairs of devices ``a[k]``, ``b[k]`` (indices in ``topology``): the bandwidth in
+    bytes/s, the latency in seconds, and a mask of the pairs that use network cards. Bandwidth and latency are NaN if no
+    link connects a pair. Between nodes, the bandwidth is that of a whole network card."""
     bandwidth, latency = np.full(a.shape, np.nan), np.full(a.shape, np.nan)
     beyond = np.zeros(a.shape, dtype=bool)
     for level, groups in zip(reversed(topology.levels), reversed(topology.groups), strict=True):
@@ -361,8 +365,9 @@ def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floa
 
 
 def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """Write the direct links inside nodes that patterns give into ``bandwidth`` (bytes/s) and ``latency`` (s), which
-    have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). Return a mask of the pairs with such a link.
+    """Write the direct links inside nodes that the patterns of ``topology`` give into ``bandwidth`` (bytes/s) and
+    ``latency`` (s), which have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). Return a mask of the
+    pairs with such a link.
     """
     direct = np.zeros(a.shape, dtype=bool)
     if not topology.pattern_kinds:
@@ -377,7 +382,7 @@ def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, laten
 
 
 def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """Write the direct links that the topology gives for single pairs into ``bandwidth`` (bytes/s) and ``latency`` (s),
+    """Write the direct links that ``topology`` gives for single pairs into ``bandwidth`` (bytes/s) and ``latency`` (s),
     which have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). Return a mask of the pairs with such a
     link."""
     if not topology.own_links:
@@ -394,7 +399,8 @@ def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: F
 
 def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
     """Replace NaN in ``bandwidth`` (bytes/s) and ``latency`` (s), which have one entry for each pair of devices
-    ``a[k]``, ``b[k]`` (indices), by the values of routes over other devices."""
+    ``a[k]``, ``b[k]`` (indices in ``topology``), by the values of routes over other devices. NaN means that no link
+    connects the pair."""
     missing = np.isnan(bandwidth)
     if not missing.any():
         return

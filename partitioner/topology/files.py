@@ -177,7 +177,8 @@ def loads(text: str, source: str = "topology") -> Topology:
 
 
 def dump_topology(topology: Topology) -> str:
-    """Return ``topology`` as YAML text. It describes everything itself, so it does not depend on the catalogue."""
+    """Return ``topology`` as YAML text. The text describes all device types and links in full, without names of the
+    catalogue."""
     data = topology.model_dump(mode="json", exclude_defaults=True)
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
@@ -375,8 +376,8 @@ def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
 
 
 def with_devices(topology: Topology, num_devices: int) -> Topology | None:
-    """Return a copy of a topology of one node with ``num_devices`` devices in it; ``None`` if the topology has several
-    nodes, if its devices have names of their own, or if the number is impossible."""
+    """Return a copy of ``topology``, which must have one node, with ``num_devices`` devices in the node; ``None`` if it
+    has several nodes, if its devices have names of their own, or if the number is impossible."""
     group = topology.nodes[0]
     if topology.num_nodes > 1 or group.names or num_devices < 1:
         return None
@@ -389,7 +390,7 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
 
 def with_memory(topology: Topology, times: float) -> Topology | None:
     """Return a copy of ``topology`` with the memory of every device multiplied by the factor ``times``; ``None`` if the
-    result is inconsistent. The bytes that programs cannot use (``reserved``) do not change."""
+    result is no valid topology. The bytes that programs cannot use (``reserved``) do not change."""
 
     def grown(part: TopologyPart) -> TopologyPart:
         """Return a copy of ``part``, a device type or an override, with its bytes of memory multiplied, if it gives
@@ -403,8 +404,8 @@ def with_memory(topology: Topology, times: float) -> Topology | None:
 
 
 def with_margin(topology: Topology, margin: float) -> Topology:
-    """Return a copy of ``topology`` in which each device has less memory: the fraction ``margin`` of its usable memory
-    is removed."""
+    """Return a copy of ``topology`` in which each device has less memory: the fraction ``margin`` (0 to 1) of its
+    usable memory is removed, so that plans leave it free."""
     if not margin:
         return topology
 
@@ -440,7 +441,8 @@ def _format_scaled_name(topology: Topology, num_nodes: int) -> str:
 
 
 def _try_change_topology(topology: Topology, **changed: object) -> Topology | None:
-    """Return a copy of ``topology`` with the given fields replaced; ``None`` if the copy would be inconsistent."""
+    """Return a copy of ``topology`` with the fields ``changed`` (name=value) replaced; ``None`` if the copy would be
+    invalid."""
     try:
         return topology.changed(**changed)
     except TopologyError:

@@ -43,13 +43,13 @@ class Tier:
 class Group:
     """Ranks that run collectives together, described by their number ``size`` and the links between them.
 
-    ``tiers``: the levels of links, from the innermost. ``cap``: upper limit in bytes/s of a ring, from the slowest
-    direct link that it must use. ``ring``: upper limit in bytes/s of an all-reduce that runs as a single ring through
-    all ranks.
+    ``tiers``: the levels of links, from the innermost. ``cap``: upper limit in bytes/s of collectives that run as
+    rings, from the slowest direct link that a ring must use. ``ring``: upper limit in bytes/s of an all-reduce on
+    devices that run it as a single ring through all ranks.
 
     Three fields describe direct links that the topology gives for single pairs of devices. ``lag``: additional seconds
     of a round of a ring because of them. ``pair_cap`` and ``pair_lag``: bytes/s of the slowest such link and the
-    greatest additional seconds of one, both for an all-to-all, which has to use every link.
+    greatest additional seconds of one, both for an all-to-all, which has to use the link of every pair.
 
     ``hops``: the latency and bandwidth of messages to the rank that is 1, 2, ... positions further in a ring; empty if
     the order of the ranks is not known. ``others``: further groups of the same mesh axis, each slower than this one for
@@ -76,9 +76,9 @@ class Group:
     def bus_bandwidth(self) -> float:
         """Return the bandwidth in bytes/s at which a ring moves data through each rank.
 
-        It is measured if the group uses a single level with measurements. Otherwise it is the least over the levels, as
-        in NCCL's ring, ``min(intra g / (g - 1), nic g)``, with ``intra`` the bandwidth inside a node and ``nic`` that
-        of a network card: each of the ``g`` ranks of a part uses its own outward link.
+        It comes from measurements if the group uses a single level of links that has any. Otherwise it is the least
+        bandwidth over the levels, as in NCCL's ring, ``min(intra g / (g - 1), nic g)``, with ``intra`` the bandwidth
+        inside a node and ``nic`` that of a network card: each of the ``g`` ranks of a part uses its own outward link.
         """
         if self.size == 1:
             return math.inf
@@ -139,8 +139,9 @@ class Group:
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
-        """Return the start-up seconds and the seconds per byte of each collective, and the latency and seconds per byte
-        of each ring hop, in a fixed order. A group is at least as fast as another if none of its numbers is greater."""
+        """Return a tuple of numbers that determine the time of all communication in this group: the start-up seconds
+        and the seconds per byte of each collective, and the latency and seconds per byte of each ring hop. A group is
+        at least as fast as another if none of its numbers is greater."""
         found = [self.all_reduce_start, 1 / self.all_reduce_bandwidth]
         for op in ("all_gather", "reduce_scatter"):
             start, bandwidth = self.measured(op) or (self.one_way_start, self.bus_bandwidth)
@@ -180,9 +181,10 @@ class Group:
         return max((t.level.base for t in self.tiers), default=0.0)
 
     def _ring_steps(self, rounds: int) -> float:
-        """Return the total seconds of the steps of a ring that passes each rank ``rounds`` times, without the time to
-        move data. The model is NCCL's, ``(steps - outer steps) intra + outer steps net``, for any number of levels of
-        links. ``intra`` and ``net`` are the seconds of a step inside a node and between nodes."""
+        """Return the total seconds that a ring algorithm spends on the latency of its steps, without the time to move
+        data. ``rounds``: how often data goes around the ring (2 for an all-reduce, 1 for an all-gather). The model is
+        NCCL's, ``(steps - outer steps) intra + outer steps net``, for any number of levels of links. ``intra`` and
+        ``net`` are the seconds of a step inside a node and between nodes."""
         seconds, counted = 0.0, 0
         for k in range(len(self.tiers) - 1, 0, -1):
             parts = math.prod(t.ways for t in self.tiers[k:])
@@ -252,7 +254,8 @@ class PairLink:
 
     ``link``: bandwidth and latency. ``reached``: bytes/s of large collectives. ``step``: seconds of one step of a
     collective. ``more``: seconds by which a step is longer than over the replaced link. ``base``: seconds to start a
-    collective. ``as_level``: whether collectives reach the same fraction of the bandwidth as over the replaced link.
+    collective. ``as_level``: whether the fraction of the bandwidth that collectives reach is that of the replaced link,
+    because this link does not give one.
     """
 
     link: Link
@@ -264,7 +267,7 @@ class PairLink:
 
 
 def single_links(topology: Topology) -> dict[Pair, PairLink]:
-    """Return the direct links that the field ``links`` of the topology gives for single pairs of devices. The keys are
+    """Return the direct links that the field ``links`` of ``topology`` gives for single pairs of devices. The keys are
     pairs of device indices (smaller, larger)."""
     found = {}
     for link in topology.links:
@@ -291,7 +294,7 @@ def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairL
 
 def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
     """Return the level of links, or the pattern of direct links of their node, that connects the devices ``i`` and
-    ``j`` (indices) if the topology gives no link for this single pair; ``None`` if nothing else connects them."""
+    ``j`` (indices) if ``topology`` gives no direct link for this pair; ``None`` if nothing else connects them."""
     kind = int(topology.pattern_of[i])
     if kind >= 0 and topology.node_of[i] == topology.node_of[j]:
         name, matrix = topology.pattern_kinds[kind]
@@ -313,8 +316,8 @@ def step_over(latency: float, plain: Level | Pattern | None) -> float:
 
 def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> Level:
     """Return a copy of the links ``plain`` with other values. ``bandwidth``: in bytes/s. ``latency``: seconds of one
-    message. ``step``: seconds of one step of a collective. The measured collectives of ``plain`` are scaled
-    accordingly. If there are any, the step is not shortened."""
+    message. ``step``: seconds of one step of a collective. If ``plain`` has measurements of collectives, they are
+    scaled accordingly, and the step does not become shorter."""
     scale, more = bandwidth / plain.bandwidth, max(0.0, step - plain.step_s)
     rounds = {op: [laps * (n - 1) for n, _, _ in getattr(plain, op)] for op, laps in _TABLES.items()}
     rounds["all_to_all"] = [1] * len(plain.all_to_all)
@@ -332,7 +335,7 @@ def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> L
 
 
 def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, PairLink]:
-    """Return the direct links that the topology gives for single pairs among the devices with the indices ``devices``.
+    """Return the direct links that ``topology`` gives for single pairs among the devices with the indices ``devices``.
     The keys are pairs of positions in ``devices``."""
     place = {device: k for k, device in enumerate(devices)}
     known = topology.singles
@@ -343,8 +346,8 @@ def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, Pair
 
 
 def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
-    """Return a symmetric matrix of shape ``[size, size]`` with the given values. ``values``: mapping from (row, column)
-    to a value, once for each pair. Entries without a value are 0."""
+    """Return a symmetric matrix of shape ``[size, size]`` with the entries ``values``: a mapping from (row, column) to
+    a value, once for each pair. Entries without a value are 0."""
     matrix = np.zeros((size, size))
     for (i, j), value in values.items():
         matrix[i, j] = matrix[j, i] = value

@@ -46,15 +46,15 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
 
 def expert_grid(mesh: Mapping[str, int], etp: int = 0) -> NDArray[np.int64]:
     """Return the ranks of every group over the mesh axis ``ep`` (expert parallelism), one group per row. ``mesh``:
-    number of ranks by name of the axis. ``etp``: number of ranks that share one expert; 0 means as many as axis ``tp``
-    has."""
+    number of ranks by name of the axis. ``etp``: number of ranks over which the matrices of one expert are sharded; 0:
+    the size of the axis ``tp``."""
     sizes = expert_mesh(mesh, etp)
     return np.arange(num_ranks(mesh)).reshape(-1, sizes["ep"], sizes["etp"]).transpose(0, 2, 1).reshape(-1, sizes["ep"])
 
 
 def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> NDArray[np.int64]:
-    """Return the device index of every rank: ``devices`` if given, else device ``i`` for rank ``i``. ``mesh``: number
-    of ranks by name of the axis.
+    """Return the device index in ``topology`` of every rank: ``devices`` if given, else device ``i`` for rank ``i``.
+    ``mesh``: number of ranks by name of the axis.
 
     Raise :class:`TopologyError` if the mesh has more ranks than the topology has devices.
     """
@@ -76,7 +76,7 @@ def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices
 
 def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
     """Return the distinct communication groups among ``rows``. Groups with equal links are listed once. ``rows``:
-    device indices, one group per row, shape ``[num_groups, group_size]``."""
+    device indices in ``topology``, one group per row, shape ``[num_groups, group_size]``."""
     return list(dict.fromkeys(kinds_of(topology, rows)[1]))
 
 
@@ -100,10 +100,10 @@ def stage_groups(
 
 
 def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) -> tuple[NDArray[np.int64], list[Group]]:
-    """Return the kind of each communication group, as an array of indices into the list of kinds, and this list, with
-    one :class:`Group` for each kind. Groups of one kind have equal links. ``rows``: device indices, one group per row.
-    ``ring``: whether to compute also the latency and bandwidth of messages around each group's ring, while all groups
-    communicate."""
+    """Sort communication groups into kinds: groups of one kind have equal links. Return an array with the index of each
+    group's kind, and the list of kinds, with one :class:`Group` for each. ``rows``: device indices in ``topology``, one
+    group per row. ``ring``: whether to compute also the latency and bandwidth of messages around each group's ring,
+    while all groups communicate."""
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
     columns = list(_compute_cost_traits(topology, rows))
@@ -121,8 +121,8 @@ def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) ->
 
 
 def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
-    """Yield arrays with one number for each communication group. Groups that agree in all arrays take equally long for
-    every collective. ``rows``: device indices, one group per row."""
+    """Yield several arrays, each with one number for each communication group. Groups that have equal numbers in all
+    arrays take equally long for every collective. ``rows``: device indices in ``topology``, one group per row."""
     yield np.zeros(len(rows))
     for groups in topology.groups:
         yield from (column.astype(np.float64) for column in spread_of(groups[rows]))
@@ -140,8 +140,9 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number for each communication group, equal for groups with equal direct links of single pairs of
-    devices; 0 if no such link connects two devices of the group. ``rows``: device indices, one group per row."""
+    """Return a number for each communication group. It is equal for groups whose direct links, those that ``topology``
+    gives for single pairs of devices, are equal; 0 if no such link connects two devices of the group. ``rows``: device
+    indices, one group per row."""
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}
@@ -172,17 +173,17 @@ def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = 
 def find_stage_link(
     topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None
 ) -> Link:
-    """Return the slowest of the links between the ranks of two pipeline stages, while all ranks of a stage send.
-    ``mesh``: number of ranks by name of the axis. ``stage``, ``other``: indices of the sending and the receiving stage,
-    from 0. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
+    """Return the slowest of the links of ``topology`` between the ranks of two pipeline stages, while all ranks of a
+    stage send. ``mesh``: number of ranks by name of the axis. ``stage``, ``other``: indices of the sending and the
+    receiving stage, from 0. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return _slowest_links(topology, grid[stage : stage + 1], grid[other : other + 1])[0]
 
 
 def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[np.int64]) -> tuple[Link, ...]:
-    """Return one link for each row: that of the pair of devices with the least bandwidth, with the longest latency of
-    all pairs in the row, while all pairs communicate. ``here``, ``there``: indices of the sending and the receiving
-    devices, both of shape ``[rows, pairs]``."""
+    """Return one link for each row. It has the name and bandwidth of the pair of devices with the least bandwidth in
+    the row, and the longest latency of all pairs in the row, while all pairs of all rows communicate. ``topology``: the
+    cluster. ``here``, ``there``: indices of the sending and the receiving devices, both of shape ``[rows, pairs]``."""
     bandwidth, latency = links_at_once(topology, here, there)
     narrowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
     return tuple(
@@ -205,8 +206,9 @@ def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices
 
 
 def num_communicators(mesh: Mapping[str, int]) -> int:
-    """Return the number of communication groups of a rank: over the mesh axes ``tp``, ``dp`` and ``cp`` together, and
-    ``pp``. Groups of one rank do not count. ``mesh``: number of ranks by name of the axis."""
+    """Return the number of communication groups of a rank, each of which needs memory. There are up to three: one over
+    the mesh axis ``tp``, one over ``dp`` and ``cp`` together, and one over ``pp``. Groups of one rank do not count.
+    ``mesh``: number of ranks by name of the axis."""
     sizes = mesh.get("tp", 1), mesh.get("dp", 1) * mesh.get("cp", 1), mesh.get("pp", 1)
     return sum(size > 1 for size in sizes)
 
@@ -214,8 +216,9 @@ def num_communicators(mesh: Mapping[str, int]) -> int:
 def stage_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[tuple[tuple[str, float], ...], ...]:
-    """Return for each pipeline stage the distinct (device type, speed factor) pairs of its devices. ``mesh``: number of
-    ranks by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
+    """Return for each pipeline stage the distinct pairs (name of the device type, speed factor) of its devices in
+    ``topology``. ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank; ``None``
+    for device ``i`` of rank ``i``."""
     paces, of_device = topology.paces
     if len(paces) == 1:
         return (tuple(paces),) * mesh.get("pp", 1)
@@ -226,9 +229,9 @@ def stage_paces(
 def replica_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[NDArray[np.int64], list[tuple[tuple[str, float], ...]]]:
-    """Return for each data-parallel rank in each pipeline stage the set of (device type, speed factor) pairs that its
-    devices have. ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank; ``None``
-    for device ``i`` of rank ``i``.
+    """Return for each data-parallel rank in each pipeline stage the set of pairs (name of the device type, speed
+    factor) that its devices in ``topology`` have. ``mesh``: number of ranks by name of the axis. ``devices``: the
+    device index of each rank; ``None`` for device ``i`` of rank ``i``.
 
     The first result has shape ``[pp, dp]``: for each stage and data-parallel rank, the index of its set in the second
     result. The second lists the distinct sets, each as a tuple.
@@ -271,8 +274,8 @@ def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.in
 
 
 def reference_type(topology: Topology) -> str:
-    """Return the name of the device type for which the sharding is chosen: the one with the most devices, and among
-    equals the first by name."""
+    """Return the name of the device type of ``topology`` for which the sharding is chosen: the one with the most
+    devices. Among types with equally many devices, it is the first in alphabetical order."""
     paces, of_device = topology.paces
     counts: Counter[str] = Counter()
     for (kind, _), count in zip(paces, np.bincount(of_device, minlength=len(paces)).tolist(), strict=True):
@@ -281,12 +284,13 @@ def reference_type(topology: Topology) -> str:
 
 
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
-    """Return whether all communication groups of each mesh axis have equal links. The placement of ranks divides each
-    axis into factors, one for each level of links (inside a node, between nodes, ...).
+    """Return whether all communication groups over each mesh axis are known to have equal links, so that it is enough
+    to look at one of them. The placement assigns ranks to devices in consecutive series, one inside the other: for
+    example, 8 ranks inside a node and 32 inside a rail.
 
-    ``sizes``: the axis sizes of the mesh, the innermost first. ``steps``: the ascending numbers of consecutive ranks
-    after which a factor ends. The result is true if no axis of the mesh combines a part of a factor with something
-    else.
+    ``sizes``: the axis sizes of the mesh, the innermost first. ``steps``: the lengths of these series, ascending. The
+    result is true if the number of ranks inside each axis divides the next longer series and is a multiple of the next
+    shorter one.
     """
     for product in accumulate(sizes, mul):
         above = bisect_left(steps, product)

@@ -47,11 +47,11 @@ class DeviceType(TopologyPart):
     driver reports the device. ``torch``: PyTorch's device type.
 
     Five tables and factors describe how near kernels come to the peak. ``matmul_efficiency``: (smallest of M, N, K;
-    fraction of peak) of matrix products, interpolated over the logarithm. ``unaligned``: factor on it if rows of 16-bit
-    matrices are not multiples of 16 bytes. ``attention_efficiency``: fraction of peak of a fused attention over long
-    sequences. ``attention_lengths``: (number of keys; fraction of that efficiency), interpolated over the logarithm,
-    also below the first; empty: equal at all lengths. ``attention_widths``: (width of a head; fraction of that
-    efficiency), interpolated in the same way.
+    fraction of peak) of matrix products, interpolated over the logarithm. ``unaligned``: factor on this efficiency if
+    rows of 16-bit matrices are not multiples of 16 bytes. ``attention_efficiency``: fraction of peak of a fused
+    attention over long sequences. ``attention_lengths``: (number of keys; fraction of that efficiency), interpolated
+    over the logarithm, also below the first; empty: equal at all lengths. ``attention_widths``: (width of a head;
+    fraction of that efficiency), interpolated in the same way.
 
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel; ``default`` for the others.
     ``memory_sizes``: (bytes that a kernel moves; greatest multiple of the memory bandwidth that it reaches),
@@ -193,9 +193,9 @@ class Level(TopologyPart):
     """Links of one kind between the devices of each group of devices or nodes. ``bandwidth``: bytes/s per direction, of
     a device inside a node and of a network card between nodes. ``latency``: seconds for one message.
 
-    ``devices``: the links connect each so many consecutive devices of a node. ``nodes``: they connect each so many
-    consecutive whole nodes. If neither is given, they connect all devices. ``only``: the islands (named sets of nodes)
-    that have these links; empty: all.
+    ``devices``: the number of consecutive devices of a node in each connected group. ``nodes``: the number of
+    consecutive whole nodes in each connected group. If neither is given, they connect all devices. ``only``: the
+    islands (named sets of nodes) that have these links; empty: all.
 
     ``step``: seconds per step of a collective (``None``: the latency). ``base``: seconds to start a collective.
     ``efficiency``: the fraction of the bandwidth that large collectives reach. ``all_reduce``: rows of (ranks, start-up

@@ -41,8 +41,8 @@ BOUNDLESS = HostShare()  # a host without limits
 
 
 def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
-    """Return for each device its share of its node's host (memory, disk and the bandwidth to them), in the order of
-    devices; ``None`` for devices whose host is not described. Equal shares are one object."""
+    """Return for each device of ``topology`` its share of its node's host (memory, disk and the bandwidth to them), in
+    the order of devices; ``None`` for devices whose host is not described. Equal shares are one object."""
     on_node = Counter(device.node for device in topology.devices)
     by_node: dict[int, HostShare | None] = {}
     different: dict[HostShare, HostShare] = {}
@@ -60,21 +60,21 @@ def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
 
 
 def can_offload(topology: Topology) -> bool:
-    """Return whether every device has a host whose memory is separate from the device's own, so that tensors can be
-    moved there."""
+    """Return whether every device of ``topology`` has a host whose memory is separate from the device's own, so that
+    tensors can be moved there."""
     hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
     return all(host is not None and not host.shared for host in hosts)
 
 
 def has_disks(topology: Topology) -> bool:
-    """Return whether the node of every device has a disk."""
+    """Return whether the node of every device of ``topology`` has a disk, to which tensors can be moved."""
     hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
     return all(host is not None and host.disk > 0 for host in hosts)
 
 
 def least_share(shares: Sequence[HostShare | None]) -> HostShare | None:
-    """Return the worst case of ``shares``, which are shares of hosts: the least memory and bandwidths, and the longest
-    latency, each over all of them. Return ``None`` if one of them is ``None``."""
+    """Return the worst case of ``shares``, which are shares of hosts: the least memory, the least bandwidths and the
+    longest latency of all entries. Return ``None`` if an entry is ``None`` (a host that is not described)."""
     known = [share for share in shares if share is not None]
     if len(known) < len(shares):
         return None

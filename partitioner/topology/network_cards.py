@@ -28,7 +28,8 @@ class NetworkCards:
 
     ``port``: the number of the card that a device uses; a device with several cards has one number for all of them.
     ``alone``: its bandwidth while no other device uses its port. ``share``: its bandwidth while all devices with that
-    port communicate. ``left``: ``share`` as a fraction of what it would be without failed cards and lost bandwidth.
+    port communicate. ``left``: ``share`` as a fraction of what it would be if no card had failed and no node had lost
+    bandwidth.
     """
 
     port: Ints

@@ -52,9 +52,9 @@ def group_of(topology: Topology, devices: Ints) -> Group:
 
 
 def _linked_group(topology: Topology, devices: Ints) -> Group:
-    """Return the communication group of the devices with the indices ``devices``, with the direct links of single pairs
-    among them taken into account. If these links alone connect all devices, and a ring over them is faster than over
-    the levels of links, the group uses only them."""
+    """Return the communication group of the devices with the indices ``devices`` in ``topology``, with regard to the
+    direct links of single pairs among them. If these links alone connect all devices, and a ring over them is faster
+    than over the levels of links, the group uses only them."""
     size, plain = len(devices), _level_group(topology, devices)
     singles = singles_among(topology, devices.tolist())
     if not singles:
@@ -125,8 +125,9 @@ def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _level_group(topology: Topology, devices: Ints) -> Group:
-    """Return the communication group of the devices with the indices ``devices`` over the levels of links, without
-    direct links of single pairs. If no level connects them all, its last tier is routes over other devices."""
+    """Return the communication group of the devices with the indices ``devices`` in ``topology`` over the levels of
+    links, without direct links of single pairs. If no level connects all of them, the outermost tier of the group
+    stands for routes over other devices."""
     size = len(devices)
     tiers: list[Tier] = []
     ring = math.inf
@@ -157,7 +158,7 @@ def _level_group(topology: Topology, devices: Ints) -> Group:
 
 def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
     """Return the slowest of the levels in ``storey`` (all links at one depth) that connect at least two of the devices
-    with the indices ``ranks``."""
+    with the indices ``ranks`` in ``topology``."""
     if not storey.levels:
         (inside,) = inside_levels(topology, ranks[None])
         assert inside is not None
@@ -192,8 +193,8 @@ def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> 
 
 def select_card_neighbours(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return those of ``rows`` that may share a network card with the first row, and the first row itself. ``rows``:
-    device indices, one communication group per row. Cards may be shared if a row has a device on a node of the first
-    row."""
+    device indices in ``topology``, one communication group per row. Cards may be shared if a row has a device on a node
+    of the first row."""
     if not topology.cards.are_shared:
         return rows[:1]
     mine = np.unique(topology.node_of[rows[0]])

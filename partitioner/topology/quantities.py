@@ -96,8 +96,8 @@ def _whole_bytes(value: Any) -> Any:
 
 
 def _make_quantity_validator(kind: str) -> BeforeValidator:
-    """Return a pydantic validator that turns text with a unit into a number in the base unit. ``kind``: what the text
-    must measure, such as ``bytes per second``."""
+    """Return a pydantic validator that turns text with a unit, such as ``"80 GB"``, into a number in the base unit.
+    ``kind``: what the text must measure, such as ``bytes per second``."""
     return BeforeValidator(partial(parse_quantity, kind=kind))
 
 

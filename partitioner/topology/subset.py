@@ -27,9 +27,9 @@ def remove_devices(topology: Topology, names: Collection[str]) -> Topology:
     """Return a copy of ``topology`` without the devices ``names``; a name like ``node3`` stands for all devices of node
     3. The remaining devices keep their names and links.
 
-    Raise :class:`TopologyError` for unknown names, if no device is left, or if the rest cannot be described. A level of
-    links connects consecutive devices, whose grouping a gap would shift, and network cards belong to positions in a
-    node.
+    Raise :class:`TopologyError` for unknown names, if no device is left, or if no topology describes the rest: levels
+    of links connect consecutive devices, and network cards belong to positions in a node, so a gap can change which
+    devices are connected.
     """
     kept = np.ones(topology.num_devices, dtype=bool)
     for name in names:
@@ -66,8 +66,8 @@ def remove_devices(topology: Topology, names: Collection[str]) -> Topology:
 
 
 def _find_named_devices(topology: Topology, name: str) -> Ints:
-    """Return the indices of the devices that ``name`` stands for: one device, or all devices of a node for a name like
-    ``node3``. Raise :class:`TopologyError` if there is no such device or node."""
+    """Return the indices of the devices of ``topology`` that ``name`` stands for: one device, or all devices of a node
+    for a name like ``node3``. Raise :class:`TopologyError` if there is no such device or node."""
     if name in topology.index:
         return np.array([topology.index[name]])
     node = re.fullmatch(r"node ?(\d+)", name)

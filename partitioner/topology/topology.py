@@ -84,8 +84,8 @@ class Topology(TopologyPart):
     )
 
     def __init__(self, **data: Any) -> None:
-        """Build a topology from its fields, given by name. Raise :class:`TopologyError` with the first error in one
-        sentence if a field is unknown, missing or wrong, or if the fields contradict each other."""
+        """Build a topology from its fields ``data``, given by name. Raise :class:`TopologyError` with the first error
+        in one sentence if a field is unknown, missing or wrong, or if the fields contradict each other."""
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -127,7 +127,8 @@ class Topology(TopologyPart):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
-        """Return this topology; raise an error if its parts contradict each other or two devices are not connected."""
+        """Return this topology; raise :class:`TopologyError` if its parts contradict each other, or if no path of links
+        connects some two devices."""
         check_parts(self)
         apart = self._find_disconnected_devices()
         if apart:

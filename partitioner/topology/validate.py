@@ -50,8 +50,8 @@ def format_validation_error(
     what: str,
     line_of: Callable[[Sequence[int | str]], int | None] | None = None,
 ) -> str:
-    """Return the most specific error of a pydantic validation as one sentence with the place, the mistake and the
-    value.
+    """Return the most specific error in ``error``, the exception of a failed pydantic validation, as one sentence with
+    the place, the mistake and the value.
 
     ``model``: the class that was validated. ``what``: the name of the validated object in the sentence, such as a file
     name. ``line_of``: function that returns the line of the file for a path of keys and list indices, or ``None`` if it
@@ -76,7 +76,8 @@ def format_validation_error(
 
 def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
     """Return whether one of the pydantic errors ``every`` is about a value inside the value at ``place``. ``place``:
-    the keys and list indices that lead to the value; the result is false if it is empty."""
+    the keys and list indices that lead to the value; the result is false if this path is empty (the error is about the
+    whole object)."""
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
@@ -158,15 +159,15 @@ class MisplacedError(ValueError):
 
 def require_type(name: str, value: object, kind: Any) -> None:
     """Raise :class:`TopologyError` unless ``value`` is an instance of ``kind``, a class or a union of classes; booleans
-    are refused, too. ``name``: what the error calls the argument."""
+    are refused, too. ``name``: the name of the argument in the error message."""
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in getattr(kind, "__args__", (kind,)))
         raise TopologyError(f"{name} must be {wanted}; got {value!r}")
 
 
 def check_parts(topology: Topology) -> None:
-    """Raise :class:`MisplacedError` if names in a topology are not described or given twice, if values are impossible
-    together, or if it has too many devices."""
+    """Raise :class:`MisplacedError` if ``topology`` refers to names that it does not describe or gives a name twice, if
+    its values contradict each other, or if it has too many devices."""
     if topology.num_devices > MOST_DEVICES:  # before each is named
         raise MisplacedError(
             f"{topology.num_devices:,} devices; expected at most {MOST_DEVICES:,}: lower count or devices", "nodes"
@@ -184,7 +185,7 @@ def check_parts(topology: Topology) -> None:
 
 
 def _check_types(topology: Topology) -> None:
-    """Raise :class:`MisplacedError` if a node or an override names a device type that the topology does not have."""
+    """Raise :class:`MisplacedError` if a node or an override names a device type that is not in ``topology``."""
     named: list[tuple[str, tuple[int | str, ...]]] = [
         (g.type, ("nodes", i, "type")) for i, g in enumerate(topology.nodes)
     ]
@@ -196,8 +197,8 @@ def _check_types(topology: Topology) -> None:
 
 
 def _check_names(topology: Topology) -> None:
-    """Raise :class:`MisplacedError` if two devices have the same name, if an override or a link names an unknown
-    device, if a link connects a device to itself, or if two links connect the same pair."""
+    """Raise :class:`MisplacedError` if two devices of ``topology`` have the same name, if an override or a link names
+    an unknown device, if a link connects a device to itself, or if two links connect the same pair."""
     duplicates = _find_duplicates(topology.names)
     if duplicates:
         twice = ", ".join(duplicates)
@@ -223,8 +224,8 @@ def _check_names(topology: Topology) -> None:
 
 
 def _check_levels(topology: Topology) -> None:
-    """Raise :class:`MisplacedError` if a level of links names unknown islands (sets of nodes), connects more devices
-    than a node has, or connects nothing that the levels listed before it do not connect."""
+    """Raise :class:`MisplacedError` if a level of links in ``topology`` names unknown islands (sets of nodes), connects
+    more devices than a node has, or connects nothing that the levels listed before it do not connect."""
     islands = list(dict.fromkeys(g.island_name for g in topology.nodes))
     for i, level in enumerate(topology.levels):
         for name in level.only:
@@ -254,7 +255,7 @@ def _check_levels(topology: Topology) -> None:
 def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
     """Raise :class:`MisplacedError` if the nodes of ``group`` cannot have their pattern of direct links: it is not
     described, the nodes have too many devices, or it lists impossible or repeated pairs. ``number``: index of the group
-    in the topology, for the error."""
+    in ``topology``, for the error message."""
     path = ("nodes", number, "pattern")
     if group.pattern not in topology.patterns:
         known = ", ".join(topology.patterns) or "none"
@@ -276,9 +277,9 @@ def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
 
 
 def _check_pairs(name: str, pattern: Pattern) -> None:
-    """Raise :class:`MisplacedError` if a pattern of direct links lists a pair of devices twice, or lists ``all`` pairs
-    after single ones; ``all`` must come before the pairs that differ from it. ``name``: name of the pattern, for the
-    error."""
+    """Raise :class:`MisplacedError` if ``pattern``, a pattern of direct links inside a node, lists a pair of devices
+    twice, or lists ``all`` pairs after single ones; ``all`` must come before the pairs that differ from it. ``name``:
+    its name, for the error message."""
     listed: set[frozenset[int]] = set()
     for k, link in enumerate(pattern.links):
         if link.pairs == "all":
@@ -299,8 +300,8 @@ def _check_pairs(name: str, pattern: Pattern) -> None:
 
 
 def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
-    """Raise :class:`MisplacedError` if ``override`` changes a node that does not exist, names network cards that the
-    node does not have, or leaves it without a working card. ``node``: number of the node, from 0."""
+    """Raise :class:`MisplacedError` if ``override`` changes a node that ``topology`` does not have, names network cards
+    that the node does not have, or leaves it without a working card. ``node``: number of the node, from 0."""
     if not 0 <= node < topology.num_nodes:
         raise MisplacedError(
             f"there is no node {node}; nodes are numbered 0 to {topology.num_nodes - 1}", "node_overrides", node
@@ -325,8 +326,8 @@ def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
 
 
 def _check_memory(topology: Topology) -> None:
-    """Raise :class:`MisplacedError` if an override gives a device no more memory than the bytes that are reserved on
-    it."""
+    """Raise :class:`MisplacedError` if an override in ``topology`` gives a device so little memory that nothing is left
+    after the bytes that are reserved on it."""
     kinds = [g.type for g in topology.nodes for _ in range(g.count)]
     given: list[tuple[str, int | None, tuple[int | str, ...]]] = [
         (kinds[n], o.memory, ("node_overrides", n, "memory")) for n, o in topology.node_overrides.items()

@@ -66,10 +66,10 @@ def assemble_program_graph(
         program: a program whose graph is flat and functional.
         canonical: maps every name of a state (parameter, buffer or constant) to the name that is used for it.
         with_loss: whether the last result of the program is the loss.
-        empty_turns: replace the masks of the rows of even (0) or odd (1) experts in traced loops over the experts of a
-            mixture by empty masks; ``None`` leaves all masks unchanged.
-        decided: lists of an expert's rows on which a branch of forward depended, each by its number in the trace.
-            ``empty_turns`` applies to the masks of these experts, too.
+        empty_turns: make the graph of a batch in which no row (token) chose an even (0) or an odd (1) expert: in traced
+            loops over experts, the masks of these experts' rows are replaced by empty masks. ``None`` changes no masks.
+        decided: numbers of the places in the trace where forward listed an expert's rows and branched on whether there
+            are any. ``empty_turns`` also empties the masks of these places.
         numbers: inputs that are Python numbers and that the graph reads as tensors: path -> value.
     """
     graph = fx.Graph()
@@ -142,11 +142,12 @@ def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
 def _copy_selected_rows(
     selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]
 ) -> Any:
-    """Copy ``node``, an operator on rows that a mask selects, to the new graph at a fixed size, and return the copy.
+    """Copy ``node``, an operator on the rows that a boolean mask selects, to the new graph, and return the copy. The
+    number of selected rows is not fixed, so the copy works on all rows, and the mask is kept beside it.
 
-    Raise :class:`UnsupportedError` if it has no form of fixed size. ``selected``: makes such copies. ``env``: maps
-    nodes of the program to nodes of the new graph. ``classes``: receives the class names of the node's modules, by
-    module path.
+    Raise :class:`UnsupportedError` if the operator has no such form. ``selected``: rewrites operators in this way.
+    ``env``: maps nodes of the program to nodes of the new graph. ``classes``: receives the class names of the node's
+    modules, by module path.
     """
     try:
         return selected.copy_node(node, env, _find_model_location(node, classes))
@@ -219,8 +220,8 @@ def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
 
 
 def _find_model_location(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
-    """Return a node's metadata ``path`` (its module), ``source`` (``file:line``) and ``stack`` (the enclosing module
-    calls, outermost first; ``layers.0@1`` is the second call of ``layers.0``).
+    """Return the metadata of ``node`` on its place in the model: ``path`` (its module), ``source`` (``file:line``) and
+    ``stack`` (the enclosing module calls, outermost first; ``layers.0@1`` is the second call of ``layers.0``).
 
     ``classes``: receives the class names of these modules, by module path.
     """
@@ -359,7 +360,8 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _format_output_value(value: Any) -> str:
-    """Return a text on an output: shape and dtype of a node's tensor, or the ``repr`` of any other value."""
+    """Return a text for messages on ``value``, an output of a graph: shape and dtype if it is a node, else its
+    ``repr``."""
     if isinstance(value, fx.Node):
         tensor = value.meta["val"]
         return f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}"

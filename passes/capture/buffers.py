@@ -74,9 +74,9 @@ def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace ``node``, an instance norm that updates running statistics, by a batch norm with one channel for each
-    channel of each sample, as torch defines it. The graph is changed in place. Each sample updates its own copy of the
-    running statistics; the mean over the samples is written back to them."""
+    """Replace ``node`` in ``graph``, an instance norm that updates running statistics, by operators around a batch
+    norm, in place, as torch defines it. The samples become channels of the batch norm, so each sample is normalised by
+    itself and updates its own copy of the running statistics; the mean of the copies is written back."""
     x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node), node
     samples, channels, *rest = x.meta["val"].shape
@@ -129,8 +129,8 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
     @functools.wraps(forward)
     def writing(*args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward and return its output; then copy the values that it assigned into the model's own
-        tensors.
+        """Call the model's forward with the given arguments, copy the values that it assigned to parameters and buffers
+        into the model's own tensors, and return its output.
         """
         held = _HeldStates.by(model)  # the tensors of this trace
         with _export_unaware(), _DataAccess(held, (args, kwargs), double) as data:
@@ -151,11 +151,11 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
 @contextmanager
 def aliases_traced(model: nn.Module) -> Iterator[None]:
-    """Return a context in which forward reads and writes the traced parameters and buffers also through plain objects
-    that hold them.
+    """Return a context in which forward uses the traced parameters and buffers of ``model`` also where plain objects
+    hold them.
 
     torch.export replaces the tensors of modules only. A list, a dict or another object that holds a parameter or
-    buffer, such as a generation cache, would keep the old tensor.
+    buffer, such as a generation cache, would otherwise keep the tensor from before the trace.
     """
     aliases = aliases_of(model)
     forward, own = model.forward, model.__dict__.get("forward")
@@ -205,7 +205,7 @@ class StateAlias:
 
 
 def aliases_of(model: nn.Module) -> list[StateAlias]:
-    """Return the places that hold a parameter or buffer of the model outside of the modules' own tables.
+    """Return the places that hold a parameter or buffer of ``model`` outside of the modules' own tables of them.
 
     Lists, dicts and objects that can be reached from attributes of the modules are searched, up to a maximum number.
     """
@@ -240,8 +240,8 @@ def aliases_of(model: nn.Module) -> list[StateAlias]:
 def _export_unaware() -> Iterator[None]:
     """Return a context in which torch.export does not observe assignments to buffers of the outermost module.
 
-    It would copy the assigned values one after the other, although one buffer's old value may be another one's new
-    value.
+    If it did, it would copy the assigned values into the buffers one after the other. This would be wrong if the new
+    value of one buffer is the old value of another.
     """
     hooks = nn_module._global_buffer_registration_hooks
     others = {
@@ -293,9 +293,9 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield a
-        description of the assignment: the tensor and its new value. The caller copies these values at the end of
-        forward. Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a
+        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield the write
+        that does the same: the old tensor with its new value. The caller copies the values into the tensors at the end
+        of forward. Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a
         parameter that is trained.
 
         Args:
@@ -391,8 +391,8 @@ class _DataAccess(TorchFunctionMode):
         was none.
 
         Args:
-            alone: whether no gradient of the value is needed. If false, a tensor that requires a gradient and was
-                replaced raises :class:`UnsupportedError`.
+            alone: true if the caller needs only the numbers of the value. If false, an operator takes part in gradients
+                with it, and :class:`UnsupportedError` is raised for a tensor that requires a gradient and was replaced.
         """
         if not isinstance(value, Tensor) or id(value) not in self.values:
             return value
@@ -419,7 +419,8 @@ class _DataAccess(TorchFunctionMode):
                 yield _Write(tensor, value, f"sets .data of {self._format_tensor_name(tensor)}")
 
     def _format_tensor_name(self, tensor: Tensor) -> str:
-        """Return the quoted name of a parameter or buffer for messages; ``a tensor`` for any other tensor."""
+        """Return the quoted name of ``tensor``, a parameter or buffer of the model, for messages; the text ``a tensor``
+        for any other tensor."""
         name = self.held.names.get(id(tensor))
         return "a tensor" if name is None else repr(name)
 
@@ -428,7 +429,7 @@ def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> Non
     """Copy values that forward assigned into the model's own tensors, at the end of forward.
 
     Raises :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory
-    afterwards.
+    afterwards although one is trained or changed in place.
 
     Args:
         double: whether floating-point dtypes may differ, because all of them are float64 in the trace.
@@ -448,8 +449,8 @@ def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> Non
 
 
 def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
-    """Raise :class:`UnsupportedError` if parameters or buffers share memory after forward and one is trained or changed
-    in place.
+    """Raise :class:`UnsupportedError` if parameters or buffers share memory because of what forward assigned, and one
+    of those that share is trained or changed in place.
 
     Args:
         writes: the values that forward assigned, by the ``id`` of the tensor that receives the value.
@@ -486,7 +487,7 @@ def _can_share_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_given(tensor: Tensor) -> bool:
-    """Return whether a traced tensor's memory is that of a parameter, a buffer or an input of the graph."""
+    """Return whether the traced ``tensor`` is a parameter, buffer or input of the graph, or a view of one."""
     memory = _find_tensor_memory(tensor)
     return memory is not None and memory.op == "placeholder"
 
@@ -515,7 +516,8 @@ def _node_of(tensor: Tensor) -> fx.Node | None:
 
 
 def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
-    """Return the first graph node of the memory in which a traced tensor lies; ``None`` if the tensor is not traced."""
+    """Return the graph node that first created the memory in which ``tensor`` lies (a view shares the memory of its
+    base); ``None`` if the tensor is not traced."""
     node = _node_of(tensor)
     return memory_of(node) if node is not None else None
 
@@ -620,7 +622,7 @@ def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) ->
 
 
 def _may_be_held(node: fx.Node) -> bool:
-    """Return whether a node's value may share its memory with a parameter, a buffer or an input of the graph."""
+    """Return whether the value of ``node`` may share its memory with a parameter, a buffer or an input of the graph."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
@@ -663,7 +665,7 @@ def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> d
 
 
 def _read_written_numbers(value: Tensor) -> Any | None:
-    """Return a buffer's value as one number if all elements are equal, otherwise as nested lists.
+    """Return ``value``, the tensor of a buffer, as one number if all elements are equal, otherwise as nested lists.
 
     Return ``None`` if the buffer is too large or has no plain values (a fake, meta, complex, sparse or quantized
     tensor).

@@ -165,11 +165,11 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
 def _with_caches_settled(
     model: nn.Module, twin: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
-    """Decide whether the model is traced with its generation (key/value) caches. Return the twin to trace and notes for
-    the user.
+    """Decide whether ``model`` is traced with its generation (key/value) caches. Return the twin to trace, which is a
+    copy of the model with fake parameters, and notes for the user.
 
-    The twin is a copy of the model with fake parameters. It makes caches only if the result of forward depends on them.
-    ``twin``: the copy to begin with.
+    Caches stay on only if the result of forward depends on them. ``twin``: a twin with the caches off, with which this
+    is tested.
 
     Args:
         arguments: positional and keyword arguments of forward.
@@ -187,8 +187,8 @@ def _with_caches_settled(
 
 
 def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]:
-    """Return a note that names the buffers whose values decided what forward computes; an empty tuple if there are
-    none.
+    """Return a tuple of one note for the user that names the buffers whose values decided what forward computes; an
+    empty tuple if there are none.
 
     Raises :class:`UnsupportedError` if forward also changes such a buffer. ``captured``: the model's graph.
 
@@ -227,7 +227,7 @@ def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _build_tensor_key(tensor: Tensor) -> Any:
-    """Return a key that is equal for two tensors if they are the same memory, seen with the same dtype, shape and
+    """Return a hashable key of ``tensor``. Keys are equal for two tensors with the same memory, dtype, shape and
     strides.
 
     For a tensor without values or elements, the key is its ``id``.
@@ -258,7 +258,8 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
 def _fit_program(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Return an exported program with fixed shapes for ``inputs``, and an empty tuple of notes.
+    """Return an exported program with fixed shapes for ``inputs``, and the notes for the user, which are always an
+    empty tuple here (other sources of a program have notes).
 
     ``program`` is returned unchanged if it has fixed shapes; one with dynamic shapes is exported again on the inputs,
     with a batch dim of ``global_batch`` samples (``None``: of the size in ``inputs``). Raises :class:`InputsError` if

@@ -81,14 +81,14 @@ class Counter:
 
 @dataclass(frozen=True)
 class ParameterlessCopy:
-    """A copy of a model for tracing, also called the twin, whose parameters and buffers are fake tensors; with options
-    of a trace.
+    """A copy of a model for tracing (also called the twin), whose parameters and buffers are fake tensors, with options
+    and records of the trace.
 
     ``mode``: the mode of the fake tensors. ``caches``: configurations in which generation caches were on; they are
     switched off unless ``kept`` is true. ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions
     take effect; ``None`` if none do. ``module``: the copy. ``held``: the original model's buffers with values, by name.
-    ``asked``: names of the buffers whose values decided what forward does. ``hits``: loops over the experts that have
-    rows, found in the trace. ``numbers``: values of inputs that are Python numbers, by path. Forward gets a tensor-like
+    ``asked``: names of the buffers on whose values forward branched. ``hits``: a record of the traced loops over the
+    experts that have rows. ``numbers``: values of inputs that are Python numbers, by path. Forward gets a tensor-like
     lifted number for each, and ``scope`` records how forward used them. ``counters``: Python numbers that forward
     changes, held as buffers. ``attributes``: values by (module path, attribute name) that are set before forward runs.
     ``warm_up``: called on each new twin before it is traced, to run forward once.
@@ -169,7 +169,7 @@ def cast_floating_dtype(dtype: torch.dtype, to: torch.dtype | None) -> torch.dty
 def export_parameterless_copy(
     twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
 ) -> ExportedProgram:
-    """Trace a twin (a copy of the model with fake tensors) with ``torch.export``, and return the exported program.
+    """Trace ``twin``, a copy of the model with fake tensors, with ``torch.export``, and return the exported program.
 
     Raises :class:`InputsError` if forward fails on these inputs even without a trace, and :class:`CaptureError` with
     the model's source line and torch.export's reason if it cannot be traced.
@@ -227,9 +227,11 @@ def export_parameterless_copy(
 
 @contextlib.contextmanager
 def _silence_torch() -> Iterator[None]:
-    """Return a context without torch's warnings and logs, fused encoder kernels, and argument checks of distributions.
+    """Return a context for a trace in which torch issues no warnings and logs, uses no fused kernels for transformer
+    encoders, and does not check the arguments of ``torch.distributions``.
 
-    The fused kernels would hide the encoder's operators from the trace, and the checks would read values.
+    The fused kernels would hide the encoder's operators from the trace, and the checks would read values of tensors,
+    which a trace does not have.
     """
     fused, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
     looks = Distribution._validate_args
@@ -268,8 +270,8 @@ def _inference_traced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
-    """Return a context in which the model's forward returns its results in containers that pytree knows, such as dicts
-    for dataclasses.
+    """Return a context in which the forward of ``model`` returns its results in containers that pytree knows, such as
+    dicts for dataclasses.
 
     Args:
         bare: replace results that are neither tensors nor plain values, such as cache objects, by ``None``.
@@ -306,8 +308,8 @@ def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
 
     @functools.wraps(forward)
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        """Call forward with lifted numbers in place of Python numbers, write the counters to their buffers, and return
-        the output.
+        """Call forward with lifted numbers (which compute with tensors of the graph) in place of Python numbers, write
+        the numbers that forward changed to their buffers, and return the output.
         """
         twin.scope.start()
         holders = [(vars(twin.module.get_submodule(c.path)), c) for c in twin.counters]
@@ -397,12 +399,14 @@ _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by;
 def try_forward(
     twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
 ) -> Any:
-    """Call the forward of a twin (a copy of the model with fake tensors) on ``args`` and ``kwargs`` without a trace.
+    """Call the forward of ``twin``, a copy of the model with fake tensors, with the arguments ``args`` and ``kwargs``,
+    without a trace.
 
     Return the output, or the exception that forward raises.
 
     Args:
-        constants: give values to tensors that depend on neither inputs nor weights.
+        constants: whether tensors that forward creates from neither inputs nor weights have values; otherwise they are
+            fake, too.
     """
     try:
         mode = contextlib.nullcontext() if constants else twin.mode
@@ -417,7 +421,7 @@ def _trace_conversions(twin: ParameterlessCopy) -> contextlib.AbstractContextMan
 
 
 def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
-    """Return the exception that a model's forward raises on these arguments without a trace.
+    """Return the exception that a model's forward raises with the arguments ``args`` and ``kwargs`` without a trace.
 
     Return ``None`` if it raises none, or only because fake tensors have no values. ``twin``: a copy of the model with
     fake tensors.
@@ -429,8 +433,8 @@ def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dic
 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return an error message on ``error``, which the model's forward raised on these arguments: line, reason and input
-    shapes.
+    """Return an error message on ``error``, which the forward of ``model`` raised with the arguments ``args`` and
+    ``kwargs``: source line, reason and input shapes.
     """
     return (
         f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
@@ -473,11 +477,11 @@ _ADVICE = {
 
 
 def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str]) -> str:
-    """Return an error message on why the model cannot be traced, with its source line and advice.
+    """Return an error message on why ``model`` cannot be traced, with its source line and advice.
 
     Args:
         error: the exception that torch.export raised.
-        drawn: names of the random operators whose result forward tried to read as a number last.
+        drawn: names of the random operators from whose result forward tried to read the last number; empty if none.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = place_of(error), f"{type(error).__name__}: {error}"
@@ -498,7 +502,8 @@ def _read_first_line(error: Exception) -> str:
 
 
 def place_of(error: Exception, *, but: str = "") -> str:
-    """Return `` at file:line (code)`` of the innermost frame of an exception's traceback that is in the user's code.
+    """Return `` at file:line (code)``, for messages, of the innermost frame in the traceback of ``error`` that is in
+    the user's code.
 
     Return an empty text if there is none.
 
@@ -514,14 +519,15 @@ def place_of(error: Exception, *, but: str = "") -> str:
 
 
 def _line_now() -> str:
-    """Return `` (file:line)`` of the innermost line of the user's code on the present stack; empty if there is none."""
+    """Return `` (file:line)`` of the innermost line of the user's code on the present call stack, for messages; an
+    empty text if there is none."""
     frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
     return f" ({shorten_file_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 def line_of(frame: FrameType) -> str:
-    """Return `` at file:line (code)`` for the line that a stack frame executes; ``(code)`` is left out if it cannot be
-    read.
+    """Return `` at file:line (code)`` for the line that the stack frame ``frame`` executes; ``(code)`` is left out if
+    it cannot be read.
     """
     code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return f" at {shorten_file_path(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")

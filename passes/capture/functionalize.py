@@ -65,7 +65,7 @@ _NOTHING: dict[Any, Callable[..., bool]] = {
 
 
 def does_nothing(node: fx.Node) -> bool:
-    """Return whether an operator returns its first operand itself, because there is nothing to do for these arguments.
+    """Return whether the operator ``node`` returns its first operand itself, because its arguments leave nothing to do.
 
     An example is ``contiguous`` of a contiguous tensor.
     """
@@ -90,7 +90,8 @@ _KEEPS_NOTHING = frozenset(
 class StorageTracker:
     """Tracks which nodes of a graph share memory, which require a gradient, and which are written to.
 
-    Call :meth:`follows` for each node that is appended to the graph, in order. The keys of all tables are nodes.
+    Call :meth:`follows` for each node that is appended to the graph, in order. All dicts of this object have nodes as
+    keys.
     """
 
     def __init__(self) -> None:
@@ -113,8 +114,8 @@ class StorageTracker:
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
     def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
-        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand of operators in regions where
-        gradients are off, so that both share memory and writes."""
+        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in regions where gradients are
+        off. Both share memory, and a write to one of them is a write to the other."""
         self._without[detached] = node
         self.follows(detached)
 
@@ -192,7 +193,7 @@ class StorageTracker:
 
 
 def _format_operator_line(node: fx.Node) -> str:
-    """Return an operator's name and source line, for messages."""
+    """Return the name and source line of the operator ``node`` as text, for messages."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     return f"{name}, {source_of(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
 
@@ -215,7 +216,7 @@ def _get_node_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _written_nodes(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory an operator writes to; empty for operators that change only a tensor's shape in
+    """Return the nodes to whose memory the operator ``node`` writes; empty if it changes only a tensor's shape in
     place.
     """
     shapes_alone = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
@@ -244,8 +245,8 @@ _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
 def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
-    """Return the program as one flat graph of operators that write to none of their operands. The given program is not
-    changed.
+    """Return the exported program ``program`` as one flat graph of operators that write to none of their operands. The
+    given program is not changed.
 
     Raises :class:`UnsupportedError` for a region or an operator that cannot be converted exactly.
 
@@ -348,7 +349,7 @@ def _untie_buffers(program: ExportedProgram) -> None:
 
 
 def _allocate_tensor_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor of the same shape and type, in memory of its own."""
+    """Return an uninitialised tensor with the shape and dtype of ``tensor``, in memory of its own."""
     with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():
         return torch.empty_like(tensor)
 
@@ -416,7 +417,8 @@ class _RegionInliner:
         return self.graph
 
     def inline_body(self, owner: fx.GraphModule, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copy the operators of ``owner``'s graph, and return the copies of its outputs.
+        """Copy the operators of the graph of ``owner`` to the end of the new graph, and return the copies of its
+        outputs.
 
         Args:
             env: maps original nodes to their copies.
@@ -432,8 +434,8 @@ class _RegionInliner:
         raise AssertionError("a graph ends in an output node")
 
     def inline_operator(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copy one operator into the new graph, and return the node or value that replaces it; ``None`` for an
-        assertion.
+        """Copy the operator ``node`` into the new graph, and return the node or value that replaces it; ``None`` for an
+        assertion, which is left out.
 
         Args:
             env: maps original nodes to their copies.
@@ -455,8 +457,8 @@ class _RegionInliner:
         return self.copy_node(node, env, grad)
 
     def inline_region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Inline the sub-graph of a node that switches gradients or autocast. Return the copies of the sub-graph's
-        outputs.
+        """Copy the sub-graph of ``node``, which switches gradients or autocast, into the new graph. Return the copies
+        of the sub-graph's outputs.
 
         Args:
             env: maps original nodes to their copies.
@@ -490,7 +492,8 @@ class _RegionInliner:
     def insert_function_call(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into.
 
-        A later decomposition traces it. No operand requires a gradient, so only the function's forward matters.
+        The function is traced later, when operators are decomposed. None of its operands requires a gradient, so its
+        backward is not needed.
 
         Args:
             node: the original node of the call, whose metadata is copied.
@@ -521,10 +524,11 @@ class _RegionInliner:
         return made
 
     def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return a ``detach`` of ``value``, a node that requires a gradient; ``value`` itself if it is no
-        floating-point tensor.
+        """Return a node that has the value of ``value`` but requires no gradient: a ``detach`` of it, or ``value``
+        itself if it is no floating-point tensor.
 
-        Each value is detached once. ``reader``: the original node that reads it, from which metadata is copied.
+        Later calls with the same value return the same ``detach``. ``reader``: the original node that reads it, from
+        which metadata is copied.
         """
         if not _is_floating_node(value):
             return value
@@ -547,8 +551,8 @@ def _line_of(node: fx.Node, args: list[Any]) -> str:
 
 
 def _own_function(args: list[Any]) -> Callable[..., Any] | None:
-    """Return the function behind a call that torch.export did not trace into, if it applies a
-    ``torch.autograd.Function``.
+    """Return the Python function that a call which torch.export did not trace into would execute, if this function
+    applies a ``torch.autograd.Function``.
 
     Return ``None`` for any other function.
 

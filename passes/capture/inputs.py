@@ -72,7 +72,7 @@ def plain_numbers(arguments: Bound) -> dict[str, int | float]:
 
 
 def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
-    """Return the arguments with a 0-dimensional fake tensor in place of each Python number whose path is in
+    """Return ``arguments`` with a 0-dimensional fake tensor in place of each Python number whose path is in
     ``twin.numbers``.
 
     The tensor is float64 for a float, int64 for an int.
@@ -92,7 +92,7 @@ def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
 
 
 def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
-    """Return a description of each named parameter of the model's ``forward``, in order, with its default.
+    """Return a description of each named parameter of the ``forward`` of ``model``, in order, with its default.
 
     ``*args`` and ``**kwargs`` are left out.
     """
@@ -109,8 +109,8 @@ def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
 def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
     """Return ``inputs`` as (positional arguments, keyword arguments).
 
-    ``None`` stands for the sample inputs of the model or program. Raises :class:`InputsError` if there are none, or if
-    ``inputs`` is neither a tensor, a tuple, a list nor a mapping.
+    ``None`` stands for the sample inputs of ``model``, a module or an exported program. Raises :class:`InputsError` if
+    there are none, or if ``inputs`` is neither a tensor, a tuple, a list nor a mapping.
     """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -136,9 +136,9 @@ def _read_example_inputs(program: ExportedProgram) -> Bound:
 
 
 def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
-    """Return the sample inputs that a Hugging Face model offers, as keyword arguments.
+    """Return the sample inputs that ``model`` offers if it is a Hugging Face model, as keyword arguments.
 
-    Raises :class:`InputsError` if the model has none.
+    Raises :class:`InputsError` if it has none.
     """
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     accepted = inspect.signature(model.forward).parameters
@@ -194,7 +194,7 @@ def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None
 
 
 def python_number(value: Any) -> Any:
-    """Return a NumPy number or boolean as a Python one; return any other value unchanged."""
+    """Return ``value`` as a Python number or boolean if it is one of NumPy; otherwise return it unchanged."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
 
 

@@ -77,7 +77,8 @@ class _Variable:
 
     ``what`` describes it for messages. ``read`` and ``write`` get and set its present value, ``value`` is the value
     before forward. ``content`` is a copy of the elements if the value is a container, else ``None``. ``told`` is a key
-    of the value before forward; a later value with another key has changed.
+    that represents the value before forward, for comparison: the variable has changed if its later value has another
+    key.
     """
 
     what: str
@@ -168,10 +169,10 @@ class PythonState:
             _set_generator_state(generator, state)
 
     def draw_first(self, module: nn.Module, below: bool) -> None:
-        """Seed all random generators of Python and NumPy, including attributes of ``module``, for extreme first draws.
+        """Seed all random generators of Python and NumPy, including those that are attributes of ``module``, so that
+        the first uniform number that each draws is near 0 if ``below`` is true, otherwise near 1.
 
-        The first uniform draw of each is near 0 if ``below`` is true, otherwise near 1. Traces after either seed show
-        whether draws have an effect.
+        If traces after both seeds differ, the drawn numbers have an effect on what forward computes.
         """
         own = [value for part in module.modules() for value in vars(part).values()]
         for generator in (*(g for _, g, _ in self.generators), *(v for v in own if _generator_state(v) is not None)):
@@ -255,13 +256,15 @@ def _make_fixed_variable(what: str, value: Any) -> _Variable:
 
 
 def _copy_mutable_value(value: Any) -> Any:
-    """Return a shallow copy of a list, set, dict or deque; ``None`` for a large one and for any other value."""
+    """Return a shallow copy of ``value`` if it is a list, set, dict or deque; ``None`` if it has too many elements or
+    is anything else."""
     mutable = isinstance(value, list | set | dict | collections.deque) and len(value) <= _MOST_ELEMENTS
     return type(value)(value) if mutable and type(value) in (list, set, dict, collections.deque) else None
 
 
 def _functions_in(codes: list[Any]) -> Iterator[types.FunctionType]:
-    """Yield the Python functions of the user's code among ``codes``, and those that they wrap or close over, each once.
+    """Yield the Python functions of the user's code among ``codes``, and those that they wrap or refer to in closures.
+    Each function is yielded once.
 
     ``codes``: functions, methods, partials and callable objects; anything else is ignored.
     """
@@ -302,7 +305,7 @@ def _cell_has_data(cell: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether the value of a Python variable may be state that forward changes.
+    """Return whether ``value``, that of a Python variable, may be state that forward changes.
 
     Classes, functions, modules and tensors are not.
     """
@@ -334,7 +337,8 @@ def _has_code_of_users(module: str) -> bool:
 
 
 def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
-    """Return a key of ``value`` that differs after a change of the value; an unknown object is represented by its type.
+    """Return a hashable key of ``value``, to find out later whether the value has changed: the key is then different.
+    An object of an unknown class is represented by its type alone.
 
     Args:
         known: keys of objects that were visited already, by ``id``.
@@ -532,8 +536,8 @@ def same_computation(one: Captured, other: Captured) -> bool:
 
 
 def _build_capture_key(captured: Captured) -> Any:
-    """Return a key of a captured graph that is equal for graphs with the same operators, outputs, state updates and
-    loss.
+    """Return a key of the graph of ``captured`` that is equal for graphs with the same operators, outputs, state
+    updates and loss.
 
     Values that depend on constants alone are represented by a hash of their elements.
     """
@@ -574,7 +578,7 @@ def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Return whether a node is a deterministic operator of torch whose result is small enough to be computed and
+    """Return whether ``node`` is a deterministic operator of torch whose result is small enough to be computed and
     compared.
     """
     tags, given = getattr(node.target, "tags", ()), node.meta.get("val")
@@ -588,8 +592,8 @@ def _on_cpu(argument: Any) -> Any:
 
 
 def _digest_constant_value(value: Any) -> str:
-    """Return a text that is equal for equal values; a tensor is represented by its shape, its dtype and a hash of its
-    bytes.
+    """Return a text that represents ``value``, equal for equal values; a tensor is represented by its shape, its dtype
+    and a hash of its bytes.
     """
     if isinstance(value, tuple | list):
         return repr([_digest_constant_value(v) for v in value])

@@ -94,7 +94,8 @@ class Tracer:
         return PythonState.of(module, self.model.forward, self.loss, *self.functions)
 
     def capture(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
-        """Trace forward and return the result; Python state that forward changed is restored afterwards.
+        """Trace the forward of ``twin`` and return the result; Python state that forward changed is restored
+        afterwards.
 
         Raises :class:`UnsupportedError` if forward changes Python state that has an effect on what it computes and that
         cannot become a buffer of the plan.
@@ -118,11 +119,11 @@ class Tracer:
         return trace
 
     def trace(self, twin: ParameterlessCopy, arguments: Bound, uses: Mapping[str, str]) -> Trace:
-        """Trace ``twin``, a copy of the model with fake tensors, and return the captured graph with facts about the
+        """Trace ``twin``, a copy of the model with fake tensors, and return the captured graph with a record of the
         trace.
 
-        If forward loops over the experts that have rows, variants with empty masks are traced as well, to prove that
-        the loop over all experts is exact.
+        A loop of forward over the experts that some row chose is traced as a loop over all experts. To prove that this
+        is exact, forward is then also traced without even and without odd experts.
 
         Args:
             arguments: (positional arguments, keyword arguments) of forward.
@@ -162,8 +163,8 @@ class Tracer:
     # -- numbers of the inputs
 
     def _trace_with_numbers(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool) -> Trace:
-        """Trace ``twin`` with Python numbers of the inputs as tensors where forward accepts that, else with fixed
-        numbers.
+        """Trace ``twin``, a copy of the model with fake tensors, and return the result. Inputs that are Python numbers
+        become tensors if forward accepts that; otherwise their values are fixed in the graph.
 
         ``lift_numbers``: whether to try tensors at all. ``arguments``: (positional, keyword) arguments of forward.
         """
@@ -188,8 +189,8 @@ class Tracer:
         numbers, uses = plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
-            """Return whether forward accepts the numbers ``chosen`` (path -> value) as tensors; record the use that
-            prevents a single one.
+            """Return whether forward accepts the numbers ``chosen`` (path -> value) as tensors; if ``chosen`` has a
+            single number, also record the use that prevents it (an empty text if none does).
             """
             tried = self.renew(twin, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
@@ -207,9 +208,10 @@ class Tracer:
         self, twin: ParameterlessCopy, arguments: Bound, left: Attributes
     ) -> tuple[Captured, ParameterlessCopy]:
         """Trace a twin (a copy of the model with fake tensors) once. Return the captured graph and the twin that was
-        traced in the end.
+        traced.
 
-        Of equal layers only one is traced; if that fails, a new twin is traced in full.
+        Of equal layers only one is traced. If that fails, a new twin is traced with all layers, and is the one
+        returned.
 
         Args:
             twin: the twin to trace.
@@ -224,11 +226,11 @@ class Tracer:
         def made(
             twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return the captured graph of the exported program ``program``, and ``twin``. If forward loops over
-            experts, the graph also has two variants in its field ``turns``, in which the row masks of even and of odd
-            experts are empty.
+            """Return the captured graph of the exported program ``program``, and ``twin``. If forward loops over the
+            experts that some row chose, the field ``turns`` of the result has two variants of the graph, with empty row
+            masks of even and of odd experts.
 
-            ``finish``: a last rewrite of the captured graph.
+            ``finish``: function that rewrites the captured graph at the end.
             """
             hits = twin.hits
             hits.check()
@@ -285,7 +287,8 @@ class Tracer:
         return made(twin, flatten_program(program, own), lambda captured: captured)
 
     def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
-        """Return a new twin (a copy of the model with fake tensors) for another attempt at the same trace.
+        """Return a new copy of the model with fake tensors, like ``twin``, because a trace failed and is repeated in
+        another way.
 
         Args:
             hits: an empty record of loops over experts for the new trace.
@@ -306,7 +309,7 @@ class Tracer:
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
             """Call the model's forward, and return its output, or (output, loss) if there is a loss function. At the
-            end, store the attributes of all modules."""
+            end, store the attributes of all modules, to find out later which ones forward changed."""
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
             left.clear()
@@ -323,7 +326,7 @@ def make_hookless_twin(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """Return a twin of the model, a copy with fake tensors, without the hooks that only observe.
+    """Return a twin of ``model``, which is a copy with fake tensors, without the hooks that only observe.
 
     Forward hooks of the outermost module become part of its forward.
 
@@ -369,7 +372,7 @@ def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
 
 # --- Python state that the forward changes ----------------------------------------------------------------------------
 class _NotRun(Exception):
-    """Raised if forward cannot be run without being traced."""
+    """Raised if forward fails when it is called without a trace."""
 
 
 @dataclass
@@ -466,7 +469,7 @@ class _Settling:
 
     def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
         """Check the trace in which the Python numbers that forward changes are buffers. Return (trace to use, list of
-        notes for the user): this trace, or the first one if no result depends on these numbers.
+        notes for the user): ``counted``, or the first trace if no result depends on these numbers.
 
         Args:
             counted: the trace with buffers in place of the numbers.
@@ -537,7 +540,8 @@ class _Settling:
         return second, [c for c in changed if not c.generator]
 
     def _run_once(self, arguments: Bound, twin: ParameterlessCopy) -> None:
-        """Call the forward of ``twin`` (a copy of the model with fake tensors) from the state before the first call.
+        """Call the forward of ``twin`` (a copy of the model with fake tensors), with Python state as it was before the
+        first call, to bring the twin into the state after one call.
 
         Tensors that forward stores have values if these depend on neither inputs nor weights. Raises :class:`_NotRun`
         if forward fails. ``arguments``: (positional, keyword) arguments of forward.
@@ -563,8 +567,8 @@ class _Settling:
     # -- what is said
 
     def _refuse_state_changes(self, changes: Sequence[StateChange]) -> None:
-        """Raise :class:`UnsupportedError`, because ``changes`` of Python state have an effect on the next call of
-        forward.
+        """Raise :class:`UnsupportedError` with the message that forward changes Python state (``changes``) which has an
+        effect on its next call.
         """
         raise UnsupportedError(
             f"the forward changes {_format_changed_names(changes)}, and what it computes at its next call "
@@ -627,15 +631,16 @@ def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> b
 
 
 def _own_tensors(model: nn.Module) -> dict[int, str]:
-    """Return the names of the model's parameters and buffers that have values, by the address of their data."""
+    """Return a dict from the memory address of its data to the name of each parameter and buffer of ``model`` that has
+    values."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
     return {t.data_ptr(): name for name, t in known if t.numel()}
 
 
 def _copy_container(value: Any) -> Any:
-    """Return a shallow copy of a value that forward may change in place. Tensors, modules and functions are not
-    copied.
+    """Return a shallow copy of ``value``, such as a list, so that forward does not change the original in place.
+    Tensors, modules and functions are returned themselves.
     """
     if isinstance(value, Tensor | nn.Module | type) or callable(value):
         return value
@@ -648,23 +653,21 @@ def _copy_container(value: Any) -> Any:
 def _restore_shared_layers(
     states: Mapping[int, Sequence[ModelState | None]], canonical: Mapping[str, str], captured: Captured
 ) -> Captured:
-    """Return ``captured`` with copies of the operators of equal layers in place of the single operators that stand for
-    their calls.
+    """Return ``captured`` with the operators of all layers, if only the first of several equal layers was traced: the
+    operator that stands for a call of an equal layer is replaced by copies of the traced layer's operators.
 
-    ``states``: for each module whose parameters were removed during the trace, by number, its states in order; ``None``
-    for a state that the trace saw. ``canonical``: maps each name of a state (parameter or buffer) to the name that is
-    used for it, in the order of the model.
+    ``states``: number of a module whose parameters were removed for the trace -> its states in order, or ``None`` in
+    place of a state that was not removed. ``canonical``: maps each name of a state (parameter or buffer) to the name
+    that is used for it, in the order of the model.
     """
     return in_order(expand_layer_operators(captured, states), canonical.values())
 
 
 def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
-    """Return the states (parameters, as :class:`ModelState`) of each module whose parameters were removed during the
-    trace.
+    """Return a dict from the number of each module whose parameters were removed for the trace to its states
+    (parameters, as :class:`ModelState`) in order, with ``None`` in place of a state that was not removed.
 
-    The keys are numbers of the modules. Each list has the module's states in order, with ``None`` for states that the
-    trace saw. ``away``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for
-    it.
+    ``away``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for it.
     """
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():

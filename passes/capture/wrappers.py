@@ -34,7 +34,7 @@ _SHOWN_LEAVES = 8  # leaves that a message lists
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise :class:`InputsError` or :class:`UnsupportedError` if a module cannot be traced.
+    """Raise :class:`InputsError` or :class:`UnsupportedError` if ``model`` or a module in it cannot be traced.
 
     This is so if it has no ``forward``, packed quantized weights, uninitialised lazy parameters, or tensors that are no
     plain arrays (such as sparse ones).
@@ -73,7 +73,8 @@ def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numb
 
 
 def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
-    """Return (what the tensor is, what to do) for messages if it is not a plain array; two empty texts if it is one.
+    """Return two texts for messages, what kind of tensor ``tensor`` is and what to do, if it is not a plain array; two
+    empty texts if it is one.
 
     ``numbers``: also refuse tensors without values.
     """
@@ -168,7 +169,7 @@ _SHOWN = 3  # places that a note lists
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the model without wrapper modules, such as ``DataParallel``, and a note for the user on each kind of
+    """Return ``model`` without wrapper modules, such as ``DataParallel``, and a note for the user on each kind of
     wrapper removed.
 
     The returned model has the same tensors. A model without wrappers is returned itself. Raises
@@ -192,8 +193,8 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise :class:`UnsupportedError` if the model is sharded already, or :class:`CaptureError` if it is
-    TorchScript.
+    """Raise :class:`UnsupportedError` if ``model`` is sharded already (such as by FSDP), or :class:`CaptureError` if it
+    is TorchScript, which cannot be traced.
     """
     for path, module in model.named_modules():
         kind = next((said for of, said in _SHARDED.items() if _is_instance_of(module, of)), None)
@@ -301,7 +302,7 @@ def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 def shared_tensors(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for ``copy.deepcopy`` (``id`` of a tensor -> tensor) with which a copy of the model shares all its
+    """Return a memo for ``copy.deepcopy`` (``id`` of a tensor -> tensor) with which a copy of ``model`` shares all its
     tensors.
     """
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
@@ -358,8 +359,8 @@ def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
 def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     """Return a copy of ``function`` whose closure and defaults refer to copies of modules; itself if it refers to none.
 
-    The function that ``torch.compile`` wraps replaces its wrapper. ``memo``: maps the ``id`` of an original object to
-    its copy.
+    If ``torch.compile`` wraps ``function``, the result is from the function inside. ``memo``: maps the ``id`` of an
+    original object to its copy.
     """
     if id(function) in memo:  # it calls itself, too
         return memo[id(function)]
@@ -404,7 +405,8 @@ def take_hooks_into_forward(model: nn.Module) -> None:
     own: Callable[..., Any] = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward and its forward hooks, as calling the module would, and return the last output."""
+        """Call the model's forward pre-hooks, its forward and its forward hooks, as calling the module with these
+        arguments would, and return the output."""
         for number, hook in before.items():
             found = hook(model, args, kwargs) if number in named else hook(model, args)
             if found is not None and number in named:
@@ -425,7 +427,8 @@ def take_hooks_into_forward(model: nn.Module) -> None:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 def plain_name(name: str) -> str:
-    """Return the name of a state or module without the parts that wrapper modules add, such as ``_orig_mod``."""
+    """Return ``name``, that of a parameter, buffer or module, without the parts that wrapper modules add, such as
+    ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 

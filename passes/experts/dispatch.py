@@ -52,10 +52,10 @@ def spread_experts(
     Args:
         regions: the parts of the block that compute by expert.
         axis: the mesh axis, which has ``size`` ranks.
-        merged: a mesh axis whose ranks are a subset of those of ``axis``. Gradients of the experts are not summed over
-            it, because its ranks have different experts.
-        apart: all mesh axes whose ranks are a subset of those of ``axis``; no operator of the experts may communicate
-            over them.
+        merged: a mesh axis, such as ``tp``, along which the ranks hold different experts afterwards, so that gradients
+            of the experts are not summed over it; ``None`` if there is none.
+        apart: all mesh axes along which the ranks hold different experts afterwards; no operator of the experts may
+            communicate over them.
     """
     rewriter = _Spreader(axis, size, merged, apart)
     for region in regions:
@@ -70,11 +70,12 @@ def spread_experts(
 class _Spreader:
     """Builds the graph of a block in which each rank of a mesh axis has some of the experts.
 
-    ``axis``, ``size``: the mesh axis and its number of ranks. ``merged``, ``apart``: mesh axes whose ranks have
-    different experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that
-    indexes experts. ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to their
-    copies, ``inside`` maps nodes within them. ``routes``: for each node of expert numbers, the three results of the
-    operator that computes where rows go.
+    ``axis``, ``size``: the mesh axis and its number of ranks. ``apart``: mesh axes along which ranks have different
+    experts, so that experts must not communicate over them. ``merged``: the one of them over which the block was
+    sharded before, or ``None``. ``tables``: nodes that are computed only from the experts' parameters, each with the
+    dim that indexes experts. ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to
+    their copies, ``inside`` maps nodes within them. ``routes``: for each node with the expert numbers of rows, three
+    nodes: the order of the rows by expert, the counts of rows per rank, and the experts of the received rows.
     """
 
     def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
@@ -110,8 +111,8 @@ class _Spreader:
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
 
     def _shard_table_node(self, node: fx.Node, dim: int) -> None:
-        """Copy a node that is computed only from the experts' parameters, so that it computes the part of one rank's
-        experts.
+        """Copy ``node``, which is computed only from the experts' parameters, to the new graph, where it computes the
+        part that belongs to the experts of one rank.
 
         Raises :class:`UnsupportedError` if the operator cannot be sharded by expert.
 
@@ -144,8 +145,8 @@ class _Spreader:
         self.env[node] = local
 
     def _copy_region_node(self, node: fx.Node, region: ExpertRegion) -> None:
-        """Copy an operator that computes by expert to the new graph. If it is read outside of ``region``, its rows are
-        sent back.
+        """Copy ``node``, an operator of the expert region ``region``, to the new graph, where it works on the rows that
+        were sent to this rank. If it is read outside of the region, append the collective that sends its rows back.
 
         Raise :class:`UnsupportedError` if it cannot work on another number of rows.
         """
@@ -164,11 +165,11 @@ class _Spreader:
             self.env[node] = self._return_from_experts(made, node, region)
 
     def _find_region_operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """Return the node that the new graph reads in place of ``node``, an operand in a part that computes by expert
-        (``region``).
+        """Return the node that the new graph reads in place of ``node``, an operand of an operator in ``region`` (a
+        part of the block in which experts compute).
 
-        If ``node`` comes from outside of this part, the result is its rows that were sent to this rank, otherwise its
-        copy.
+        If ``node`` is outside of the region, the result is the node with those of its rows that were sent to this rank;
+        otherwise it is the copy of ``node``.
         """
         if node in region.nodes:
             return self.inside[node]
@@ -185,8 +186,8 @@ class _Spreader:
         """Return the nodes (order of the rows by expert, counts of rows per rank, expert of each received row) for
         ``region``.
 
-        The operator that computes them is appended once for each node of expert numbers. ``like``: a node whose
-        metadata is copied.
+        The operator that computes the three is appended at the first call for a node of expert numbers
+        (``region.keys``); later calls return the same nodes. ``like``: a node whose metadata is copied.
         """
         assert region.keys is not None
         if region.keys not in self.routes:
@@ -243,8 +244,8 @@ class _Spreader:
     def _check_rows(
         self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise :class:`UnsupportedError` if the arguments of an operator fix the number of rows, which differs between
-        ranks.
+        """Raise :class:`UnsupportedError` if the arguments of ``node`` fix the number of rows, which is not possible
+        because it differs between ranks.
 
         To find out, the operator is executed on meta tensors with more rows. ``args``, ``kwargs``: its arguments in the
         new graph. ``region``: the part of the block that contains it.
@@ -276,7 +277,8 @@ class _Spreader:
 
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
-    """Return the shape argument of a reshape or expand that computes by expert, adapted to the experts of one rank.
+    """Return the shape argument of ``node``, a reshape or expand in an expert region, adapted to the experts and rows
+    of one rank.
 
     Args:
         region: the part of the block that contains ``node``.

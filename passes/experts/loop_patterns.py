@@ -41,13 +41,13 @@ _LEAST = 2  # experts in a loop
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over experts, given by the nodes (``chain``) that sum the outputs of all experts or select between them by
-    row.
+    """A loop over experts, recognised by its ``chain``: the nodes that add the outputs of all experts, or that select
+    by row between them.
 
-    ``parts[i]`` is the output of expert ``first + i``. Its rows are those where the tensor ``of``, with the chosen
-    expert numbers, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of ``of``. ``others``:
-    further operands of the chain. ``adds``: whether the chain is a sum. ``where``: the shape of the masks by which the
-    chain selects; empty for a sum.
+    ``parts[i]`` is the output of expert ``first + i``. The expert's rows are those where ``of``, the tensor with the
+    expert numbers that rows chose, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of ``of``.
+    ``others``: operands of the chain that are no expert's output. ``adds``: whether the chain is a sum. ``where``: the
+    shape of the masks by which the chain selects; empty for a sum.
     """
 
     parts: tuple[fx.Node, ...]
@@ -85,8 +85,8 @@ def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _own_rows(addend: fx.Node) -> RoutingChoice | None:
-    """Return a description of the mask of one expert's rows (the tensor of chosen experts and the expert's number)
-    outside of which the term ``addend`` of a sum is zero; ``None`` if there is no such mask."""
+    """Return which rows of ``addend``, the output of one expert in a sum over experts, may be non-zero: those where a
+    tensor of chosen expert numbers equals the expert's number. Return ``None`` if it was not masked in this way."""
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
         node = node.args[0]
@@ -99,7 +99,8 @@ def _own_rows(addend: fx.Node) -> RoutingChoice | None:
 def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """Yield the loops over experts whose outputs a chain of ``where`` operators that ends in ``head`` combines.
 
-    Each ``where`` selects its expert's output in the expert's own rows, and the rest of the chain in the others.
+    Each ``where`` selects one expert's output in the rows that chose this expert; in other rows it selects the result
+    of the ``where`` before it.
 
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
@@ -125,8 +126,8 @@ def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _find_condition_shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of the condition of the ``where`` node before expansion, with leading dims of size 1 up to the
-    rank of the result.
+    """Return the shape of the condition of ``node``, a ``where``, before the condition is expanded to the result's
+    shape. Dims of size 1 are added in front up to the rank of the result.
     """
     condition: Any = node.args[0]
     while condition.target is aten.expand.default:
@@ -206,15 +207,16 @@ _OVER = (aten.sum.dim_IntList, aten.any.dim)
 
 @dataclass(frozen=True)
 class ExpertColumn:
-    """The corresponding values of all experts in a loop, stored in ``node`` with the experts as its last dim."""
+    """One value of each expert in a loop, such as the expert's column of the router's weights, stored together in
+    ``node`` with the experts as its last dim."""
 
     node: fx.Node
 
 
 class ExpertColumns:
-    """Appends operators on :class:`ExpertColumn` values, which hold a value of each expert in a loop, to a graph.
-    ``build``: appends operators to the graph. ``loop``: the loop over experts. ``numbers``: assigns equal integers to
-    nodes that compute the same value."""
+    """Appends operators to a graph that compute a value of each expert in a loop for all experts at once
+    (:class:`ExpertColumn`). ``build``: appends operators to the graph. ``loop``: the loop over experts. ``numbers``:
+    assigns equal integers to nodes that compute the same value."""
 
     def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
@@ -240,8 +242,8 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Return a boolean value with the experts of the loop as last dim, which is true at the expert that a row
-        chose."""
+        """Return a boolean value with the experts of the loop as last dim, and the dims of the tensor of chosen expert
+        numbers before it. It is true where the number is that of the expert."""
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
         if self.loop.first:
@@ -250,10 +252,10 @@ class ExpertColumns:
         return ExpertColumn(self.build(aten.eq.Tensor, apart, every))
 
     def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
-        """Apply the operator of ``node``, which each expert of a loop has, to values with the experts as last dim.
+        """Append one operator that computes for all experts of a loop what ``node`` computes for the first, and return
+        its result, with the experts as last dim.
 
-        Return the result with the experts as last dim. Raises :class:`Different` if the operator cannot work in this
-        way.
+        Raises :class:`Different` if the operator cannot work in this way.
 
         Args:
             node: the operator of the loop's first expert.
@@ -296,8 +298,8 @@ class ExpertColumns:
 
     def _append_expert_dim(self, argument: Any) -> Any:
         """Return ``argument``, an argument of an operator, in a form that broadcasts with values that have the experts
-        as last dim. For a value that has this dim, it is the value's node; another node gets a last dim of size 1;
-        anything else stays."""
+        as last dim. An :class:`ExpertColumn` becomes its node; any other node with dims gets a last dim of size 1;
+        everything else stays as it is."""
         if isinstance(argument, ExpertColumn):
             return argument.node
         if isinstance(argument, fx.Node) and get_node_tensor(argument).dim():
@@ -309,8 +311,8 @@ class ExpertColumns:
 class ExpertMask:
     """The masks of all experts in a loop: each is true in the expert's own rows, or in all other rows if ``negated``.
 
-    ``dim``: the index of the dim of the rows; ``None`` if the rows are not in one dim yet. ``plain``: whether the mask
-    has the dims of the tensor with the chosen expert numbers.
+    ``dim``: the index of the dim of the rows; ``None`` as long as the rows are spread over several dims (such as batch
+    and position). ``plain``: whether the mask has the dims of the tensor with the chosen expert numbers.
     """
 
     dim: int | None
@@ -330,8 +332,8 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class MultiResultRows:
-    """The results of the operator ``node``, in which each row is computed by its own expert. ``dims[k]``: the index of
-    the row dim of result ``k``."""
+    """The results of the operator ``node``, which returns several tensors, in which each row is computed by its own
+    expert. ``dims[k]``: the index of the row dim of result ``k``."""
 
     node: fx.Node
     dims: tuple[int, ...]
@@ -339,7 +341,8 @@ class MultiResultRows:
 
 @dataclass(frozen=True)
 class ExpertSum:
-    """The sum (``node``) of the outputs of all experts in a loop, of which at most one is non-zero in each row."""
+    """The sum (``node``) of the outputs of all experts in a loop, of which at most one is non-zero in each row (that of
+    the expert that the row chose)."""
 
     node: fx.Node
 
@@ -363,7 +366,8 @@ class ExpertParameter:
 
 @dataclass(frozen=True)
 class PackedParameter:
-    """One parameter that holds those of all experts, along dim 0 of ``node``."""
+    """One tensor, the result of ``node``, that holds the corresponding parameters of all experts in a loop, with the
+    experts as dim 0."""
 
     node: fx.Node
 
@@ -381,10 +385,11 @@ Merged = (
 
 
 class LoopWeights:
-    """Reads the parameters of all experts in a loop, and appends the operators that this needs to the graph.
+    """Merges the parameters that the experts of a loop read, and appends operators on the merged parameters to the
+    graph.
 
-    ``read``: whether any parameter was read. ``packing``: stacks parameters of several experts. ``build``: appends
-    operators. ``loop``: the loop over experts.
+    ``read``: whether any parameter was read. ``packing``: stacks the separate parameters of several experts into one.
+    ``build``: appends operators. ``loop``: the loop over experts.
     """
 
     def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:

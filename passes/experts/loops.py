@@ -61,10 +61,10 @@ _ROUTED = "loops over experts are computed as products of each row with its expe
 
 
 def route_loops(captured: Captured) -> Captured:
-    """Return ``captured`` with its loops over experts rewritten to matrix products of each row with its own expert's
-    matrix.
+    """Return ``captured`` with its loops over the experts of a mixture rewritten: products of all rows with every
+    expert's matrix become products of each row with the matrix of its own expert.
 
-    The graph is changed in place. ``captured`` itself is returned if there is no loop that fits.
+    The graph is changed in place. ``captured`` itself is returned if no loop fits the patterns.
     """
     graph = captured.graph
     if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
@@ -87,9 +87,9 @@ def route_loops(captured: Captured) -> Captured:
 class _Merging:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
-    ``head``: the last operator of the loop. ``known``: the merged value for each tuple of corresponding nodes, one of
-    each expert. A value that all experts share stays a plain node. ``captured``: the model. ``numbers``: assigns equal
-    integers to nodes that compute the same value.
+    ``head``: the last operator of the loop. ``known``: dict from each tuple of corresponding nodes, one of each expert,
+    to the value that replaces them. A value that all experts share stays the node that it is. ``captured``: the model.
+    ``numbers``: assigns equal integers to nodes that compute the same value.
     """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
@@ -125,8 +125,8 @@ class _Merging:
         return apart
 
     def _build_loop_total(self, made: Any) -> fx.Node:
-        """Append the operators that combine the experts' outputs, merged into one value ``made``, with the rest of the
-        sum or chain.
+        """Append the operators that combine ``made``, the outputs of all experts merged into one value, with those
+        operands of the loop's sum or selection that are no expert's output.
 
         Return the node that replaces the last operator of the loop. Raises :class:`Different` if the merged value has
         another form than the loop needs.
@@ -149,8 +149,8 @@ class _Merging:
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
-        """Return whether the loop reads parameters of the experts, and nothing outside reads these or the experts'
-        intermediate values.
+        """Return whether the loop can be replaced: it reads parameters of the experts, and nothing outside of it reads
+        these parameters or the experts' intermediate values.
         """
         read = self.inner | {n for nodes in self.packing.packed for n in nodes}
         users = self.inner | self.loop.chain
@@ -210,8 +210,8 @@ class _Merging:
         return made
 
     def _merge_arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the (positional, keyword) arguments that replace those of ``nodes``, the corresponding nodes of all
-        experts in a loop.
+        """Return (list of positional arguments, dict of keyword arguments) of the one operator that replaces ``nodes``,
+        the corresponding nodes of all experts in a loop.
 
         The keyword arguments of all nodes must be equal. Raises :class:`Different` if the nodes do not correspond.
         """
@@ -275,7 +275,8 @@ class _Merging:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """Merge a ``masked_fill`` (``node``) that keeps each expert's own rows and sets all other rows to a number.
+        """Merge the ``masked_fill`` operators of all experts, each of which keeps the expert's own rows and sets all
+        other rows to a number. ``node``: that of the first expert.
 
         Return the merged rows, each computed by its own expert. Raises :class:`Different` if the operands do not fit.
         ``value``, ``mask``: the operator's merged operands.
@@ -300,7 +301,7 @@ class _Merging:
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
     def _mask_expert_rows(self) -> fx.Node:
-        """Return a node with a boolean mask over rows, which is true for the rows whose chosen number is that of any
+        """Return a node with a boolean mask over rows, of shape ``[rows]``, which is true for the rows that chose some
         expert of the loop."""
         keys = self._chosen_numbers()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
@@ -332,8 +333,8 @@ class _Merging:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def _merge_products(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
-        """Append one product of each row with its own expert's matrix, in place of the product ``node`` of each expert,
-        and return it.
+        """Append one operator that multiplies each row by its own expert's matrix, and return the rows. It replaces the
+        products of all experts, of which ``node`` is the first.
 
         ``args``: the merged operands. Raises :class:`Different` if they do not fit.
         """
@@ -351,7 +352,8 @@ class _Merging:
         return ExpertRows(made, x.dim, x.zeroed)
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
-        """Apply the operator of ``node`` to the sum of all experts' outputs, and return the result.
+        """Append an operator that applies that of ``node`` to the sum of all experts' outputs, in place of each output,
+        and return the result.
 
         Raises :class:`Different` if the operator is not linear. ``args``, ``kwargs``: its arguments, one of which is
         the sum.
@@ -443,7 +445,7 @@ class _Merging:
 
 
 def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
-    """Return the shape of ``node`` with every dim except ``dim`` set to 1."""
+    """Return the shape of ``node`` with the size 1 in every dim except ``dim``."""
     return tuple(size if d == dim else 1 for d, size in enumerate(list_node_sizes(node)))
 
 

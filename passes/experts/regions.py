@@ -50,8 +50,8 @@ class RowExpertDims:
 
 @dataclass(frozen=True)
 class ExpertRegion:
-    """A part of a block that computes by expert: each row by its own expert (routed), or every row by all experts
-    (dense).
+    """A part of a block in which the experts of a mixture compute: each row is computed by its own expert (routed), or
+    every row by all experts (dense).
 
     ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``num_experts``: the number of
     experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that indexes
@@ -108,13 +108,14 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
 
 
 class _RegionFinder:
-    """Finds one expert region, the part of a block that computes by expert, starting from its matrix products.
+    """Finds one expert region, a part of a block in which the experts of a mixture compute, starting from the experts'
+    matrix products.
 
-    ``products``: these matrix products. ``tables`` maps nodes that are computed only from the experts' parameters to
-    the dim that indexes experts. ``keys``: the node with the expert number of each row; ``None`` if all experts compute
-    every row. ``places`` has the operators of the region, with the dims of their results that index rows and experts.
-    ``entries`` has the values from outside that they read, with the same dims. ``apart``: mesh axes whose ranks will
-    have different experts.
+    ``products``: these products. ``tables`` maps nodes that are computed only from the experts' parameters to the dim
+    that indexes experts. ``keys``: the node with the expert number of each row; ``None`` if all experts compute every
+    row. ``places`` has the operators of the region, with the dims of their results that index rows and experts.
+    ``entries`` has the values from outside that they read, with the same dims. ``apart``: mesh axes along which ranks
+    will have different experts; operators that communicate over them cannot be in the region.
     """
 
     def __init__(
@@ -162,7 +163,8 @@ class _RegionFinder:
         return RowExpertDims(0) if self.keys is not None else RowExpertDims(1, 0)
 
     def _find_seed_nodes(self) -> set[fx.Node]:
-        """Return the nodes that combine rows with a parameter of the experts, such as products and look-ups.
+        """Return the nodes from which the search for a region starts: those that combine rows with a parameter of the
+        experts, such as products and look-ups.
 
         Return an empty set if there are no products or the numbers of experts differ.
         """
@@ -199,8 +201,8 @@ class _RegionFinder:
         return any(n.target in CHOICES and get_meta_shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
-        """Return whether ``node`` is computed only from parameters and buffers, and can be sharded along ``dim`` by
-        sharding these.
+        """Return whether ``node`` is computed only from parameters and buffers, and can be sharded along its dim
+        ``dim`` by sharding them.
         """
         return isinstance(node, fx.Node) and _trace_to_states(node, dim, self.states) is not None
 
@@ -210,8 +212,8 @@ class _RegionFinder:
         self.tables |= found
 
     def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
-        """Add an operator to the region: record the row and expert dims of its results, and its operands from outside
-        of the region.
+        """Add the operator ``node`` to the region: record the row and expert dims of its results, and its operands from
+        outside of the region.
 
         Return ``False`` if the operator does not work row by row and was not added.
 
@@ -300,7 +302,8 @@ class _RegionFinder:
 
 
 def _index_of(node: fx.Node, at: int) -> Any:
-    """Return the index node of a look-up along dim 0; ``None`` if the look-up is along another dim.
+    """Return the node of the indices by which ``node`` looks up rows along dim 0; ``None`` if the look-up is along
+    another dim.
 
     Args:
         at: position of the index among the operator's arguments, from 0.
@@ -314,8 +317,8 @@ def _index_of(node: fx.Node, at: int) -> Any:
 
 
 def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | None:
-    """Return the dim along which ``node`` and each of its ancestors is sharded if ``node`` is sharded along ``dim``, by
-    node.
+    """Return a dict from ``node`` and each of its ancestors to the dim along which it must be sharded so that ``node``
+    is sharded along ``dim``.
 
     Return ``None`` if ``node`` is not computed only from parameters, buffers and constants, or has no such sharding.
 
@@ -346,8 +349,8 @@ def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node,
 
 
 def _find_factor_rule(node: fx.Node) -> OpFactors | None:
-    """Return the rule that names the loop dimensions of an operator, as in an einsum; ``None`` if the operator has
-    none.
+    """Return the rule of the operator ``node`` that names its loop dimensions, as in an einsum; ``None`` if it has no
+    rule.
     """
     try:
         return factors_of(node)
@@ -356,9 +359,10 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 
 
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
-    """Return the dims of a value that hold the loop dimensions ``rows`` and ``experts`` of an operator.
+    """Return which dims of a value hold the loop dimensions (as in an einsum) with the names ``rows`` and ``experts``;
+    ``experts`` is ``None`` if the operator has none.
 
-    Return ``None`` unless each of the two is alone in exactly one dim. ``experts`` may be ``None``.
+    Return ``None`` unless each of the two is in exactly one dim, without another loop dimension.
 
     Args:
         dims: names of the loop dimensions in each dim of the value.

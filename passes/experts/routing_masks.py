@@ -58,7 +58,8 @@ class _Classes:
     """A stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where the integer tensor ``of``
     equals ``n``.
 
-    ``dims[j]`` is the dim of ``of`` to which the ``j``-th other dim of the stack corresponds.
+    ``dims[j]``: the dim of ``of`` that corresponds to the ``j``-th dim of a single mask (a dim of the stack other than
+    ``dim``).
     """
 
     of: fx.Node
@@ -134,8 +135,8 @@ def skip_operators(node: Any, targets: tuple[Any, ...]) -> Any:
 
 
 def is_count(node: Any) -> bool:
-    """Return whether every element of ``node`` is known to be at least zero, so that a sum is zero only if all elements
-    are.
+    """Return whether every element of ``node`` is known to be zero or positive, so that a sum of elements is zero only
+    if all of them are zero.
     """
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
         return True
@@ -145,9 +146,8 @@ def is_count(node: Any) -> bool:
 
 
 def numbers_of(node: fx.Node) -> fx.Node:
-    """Follow ``node`` back through markers, reshapes and casts to int32 or int64, and return the node before them.
-
-    This node has the same integers, such as the expert numbers that a router chose.
+    """Return the node from which ``node`` got its integers, such as the expert numbers that a router chose: follow it
+    back through reshapes, casts to int32 or int64, and marker operators, which return their operand unchanged.
     """
     while True:
         before = node
@@ -178,7 +178,7 @@ def num_choices(of: fx.Node) -> int | None:
     """Return the number of elements among which the indices ``of`` choose: the size of the dim of a ``topk``, ``sort``
     or ``max``.
 
-    Return ``None`` if they are no result of such an operator.
+    Return ``None`` if ``of`` is no result of such an operator.
     """
     node: Any = skip_integer_casts(of)
     while node.target in (*RESHAPES, aten.permute.default):
@@ -268,8 +268,8 @@ def _is_nonzero(node: fx.Node) -> bool:
 
 
 def skip_integer_casts(node: fx.Node) -> fx.Node:
-    """Follow ``node`` back through casts and markers whose results are int32 or int64, and return the node
-    before them.
+    """Follow ``node`` back through casts to int32 or int64 and marker operators (which return their operand unchanged),
+    and return the node before them, which has the same integers.
     """
     while node.target in CASTS and node.meta["val"].dtype in _WIDE:
         node = node.args[0]  # type: ignore[assignment]
@@ -295,7 +295,7 @@ def _swap_two_dims(rank: int, a: int, b: int) -> list[int]:
 
 
 def _can_represent(node: Any, number: int) -> bool:
-    """Return whether ``node`` has an integer or boolean type that can represent ``number``."""
+    """Return whether ``node`` has an integer or boolean dtype whose range includes ``number``."""
     dtype = node.meta["val"].dtype
     if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

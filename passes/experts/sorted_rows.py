@@ -42,10 +42,10 @@ _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 
 
 def remove_row_sorts(graph: fx.Graph) -> None:
-    """Rewrite ``graph`` in place so that rows keep their order where the model sorts them, such as by expert.
+    """Rewrite ``graph`` in place so that rows (tokens) are not sorted where the model sorts them, such as by expert.
 
-    A sort is removed as far as the results do not depend on the order. Every node must have a meta tensor in
-    ``node.meta["val"]``, and has one afterwards.
+    Only operators whose results do not depend on the order are rewritten; a sort that others still read stays. Every
+    node must have a meta tensor in ``node.meta["val"]``, and has one afterwards.
     """
     for node in list(graph.nodes):
         if node.target in (*_SORTS, *_ARGSORTS) and len(list_node_sizes(operands_of(node)[0])) == 1:
@@ -105,8 +105,8 @@ class _Unsorter:
         self.twins[node] = _UnsortedValue(self.place)
 
     def _visit_node(self, node: fx.Node, build: Builder) -> None:
-        """Rewrite one operator that reads rows which were sorted by their expert, so that it works on the rows in their
-        original order, and store its new value in ``twins``. An operator that cannot is left as it is.
+        """Rewrite the operator ``node``, which reads rows that were sorted by their expert, so that it works on the
+        rows in their original order, and store its new value in ``twins``. If that is impossible, leave it as it is.
         ``build`` appends operators to the graph.
         """
         source: Any = node.args[0]
@@ -196,8 +196,8 @@ class _Unsorter:
         return _UnsortedValue(self.twins[rows].node, (None,))
 
     def _finds_keys(self, node: fx.Node) -> bool:
-        """Return whether ``node`` computes the expert of each sorted row from the positions where the rows of each
-        expert end.
+        """Return whether ``node`` is a ``searchsorted`` that computes the expert of each sorted row from the positions
+        where the rows of each expert end.
         """
         if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
@@ -309,8 +309,8 @@ class _Unsorter:
         return _UnsortedValue(made, tuple(dims))
 
     def _sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
-        """Return, as a set of one name, the loop dimension of an operator that the sorted dim of the operand ``node``
-        holds.
+        """Return the name of the loop dimension (as in an einsum) of an operator that the sorted dim of its operand
+        ``node`` holds, as a set of one name, so that those of several operands can be joined.
 
         The name is ``""`` if the dim does not hold exactly one loop dimension.
 
@@ -389,7 +389,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _is_full_arange(node: Any, num: int) -> bool:
-    """Return whether ``node`` is ``arange(num)``."""
+    """Return whether ``node`` is ``arange(num)``: the numbers 0 to ``num - 1`` in order."""
     if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target):
         return False
     return (
@@ -400,9 +400,10 @@ def _is_full_arange(node: Any, num: int) -> bool:
 
 
 def _dim_of(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
-    """Return the index of the dim that holds only the loop dimension ``name`` of an operator.
+    """Return the index of the dim of a value that holds the loop dimension ``name`` of an operator (as in an einsum),
+    and no other one.
 
-    Return ``None`` if no dim holds it, and -1 if it shares a dim or is in several dims.
+    Return ``None`` if no dim holds it, and -1 if it shares a dim with another loop dimension or is in several dims.
 
     Args:
         dims: names of the loop dimensions in each dim of a value.
@@ -419,9 +420,10 @@ _PRODUCT = ops.expert_mm.default
 
 
 def kept_sorted(block: Block) -> Block:
-    """Return an equivalent block in which rows stay sorted by expert between products with the same experts.
+    """Return an equivalent block in which rows (tokens) are sorted by expert once before several products with experts'
+    matrices, and restored to their order once after them.
 
-    A product with experts otherwise sorts its rows and restores their order. ``block`` itself is returned if no two
+    Otherwise every such product sorts its rows and restores their order. ``block`` itself is returned if no two
     products have the same experts.
     """
     products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
@@ -441,8 +443,8 @@ class _Sorter:
     """Rewrites one part of a graph that computes by expert so that its rows are sorted once before and unsorted once
     after.
 
-    ``region``: this part. ``keys``: the node with the expert number of each row. ``moved``: each operand from outside
-    with its sorted copy.
+    ``region``: the part in which experts compute. ``keys``: the node with the expert number of each row. ``moved``:
+    each operand from outside with its sorted copy.
     """
 
     def __init__(self, graph: fx.Graph, region: ExpertRegion) -> None:
@@ -471,8 +473,8 @@ class _Sorter:
                 user.replace_input_with(node, back)
 
     def _rewrite_region_node(self, node: fx.Node) -> None:
-        """Make ``node`` read sorted rows, in place. A product of each row with its expert's matrix becomes a grouped
-        product.
+        """Change ``node``, an operator between the sort and its inverse, in place so that it reads sorted rows. A
+        product of each row with its expert's matrix becomes a grouped product.
         """
         if node.target is _PRODUCT:
             rows, weight, _ = node.args

@@ -37,8 +37,8 @@ class Different(Exception):
 class Packing:
     """Stacks the corresponding parameters of several experts in a captured graph into one parameter each.
 
-    ``captured``: the model with the stacks so far. ``packed``: for each tuple of the experts' placeholders, the
-    placeholder of their stack.
+    ``captured``: the model, with the stacked parameters that were created so far. ``packed``: for each tuple of the
+    experts' placeholders, the placeholder of their stack.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -134,7 +134,7 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def is_inner(node: fx.Node) -> bool:
-    """Return whether the only reader of ``node`` is a sum of two values, so that ``node`` is an addend of a
+    """Return whether the only reader of the sum ``node`` is another sum of two values, so that ``node`` is a part of a
     longer sum.
     """
     return len(node.users) == 1 and is_sum(next(iter(node.users)))
@@ -154,8 +154,8 @@ def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
 
 
 class _Stacking:
-    """Rewrites one sum over experts, which are separate modules, to operators with the experts as an additional first
-    dim.
+    """Rewrites one sum of the outputs of experts, which are separate modules, to operators on stacked tensors that have
+    the experts as an additional first dim.
 
     The corresponding nodes of all experts are visited together, from the outputs to the parameters. ``head``: the last
     addition of the sum.
@@ -365,7 +365,8 @@ def replace_gathered_products(graph: fx.Graph) -> None:
     """Rewrite batched products that read a copy of an expert's matrix for every row, such as ``bmm(weight[expert],
     x)``.
 
-    They become ``partition::expert_mm``, which reads each matrix once. ``graph`` is changed in place.
+    They become the operator ``partition::expert_mm``, which multiplies each row by its expert's matrix without these
+    copies. ``graph`` is changed in place.
     """
     for node in list(graph.nodes):
         if node.target in _BATCHED_PRODUCTS and len(node.args) == 2:
@@ -447,8 +448,8 @@ def _in_range(node: Any, size: int) -> bool:
 
 
 def _count_choices(node: Any) -> int:
-    """Return the number of scores among which a ``topk`` or similar operator chooses: the size of its dim, by default
-    the last.
+    """Return the number of scores among which ``node``, a ``topk`` or similar operator, chooses: the size of its dim,
+    by default the last.
     """
     among = list_node_sizes(node.args[0])
     names = [a.name for a in node.target._schema.arguments]

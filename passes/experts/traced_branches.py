@@ -54,13 +54,14 @@ _MANY = 1 << 20  # rows
 
 @dataclass
 class TracedBranches:
-    """Record of the data-dependent branches on experts in one trace.
+    """Record of the branches of forward, in one trace, on whether an expert has rows (tokens that chose it).
 
-    A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered from 1.
-    ``seen`` counts the branches. ``changed``: a mask that decided a branch was written in place afterwards. ``marked``:
-    pairs of a node and its marker node. ``counted``: for each symbol that stands for a number of rows, (the number, its
-    listing, its expert). ``decided``: the listings that decided a branch. ``leaves_out``: the trace answers as if
-    experts with even (0) or odd (1) numbers had no rows; ``None``: all have rows. ``num_listings``: how many there are.
+    A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered from 1, and
+    ``num_listings`` is their number. ``leaves_out``: the trace answers as if experts with even (0) or odd (1) numbers
+    had no rows; ``None``: as if all had rows. ``seen``: the number of branches. ``decided``: the listings on which a
+    branch depended. ``changed``: whether a mask on which a branch depended was later written in place. ``marked``:
+    pairs of a node and the marker operator through which the trace reads it. ``counted``: symbol of a number of rows ->
+    (the number, its listing, its expert).
     """
 
     leaves_out: int | None = None
@@ -76,7 +77,8 @@ class TracedBranches:
         return self.num_listings
 
     def has_rows(self, number: int, listing: int) -> bool:
-        """Return whether the trace treats expert ``number`` as having rows, and record that a branch depended on this.
+        """Return whether this trace goes on as if some row had chosen expert ``number``, and record that a branch of
+        forward depended on this.
 
         ``listing``: the number of the place in the trace where the expert's rows were listed.
         """
@@ -85,7 +87,8 @@ class TracedBranches:
         return number % 2 != self.leaves_out
 
     def count(self, rows: Any, listing: int, number: int) -> None:
-        """Register a symbolic number of rows, so that branches on whether it is zero can be decided.
+        """Register ``rows``, a symbolic number of rows, so that branches of forward on whether it is zero can be
+        decided.
 
         Args:
             rows: the symbolic size; other values are ignored.
@@ -121,8 +124,8 @@ class TracedBranches:
 
 @contextmanager
 def guards_traced(guards: TracedBranches) -> Iterator[None]:
-    """Return a context in which branches on whether an expert has rows can be traced, as if it had; ``guards`` records
-    them.
+    """Return a context in which branches of forward on whether an expert has rows (tokens that chose it) can be traced.
+    They are decided as ``guards`` says, by default as if the expert had rows, and ``guards`` records them.
     """
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
@@ -143,8 +146,8 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
 
 
 class _BranchMode(TorchFunctionMode):
-    """A function mode that intercepts functions that list the rows of a mask, count them, or test whether there are
-    any. ``guards``: records them."""
+    """A function mode that intercepts torch functions that list the rows where a mask is true, count them, or test
+    whether there are any, so that forward can branch on the result in a trace. ``guards``: records the branches."""
 
     def __init__(self, guards: TracedBranches) -> None:
         super().__init__()
@@ -177,10 +180,11 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Call ``func``, which lists the rows of a mask, and return its result. The mask of an expert is marked and its
-        row count registered.
+        """Call ``func``, which lists the rows where ``mask`` is true, and return its result. If ``mask`` is that of an
+        expert, ``func`` gets it through a marker operator, by which the listing is found in the graph later, and the
+        number of rows is registered for branches.
 
-        Any other mask is passed to ``func`` unchanged. ``kwargs``: further arguments of ``func``.
+        ``kwargs``: further arguments of ``func``.
         """
         number = _number_of(node_of(mask))
         if number is None:
@@ -191,11 +195,12 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _mark_queried_rows(self, asked: _ExpertRowsQuery) -> int:
-        """Make the rest of the trace read a mask and chosen expert numbers through marker nodes, and return the number
-        of this listing.
+        """Insert marker operators, which return their operand unchanged, after a mask and after chosen expert numbers,
+        so that the rest of the trace reads them through markers. Return the number of this listing, the place in the
+        trace.
 
         Args:
-            asked: the question about an expert's rows that the mask or the numbers decide.
+            asked: the question of forward about an expert's rows; it has the nodes of the mask and of the numbers.
         """
         mode = get_proxy_mode()
         assert mode is not None
@@ -214,9 +219,9 @@ class _BranchMode(TorchFunctionMode):
 class _ExpertRowsQuery:
     """A question of forward: whether any row chose the expert ``number``, or how many rows did.
 
-    ``some``: whether the answer ``True`` means that there are rows. ``masks``: the nodes of one mask, in several
-    dtypes, that is true in these rows; may be empty. ``of``: the node with the chosen numbers, or ``None``. At least
-    one of the last two is known.
+    ``some``: whether a true (or non-zero) answer means that there are rows; false if it means that there are none.
+    ``masks``: the nodes of one mask, in several dtypes, that is true in these rows; may be empty. ``of``: the node with
+    the chosen numbers, or ``None``. At least one of ``masks`` and ``of`` is given.
     """
 
     number: int
@@ -275,7 +280,8 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
     """Return the question about an expert's rows that element ``index`` of ``node`` along ``dim`` answers.
 
-    Return ``None`` unless ``node`` is a table of the row counts of all experts.
+    Return ``None`` unless ``node`` has the row counts of all experts, computed as a sum of masks, and ``index`` is an
+    integer.
 
     Args:
         some: whether a non-zero element means that the expert has rows.
@@ -322,14 +328,14 @@ def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
 
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
-    """Return the masks, among ``nodes`` of an exported graph, of the experts that the trace treats as having no rows.
-
-    A mask that only derives from another such mask is left out.
+    """Return those of ``nodes``, in an exported graph, that are masks of the rows of experts with even or odd numbers.
+    The caller replaces them by empty masks, as if no row had chosen these experts. A mask that is computed from another
+    such mask is left out.
 
     Args:
-        parity: the experts without rows have even (0) or odd (1) numbers.
-        decided: numbers of the places in the trace whose row lists decided a branch; masks of other experts do not
-            count.
+        parity: 0 for the experts with even numbers, 1 for those with odd numbers.
+        decided: numbers of the places in the trace where forward listed an expert's rows and branched on whether there
+            are any; masks of other experts do not count.
     """
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:

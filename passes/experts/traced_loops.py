@@ -42,13 +42,13 @@ _OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
 
 @dataclass
 class TracedLoops:
-    """Record of the loops over chosen experts in one trace.
+    """Record of the loops of forward, in one trace, over the experts that some row (token) chose.
 
-    ``leaves_out``: the trace skips the iterations of experts with even (0) or odd (1) numbers; ``None``: no iteration.
-    ``seen`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception. ``changed``:
-    whether masks that decide about iterations were changed in place afterwards. ``turns``: by the ``id`` of each tensor
-    that forward got as a loop index, (the tensor, its expert number). ``guards`` records branches on whether an expert
-    has rows; ``None`` if these are not traced.
+    ``leaves_out``: 0 or 1 if the trace skips the iterations of experts with even or odd numbers; ``None`` if it skips
+    none. ``seen`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
+    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``turns``: by the ``id``
+    of each tensor that forward got as a loop index, (the tensor, its expert number). ``guards`` records branches on
+    whether an expert has rows; ``None`` if these are not traced.
     """
 
     leaves_out: int | None = None
@@ -66,7 +66,8 @@ class TracedLoops:
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
     def guarded(self) -> TracedLoops:
-        """Return an empty record for another trace that also traces branches on whether an expert has rows."""
+        """Return an empty record, with :class:`TracedBranches`, for another trace in which forward may also branch on
+        whether an expert has rows."""
         return TracedLoops(self.leaves_out, guards=TracedBranches(self.leaves_out))
 
     def leaving_out(self, parity: int | None) -> TracedLoops:
@@ -103,8 +104,8 @@ class TracedLoops:
 
 @contextmanager
 def hits_traced(hits: TracedLoops) -> Iterator[None]:
-    """Return a context in which loops over the experts that have rows can be traced, as loops over all experts;
-    ``hits`` records them.
+    """Return a context in which loops of forward over the experts that have rows (that some token chose) can be traced.
+    They are traced as loops over all experts, and ``hits`` records them.
     """
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
@@ -120,12 +121,13 @@ def hits_traced(hits: TracedLoops) -> Iterator[None]:
 def _iterate_marked_experts(
     hits: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node
 ) -> Iterator[Tensor]:
-    """Yield the loop index for each expert, in a loop over the experts that have rows, while the trace reads the masks
-    by markers.
+    """Yield the loop index for each expert, in a loop over the experts that have rows. Meanwhile the trace reads the
+    masks through marker operators, which return their operand unchanged and show in the graph which operators are in
+    the loop.
 
-    ``hits``: the record of loops. ``rank``: 1 if an index has no dims, 2 if it has one. ``masks``: the masks that
-    decide which experts have rows, one for each dtype. ``dim``: their expert dim. ``first``: the first node that
-    reduces them.
+    ``hits``: the record of loops. ``rank``: the rank of the tensor over which forward loops; an index has no dims for
+    1, one dim for 2. ``masks``: the masks that decide which experts have rows, one for each dtype. ``dim``: their dim
+    of experts. ``first``: the first node that reduces them.
     """
     mode = get_proxy_mode()
     assert mode is not None
@@ -151,8 +153,9 @@ def _iterate_marked_experts(
 
 
 class _LoopIndexMode(TorchFunctionMode):
-    """A function mode that indexes by an expert's number where forward indexes by the loop's index tensor. ``hits``:
-    the record of loops, which has these tensors."""
+    """A function mode for loops over experts: where forward indexes a tensor by the loop index, which is itself a
+    tensor, it indexes by the expert's number as a Python int. ``hits``: the record of loops, which knows the number of
+    each index tensor."""
 
     def __init__(self, hits: TracedLoops) -> None:
         super().__init__()
@@ -189,8 +192,8 @@ class _LoopIndexMode(TorchFunctionMode):
 
 
 def _is_turns(mask: Any) -> bool:
-    """Return whether ``mask`` is the mask of one expert, in an iteration of a loop over experts that is being
-    traced.
+    """Return whether ``mask`` is the mask of the rows of a single expert, selected from the experts' masks in a loop
+    over experts that is being traced.
     """
     node = node_of(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
@@ -285,7 +288,7 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
 
 
 def _without_nothing(graph: fx.Graph) -> None:
-    """Simplify a graph in place: remove additions, selections and fills that have no effect because a mask is all
+    """Simplify ``graph`` in place: remove additions, selections and fills that have no effect because a mask is all
     false.
     """
     false, true, zero = set[Any](), set[Any](), set[Any]()

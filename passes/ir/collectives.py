@@ -83,8 +83,8 @@ ops = torch.ops.partition
 
 
 def _make_scaled_result(x: Tensor, dim: int, times: int, over: int) -> Tensor:
-    """Return an empty tensor with the shape of ``x``, in which the size of ``dim`` is multiplied by ``times`` and
-    divided by ``over``.
+    """Return an empty tensor for the shape inference of a collective: it has the shape of ``x``, with the size of
+    ``dim`` multiplied by ``times`` and divided by ``over``.
     """
     shape = list(x.shape)
     shape[dim] = shape[dim] * times // over
@@ -95,7 +95,8 @@ def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[T
     """Return empty results of attention for shape inference: the output and, for each query, the logsumexp of its
     scores.
 
-    ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` of one rank.
+    ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` (batch, heads, positions, width) of one rank. The
+    operator's other arguments are not read.
     """
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     return _by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
@@ -104,14 +105,17 @@ def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[T
 def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's backward.
     ``grad``: the gradient of the result, which is not read. ``q``, ``k``, ``v``: queries, keys and values of one rank.
+    The operator's other arguments are not read.
     """
     return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
 
 
 def _by_position(like: Tensor, width: int) -> Tensor:
-    """Return an empty tensor ``[b, h, s, width]`` that is stored in memory as ``[b, s, h, width]``.
+    """Return an empty tensor of shape ``[b, h, s, width]`` whose strides are those of a contiguous ``[b, s, h,
+    width]``, as attention kernels return it.
 
-    ``like``: a tensor ``[b, h, s, d]`` whose other sizes, dtype and device are taken.
+    ``like``: a tensor ``[b, h, s, d]`` that gives ``b``, ``h``, ``s``, dtype and device. ``width``: the size of the
+    last dim.
     """
     batch, heads, length, _ = like.shape
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)

@@ -71,8 +71,8 @@ def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
 
 
 def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
-    """Set ``node.meta["grad"]`` in all blocks: whether the node needs a gradient. Return the names of the values
-    between calls of blocks that need one.
+    """Set ``node.meta["grad"]`` (whether the node needs a gradient) in all blocks of ``model``. Return the names of the
+    values between calls of blocks that need one.
 
     A block is the graph of a piece of the model, such as a layer. It is marked once for all of its calls: a placeholder
     needs a gradient if it does in any of them.
@@ -148,7 +148,7 @@ class GradientFlow:
 
     ``values``: names of the values through which a gradient flows from the loss to a trained parameter. ``states`` and
     ``inputs``: for each call, in order, the names of the parameters and of the input values that receive a gradient
-    from its backward. If both are empty for a call, it has no backward.
+    from its backward. A call for which both are empty has no backward.
     """
 
     values: frozenset[str]

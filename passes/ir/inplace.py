@@ -68,7 +68,7 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Replace the in-place operator ``node`` by a functional one. Return whether it was replaced.
+    """Replace the in-place operator ``node`` of ``graph`` by a functional one. Return whether it was replaced.
 
     It stays if another value may share the written memory. ``order``: the position of each node in the graph; new nodes
     are added to it.
@@ -171,8 +171,8 @@ def _is_fresh(node: fx.Node) -> bool:
 
 
 def _infer_matching_value(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:
-    """Compute the fake result of ``made``, store it in ``made.meta["val"]``, and return whether its shape and dtype
-    equal those of ``old``.
+    """Compute the fake result of the new node ``made``, store it in ``made.meta["val"]``, and return whether its shape
+    and dtype equal those of ``old``, the node that it is to replace.
 
     Args:
         strides: whether the strides must be equal too.

@@ -80,8 +80,8 @@ _LIKE_FIRST = frozenset(
 
 
 def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of the operator ``target`` on meta tensors, without the cache. A list of results becomes a
-    tuple.
+    """Return the result of the operator ``target`` with the arguments ``args`` and ``kwargs``, which have meta tensors.
+    No cache is used. A list of results becomes a tuple.
     """
     if target in _LIKE_FIRST:
         other = args[1].shape if target is torch.ops.aten.binomial.default else ()
@@ -92,7 +92,8 @@ def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
 
 
 def value_of(argument: Any) -> Any:
-    """Return ``argument`` with every graph node in it replaced by the node's meta tensor, ``node.meta["val"]``."""
+    """Return ``argument`` (an argument of an operator, or a nested container of them) with every graph node in it
+    replaced by the node's meta tensor, ``node.meta["val"]``."""
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
 
 
@@ -133,7 +134,7 @@ def insert_operator_node(
     kwargs: Mapping[str, Any] | None = None,
     like: fx.Node | None = None,
 ) -> fx.Node:
-    """Insert an operator at the graph's current insertion point, compute its meta tensor and return the new node.
+    """Insert an operator at the current insertion point of ``graph``, compute its meta tensor and return the new node.
 
     Args:
         target: the operator.

@@ -115,8 +115,9 @@ def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> 
 
 
 def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
-    """Return, for each rank, the list of indices (from 0) of the equal pieces of the sharded dim that the rank has
-    under ``layout``, in order.
+    """Return, for each of ``num_ranks`` ranks, which pieces of the sharded dim it has under ``layout``. The dim is
+    divided into equal pieces, and each list has the indices (from 0) of a rank's pieces, in the order in which the rank
+    stores them.
 
     A plain shard has one piece for each rank. A zigzag shard has two: for rank ``r``, the one with the index ``r`` from
     the start and the one with the index ``r`` from the end. If the dim has sections, each section is divided in this

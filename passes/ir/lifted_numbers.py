@@ -47,10 +47,11 @@ class Guard:
     where: str = ""
 
     def holds(self, numbers: Mapping[str, Number]) -> bool:
-        """Return whether the condition has the recorded outcome for other ``numbers``, keyed by input path or attribute
-        name.
+        """Return whether the condition has the recorded outcome for other ``numbers``, so that the plan is valid for
+        them. The keys are input paths or attribute names.
 
-        True if one of the numbers is missing, and false if the expression cannot be evaluated.
+        The result is true if a number of the condition is missing in ``numbers``, and false if the expression cannot be
+        evaluated.
         """
         try:
             return bool(evaluate_expression(self.expression, numbers)) == self.outcome
@@ -62,7 +63,7 @@ class Guard:
     @property
     def reads_state(self) -> bool:
         """Return whether this condition, on which a traced forward branched, reads a number that forward itself
-        changes."""
+        changes, such as a step counter."""
         return _reads_state(self.expression)
 
     def __str__(self) -> str:
@@ -92,13 +93,14 @@ class LiftScope:
     problem: str = ""  # the first use that cannot be followed, and where it is
 
     def start(self) -> None:
-        """Clear this record of how forward uses its numbers; called when forward begins."""
+        """Clear this record of how forward uses its numbers. It is called when forward begins, so that uses in earlier
+        calls do not count."""
         self.guards.clear()
         self.problem = ""
 
     def refuse(self, use: str) -> NotLiftable:
-        """Record that forward uses a number in a way that a tensor cannot represent, and return the exception for the
-        caller to raise.
+        """Record that forward uses a number in a way that a tensor cannot represent, and return the exception that the
+        caller must raise.
 
         ``use``: the use as text, such as ``float()``.
         """
@@ -109,7 +111,8 @@ class LiftScope:
         """Record a condition on numbers that forward branches on, and return its outcome.
 
         ``expression``: the condition, such as ``("gt", ("given", "beta"), ("number", 0))``. ``outcome``: its outcome
-        for the planned numbers; it is inverted if the condition is in ``flipped``.
+        for the numbers of the batch for which the plan is made. It is returned inverted if the condition is in
+        ``flipped``.
         """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
@@ -225,9 +228,9 @@ def format_expression(expression: Expression) -> str:
 class LiftedNumber:
     """Replacement of a Python number while forward is traced; arithmetic on it appends operators to the graph.
 
-    ``value``: the planned number, which decides branches. ``tensor``: the 0-dimensional tensor that stands for it.
-    ``expression``: how it is computed from inputs and attributes, as a nested tuple. ``scope``: records the conditions
-    that are decided by it.
+    ``value``: the number itself, as in the batch for which the plan is made; it decides branches of forward.
+    ``tensor``: the 0-dimensional tensor that stands for it. ``expression``: how it is computed from inputs and
+    attributes, as a nested tuple. ``scope``: records the conditions that are decided by it.
     """
 
     __slots__ = ("expression", "scope", "tensor", "value")
@@ -280,7 +283,8 @@ class LiftedNumber:
     def _compare_with_value(self, name: str, other: Any) -> Any:
         """Compare this number with ``other``: return a tensor for a tensor, or the recorded outcome for a number.
 
-        ``name``: the comparison, such as ``lt``. The outcome is that of the planned number.
+        ``name``: the comparison, such as ``lt``. The outcome is that for the number in the batch for which the plan is
+        made.
         """
         if isinstance(other, Tensor):
             return getattr(torch, name)(_match_number_dtype(self, [other]), other)
@@ -380,8 +384,9 @@ def _make_binary_method(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
     """
 
     def method(self: Any, other: Any) -> Any:
-        """Return the result of the operator with the operand ``other``: a tensor for a tensor, a lifted number (a
-        Python number that is traced as a tensor) for a number, and ``NotImplemented`` for anything else."""
+        """Return the result of the operator, for which this method is made, with the operands ``self`` and ``other``: a
+        tensor for a tensor, a lifted number (a Python number that is traced as a tensor) for a number, and
+        ``NotImplemented`` for anything else."""
         if isinstance(other, Tensor):
             mine = _match_number_dtype(self, [other])
             function = OPERATORS[name].on_tensors
@@ -412,8 +417,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _value_of(value: Any) -> Number:
-    """Return the planned Python number that ``value`` stands for if it is a lifted number (one that is traced as a
-    tensor); otherwise ``value`` itself."""
+    """Return the Python number, as in the planned batch, that ``value`` stands for if it is a lifted number (one that
+    is traced as a tensor); otherwise ``value`` itself."""
     return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
 
 
@@ -422,8 +427,8 @@ def _expression_of(value: Any) -> Expression:
 
 
 def apply_number_operator(name: str, *operands: Any) -> Any:
-    """Apply an operator such as ``add`` or ``sqrt`` to Python numbers, at least one of them lifted (traced as a
-    tensor). Return a lifted number.
+    """Apply an operator such as ``add`` or ``sqrt`` to ``operands``, Python numbers of which at least one is lifted
+    (traced as a tensor). Return a lifted number.
 
     ``name``: a key of ``OPERATORS``. Raises :class:`NotLiftable` if the result cannot be represented by a tensor.
     """
@@ -507,8 +512,8 @@ def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
 
 
 class _Constructors(TorchFunctionMode):
-    """A function mode in which torch functions that accept only Python numbers, such as ``torch.full``, accept lifted
-    ones.
+    """A function mode in which torch functions whose arguments must be Python numbers, such as ``torch.full``, accept
+    lifted numbers, too.
 
     A lifted number is a Python number that is traced as a tensor.
     """
@@ -549,8 +554,8 @@ def _make_new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = Non
 
 
 def _add_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of ``function`` (``add`` or ``sub``) whose factor ``alpha`` can be a lifted number (a Python number
-    that is traced as a tensor).
+    """Return a function that does the same as ``function`` (torch's ``add`` or ``sub``), but whose argument ``alpha``
+    can be a lifted number (a Python number that is traced as a tensor).
     """
 
     def scaled(x: Tensor, other: Any, *, alpha: Any = 1, **kwargs: Any) -> Any:
@@ -596,14 +601,15 @@ def numbers_followed() -> Iterator[None]:
 
 
 def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of a function of ``math`` that accepts lifted numbers (Python numbers that are traced as tensors).
+    """Return a function that does the same as ``original``, a function of ``math``, and also accepts lifted numbers
+    (Python numbers that are traced as tensors).
 
-    ``name``: the operator that it applies to them. ``original``: the function, which it calls if no argument is lifted.
+    ``name``: the operator that is applied if an argument is lifted, such as ``sqrt``; otherwise ``original`` is called.
     """
 
     def call(*args: Any) -> Any:
-        """Apply the operator that equals a function of ``math`` if a lifted number (a Python number that is traced as a
-        tensor) is among the arguments, else call the original function; return the result."""
+        """Return the value of a function of ``math`` for ``args``. If a lifted number (a Python number that is traced
+        as a tensor) is among them, apply the equivalent operator of the graph; otherwise call the function itself."""
         if not any(type(a) is LiftedNumber for a in args):
             return original(*args)
         if name == "log" and len(args) == 2:
@@ -616,8 +622,8 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
 
 
 def _followed_extreme(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of Python's ``min`` or ``max`` that accepts lifted numbers (Python numbers that are traced as
-    tensors).
+    """Return a function that does the same as Python's ``min`` or ``max`` and also accepts lifted numbers (Python
+    numbers that are traced as tensors).
 
     ``name``: ``min`` or ``max``. ``original``: the function itself, which is called if no value is lifted.
     """

@@ -39,7 +39,8 @@ class NotAffine(Exception):
 class AffinePart:
     """How a value depends on the inputs of an affine function, which is linear plus a constant.
 
-    ``depends``: the value depends on the inputs at all. ``zero``: the value is known to be zero if all inputs are zero.
+    ``depends``: whether the value depends on the inputs at all. ``zero``: whether the value is known to be zero if all
+    inputs are zero, so that it has no constant part.
     """
 
     depends: bool
@@ -66,8 +67,8 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
 
 
 def without_shape_reads(graph: fx.Graph) -> None:
-    """Replace operators that read only the shape and dtype of an operand, such as ``zeros_like``, by ones without this
-    operand.
+    """Replace operators of ``graph`` that read only the shape and dtype of an operand, such as ``zeros_like``, by ones
+    without this operand.
 
     The graph is changed in place.
     """
@@ -116,8 +117,8 @@ def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node
 
 
 def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
-    """Return how the result of ``node`` depends on the graph's inputs: whether it does, and whether it is zero if they
-    are.
+    """Return how the result of ``node`` depends on the graph's inputs: whether it depends on them, and whether it is
+    zero if all of them are zero.
 
     Raise :class:`NotAffine` if it is not linear in them. ``found``: how the results of the earlier nodes depend on
     them.
@@ -167,9 +168,9 @@ def _is_zero_by_itself(node: fx.Node) -> bool:
 
 
 def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
-    """Return sets of operand positions (from 0) of the operator ``node``. It is linear in the operands of each set
-    together, while all others are fixed. For example, a product of two operands is linear in ``{0}`` and in ``{1}``; a
-    sum is linear in ``{0, 1}``."""
+    """Return sets of positions (from 0) of operands in which the operator ``node`` is linear: in the operands of one
+    set together, while all other operands are fixed. For example, a product of two operands is linear in ``{0}`` and in
+    ``{1}``; a sum is linear in ``{0, 1}``."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ()

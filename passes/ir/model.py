@@ -90,7 +90,8 @@ Plain = bool | int | float | str | None  # values of arguments that are no tenso
 @dataclass(frozen=True)
 class Argument:
     """An argument of the model's ``forward`` with the name ``name``. ``required``: whether it has no default.
-    ``plain``: whether its default is a :data:`Plain` value (such as a number or a text), which is then in ``default``.
+    ``plain``: whether its default is a value that a plan file can store (such as a number or a text); ``default`` then
+    has it.
     """
 
     name: str
@@ -193,8 +194,8 @@ class FoldedModel:
     output, by name. ``loss``: the name of the loss value, or ``None``. A state is a parameter, buffer or constant;
     ``states`` and ``constants`` (values of constants) are keyed by state name. ``tree``: the structure of the model's
     result, as text. ``notes``: messages for the user. ``updates``: buffer -> name of the value that it has after a
-    step. ``keeps``: buffer -> factor of its old value, where its update is summed over microbatches. ``initial``:
-    buffer -> its value before the first step.
+    step. ``keeps``: buffer -> ``f``, for buffers whose new value is ``f`` times the old one plus terms that are summed
+    over microbatches. ``initial``: buffer -> its value before the first step.
     """
 
     blocks: dict[str, Block]
@@ -228,9 +229,10 @@ class Captured:
     name. A state is a parameter, buffer or constant. ``placeholders``: placeholder -> name of the state or input value
     that it stands for. ``constants``: values of the constants, by state name. ``tree``: the structure of the model's
     result, as text. ``notes``: messages for the user. ``classes``: module path -> class name. ``keeps``: buffer ->
-    factor of its old value, where its update is summed over microbatches. ``turns``: captures of the same model with
-    iterations of expert loops emptied or left out, for a proof that the loops are exact. ``states``: the states by
-    name. ``inputs``: those of forward. ``signature``: the arguments of forward.
+    ``f``, for buffers whose new value is ``f`` times the old one plus terms that are summed over microbatches.
+    ``turns``: further captures of the same model, in pairs: with empty masks for every second expert, and without the
+    loop iterations of these experts. If both are equal, loops over experts may run over all experts. ``states``: the
+    states by name. ``inputs``: those of forward. ``signature``: the arguments of forward.
     """
 
     graph: fx.Graph

@@ -129,9 +129,10 @@ def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Gra
 
 
 def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], rule: Rule | None) -> Any:
-    """Return the node (or tuple of nodes) that replaces ``node`` in the new graph: the result of ``rule``, or a copy.
+    """Return the node (or tuple of nodes) that replaces ``node`` in the new graph: the result of ``rule``, or a copy of
+    the node if ``rule`` is ``None`` or returns ``KEEP``.
 
-    The operator is copied if ``rule`` is ``None`` or leaves it unchanged. ``env``: maps old nodes to new ones.
+    ``build``: appends operators to the new graph. ``env``: maps old nodes to new ones.
     """
     if rule is not None:
         args = fx.node.map_arg(node.args, env.__getitem__)
@@ -145,7 +146,8 @@ def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], 
 
 
 def _is_result_missing(made: Any, node: fx.Node) -> bool:
-    """Return whether a rewrite rule returned ``None`` for one of several results of ``node`` that some operator reads.
+    """Return whether a rewrite rule returned ``None`` in place of one of the results of ``node``, although some
+    operator reads this result.
 
     ``made``: what the rule returned in place of the node.
     """
@@ -172,7 +174,8 @@ _WITH_PARTS = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Change every floating-point placeholder and dtype argument of ``graph`` to ``dtype``, in place.
 
-    The meta tensors of all operators are computed again. 8-bit floating-point arguments are not changed.
+    The meta tensors of all operators are computed again. Arguments that are 8-bit floating-point dtypes are not
+    changed.
     """
 
     def retyped(argument: Any) -> Any:
@@ -194,8 +197,8 @@ def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
 
 
 def _takes_default(node: fx.Node) -> bool:
-    """Return whether an operator without operands creates a tensor of torch's default dtype, because no dtype
-    is given.
+    """Return whether ``node``, an operator without tensor operands, creates a tensor of torch's default dtype, because
+    no dtype is given.
     """
     value = node.meta.get("val")
     if node.all_input_nodes or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
@@ -206,7 +209,8 @@ def _takes_default(node: fx.Node) -> bool:
 
 
 def _is_integer_promotion(node: fx.Node) -> bool:
-    """Return whether an elementwise operator on integers returns floating-point numbers of torch's default dtype."""
+    """Return whether ``node`` is an elementwise operator on integers whose result has torch's default floating-point
+    dtype."""
     value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
     if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype.is_complex) or not operands:
         return False

@@ -46,8 +46,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def block_to_data(block: Block) -> tuple[dict[str, Any], ...]:
-    """Return the nodes of a block's graph in order, each as a dict of JSON values with keys such as ``name``, ``op``,
-    ``target`` and ``args``.
+    """Return the nodes of the graph of ``block`` in order, each as a dict of JSON values with keys such as ``name``,
+    ``op``, ``target`` and ``args``.
     """
     return tuple(_node_to_data(node) for node in block.graph.nodes)
 
@@ -78,8 +78,8 @@ def block_from_data(
 
 
 def _node_to_data(node: fx.Node) -> dict[str, Any]:
-    """Return a graph node as a dict of JSON values: ``name``, ``op``, ``target``, ``args``, ``kwargs``, ``val``,
-    ``path``, ``source``.
+    """Return the graph node ``node`` as a dict of JSON values: ``name``, ``op``, ``target``, ``args``, ``kwargs``,
+    ``val``, ``path``, ``source``.
 
     Keys without a value are left out.
     """
@@ -136,7 +136,8 @@ def _find_allowed(name: Any) -> Any:
 
 
 def target_name(target: Any) -> str:
-    """Return the name of a node's target: ``aten.add.Tensor`` for an operator, ``getitem`` for ``operator.getitem``."""
+    """Return the name of ``target``, the target of a node: ``aten.add.Tensor`` for an operator, ``getitem`` for
+    ``operator.getitem``."""
     if target is operator.getitem:
         return "getitem"
     if isinstance(target, torch._ops.OpOverload):
@@ -159,8 +160,8 @@ def target_of(name: str) -> Any:
 
 
 def _to_json(value: Any) -> Any:
-    """Return an argument of a graph node as a JSON value. A value without a JSON form becomes an object with one key,
-    such as ``{"node": "add_1"}`` or ``{"dtype": "float32"}``.
+    """Return ``value``, an argument of a graph node, as a JSON value. A value without a JSON form becomes an object
+    with one key, such as ``{"node": "add_1"}`` or ``{"dtype": "float32"}``.
     """
     match value:
         case fx.Node():
@@ -187,7 +188,8 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
-    """Return the argument of a graph node that a JSON value describes, such as ``{"node": "add_1"}`` for a node.
+    """Return the argument of a graph node that the JSON value ``value`` describes, such as ``{"node": "add_1"}`` for a
+    node.
 
     ``made``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` for a value that cannot be read.
     """
@@ -227,8 +229,9 @@ def _torch_constant(kind: str, name: Any) -> Any:
 
 
 def _check_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise :class:`GraphFormatError` unless ``args`` and ``kwargs`` fit the names and the number of the parameters of
-    the operator ``target``. For ``getitem``, which takes an item of a tuple, the index must be an integer.
+    """Raise :class:`GraphFormatError` unless the operator ``target`` can be called with ``args`` and ``kwargs``: their
+    number and names must match its parameters. For ``getitem``, which takes an item of a tuple, the index must be an
+    integer.
     """
     if target is operator.getitem:
         if len(args) != 2 or kwargs or not isinstance(args[0], fx.Node) or type(args[1]) is not int:
@@ -241,8 +244,8 @@ def _check_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _val_to_json(value: Any) -> Any:
-    """Return a meta tensor as ``[shape, dtype]``, with its strides if it is not contiguous; a tuple as ``{"tuple":
-    [...]}``.
+    """Return ``value`` as JSON: a meta tensor as ``[shape, dtype]``, or ``[shape, dtype, strides]`` if it is not
+    contiguous; a tuple as ``{"tuple": [...]}``.
 
     Return ``None`` for any other value.
     """

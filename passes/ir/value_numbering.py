@@ -47,9 +47,8 @@ class Numbers:
         return self._known[node]
 
     def _build_instance_key(self, node: fx.Node) -> str:
-        """Return a text that distinguishes ``node`` from nodes with the same operator and operands.
-
-        It is a count for a random operator, the name for a placeholder, and empty for any other node.
+        """Return a text by which ``node`` differs from nodes with the same operator and operands: a count for a random
+        operator, the name for a placeholder, and an empty text for any other node, which need not differ.
         """
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             self._draws += 1
@@ -76,7 +75,8 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
     It covers operators, constants, shapes, dtypes, the data flow between the operators, and which operands are equal.
 
     Args:
-        outputs: those of ``nodes`` that are read elsewhere.
+        outputs: those of ``nodes`` that operators outside of ``nodes`` read; sequences with different outputs have
+            different signatures.
     """
     index: dict[fx.Node, int] = {}
     states: dict[fx.Node, int] = {}

@@ -88,7 +88,8 @@ def _check_value(node: fx.Node) -> None:
 
 
 def _check_output(node: fx.Node) -> None:
-    """Raise :class:`GraphError` unless an output node returns a tuple of nodes with tensors."""
+    """Raise :class:`GraphError` unless the output node ``node`` of a graph returns a tuple of nodes whose values are
+    tensors."""
     if len(node.args) != 1 or not isinstance(node.args[0], tuple | list):
         raise GraphError("does not return a tuple")
     for result in node.args[0]:
@@ -99,8 +100,8 @@ def _check_output(node: fx.Node) -> None:
 
 
 def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
-    """Raise :class:`GraphError` unless an operator is functional and its result has the shape and dtype that the node
-    carries.
+    """Raise :class:`GraphError` unless the operator ``node`` is functional and its result has the shape and dtype of
+    ``node.meta["val"]``.
 
     ``axes``: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
     """
@@ -147,7 +148,8 @@ _DIVIDES = ("shard_slice", "shard_narrow", "reduce_scatter", "all_to_all")
 
 
 def axis_of(node: fx.Node) -> tuple[str, int] | None:
-    """Return (name of the mesh axis, number of ranks on it) of a collective operator; ``None`` for any other node."""
+    """Return (name of the mesh axis, number of ranks on it) over which ``node`` communicates if it is a collective
+    operator; ``None`` for any other node."""
     if node.op != "call_function" or collective_name(node.target) is None:
         return None
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -249,9 +251,10 @@ _WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
 def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
-    """Return for each node, by name, whether its value is equal on the ``size`` ranks of the mesh axis ``axis``.
+    """Return for each node of ``graph``, by name, whether its value is equal on the ``size`` ranks of the mesh axis
+    ``axis``.
 
-    The result is "alike" (equal), "different", or "unknown" (equal, but perhaps a shard or a partial sum).
+    The result is "alike" (equal), "different", or "unknown" (perhaps a shard or a partial sum).
 
     Args:
         given: this property for the placeholders by name; missing ones count as "alike".
@@ -266,8 +269,8 @@ def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: s
 
 
 def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: int) -> Sameness:
-    """Return whether the result of an operator is "alike" on the ``size`` ranks of the mesh axis ``axis``, "different"
-    or "unknown".
+    """Return whether the result of the operator ``node`` is "alike" (equal) on the ``size`` ranks of the mesh axis
+    ``axis``, "different" or "unknown".
 
     ``known``: this property for the earlier nodes, by name.
     """
@@ -287,8 +290,8 @@ def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: 
 
 
 def _makes_elements(node: fx.Node) -> bool:
-    """Return whether the size of an operator's result may come from a constant argument rather than from the size of an
-    operand.
+    """Return whether the size of the result of the operator ``node`` may come from a constant argument rather than from
+    the size of an operand.
     """
     if node.target is operator.getitem:
         return False
@@ -301,8 +304,8 @@ def _makes_elements(node: fx.Node) -> bool:
 
 
 def _is_spread(node: fx.Node, size: int) -> bool:
-    """Return whether an operator has the argument ``1 / size``, so that its result may be an addend of a sum over
-    ``size`` ranks.
+    """Return whether the operator ``node`` has the argument ``1 / size``, so that its result may be an addend of a sum
+    over ``size`` ranks.
     """
     return any(isinstance(a, float) and a == 1.0 / size for a in node.args)
 
@@ -315,8 +318,8 @@ def _list_tensors(value: Any) -> list[Tensor]:
 
 
 def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
-    """Return the first collective over the mesh axis ``axis`` with an unsuitable operand, and the reason; ``None`` if
-    there is none.
+    """Return the first collective of ``graph`` over the mesh axis ``axis`` whose operand makes no sense, and the reason
+    as text; ``None`` if there is none.
 
     An example is an all-reduce of a value that every rank already has whole.
 

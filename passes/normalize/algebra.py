@@ -37,8 +37,9 @@ def add_product(product: Any) -> Rule:
     """
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
-        """Append ``beta * c + alpha * product(a, b)`` as single operators and return the last; ``KEEP`` if torch rounds
-        the factors.
+        """Append ``beta * c + alpha * product(a, b)`` to the new graph as single operators and return the last; return
+        ``KEEP`` (the operator stays) if torch would round the factors, because ``c`` is an integer tensor and a factor
+        is not an integer.
         """
         whole_numbers = not get_node_tensor(c).dtype.is_floating_point and not get_node_tensor(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
@@ -97,8 +98,8 @@ def _create_scalar(build: Builder, like: fx.Node, value: float) -> fx.Node:
 
 
 def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
-    """Remove an operator that only checks whether a factorisation succeeded; return ``None``, because nothing reads its
-    result.
+    """Remove the operator that only checks whether a matrix factorisation succeeded: append nothing and return
+    ``None``, because nothing reads its result. The arguments are not read.
 
     Eager torch raises an error there; a plan continues with the result of the failed factorisation.
     """
@@ -122,8 +123,8 @@ def count_reduced_elements(x: fx.Node, dims: Sequence[int] | None) -> int:
 def rewrite_mean(
     build: Builder, x: fx.Node, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Rewrite a mean over ``dims`` as a sum times a constant, and return its node; ``KEEP`` (the operator stays)
-    without elements.
+    """Rewrite a mean over ``dims`` as a sum times a constant, and return its node; return ``KEEP`` (the operator stays)
+    if ``x`` has no elements.
 
     ``dims``: ``None`` means all. ``keepdim``: whether the reduced dims stay with size 1. ``dtype``: the dtype to which
     ``x`` is cast first; ``None`` for none.
@@ -136,7 +137,8 @@ def rewrite_mean(
 def _compute_moments(
     build: Builder, x: fx.Node, dims: Any, correction: float, keepdim: bool
 ) -> tuple[fx.Node, fx.Node]:
-    """Return the nodes of the variance and the mean of ``x`` over ``dims``, in this order.
+    """Append operators that compute the variance and the mean of ``x`` over ``dims``, and return their nodes in this
+    order.
 
     ``correction``: the number that is subtracted from the number of elements in the variance's divisor. ``keepdim``:
     whether the reduced dims stay with size 1.
@@ -175,11 +177,11 @@ def _checked_moments(
     *,
     correction: float | None = None,
 ) -> tuple[fx.Node, fx.Node] | None:
-    """Return the nodes of the variance and the mean of ``x`` over ``dims``; ``None`` if ``x`` is complex or has too few
-    elements.
+    """Append operators that compute the variance and the mean of ``x`` over ``dims``, and return their nodes; return
+    ``None`` if ``x`` is complex or has too few elements for the divisor.
 
-    ``dims``: ``None`` means all. ``unbiased``: whether 1 is subtracted from the number of elements in the divisor,
-    unless ``correction`` says how much. ``keepdim``: whether the reduced dims stay with size 1.
+    ``dims``: ``None`` means all. ``unbiased``: whether the divisor of the variance is the number of elements less 1.
+    ``correction``: the number to subtract instead, or ``None``. ``keepdim``: whether the reduced dims stay with size 1.
     """
     if isinstance(dims, bool):  # var(x, unbiased)
         dims, unbiased = None, dims

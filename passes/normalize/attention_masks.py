@@ -43,8 +43,9 @@ from partitioner.passes.ops.documents import document_ops
 
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace each constant attention mask in ``graph``, in place, if it shows each query a band of positions around
-    its own, or such a band within the documents that data say.
+    """Replace attention masks in ``graph``, in place, by arguments of the attention. This is done for a mask by which
+    each query sees a range of positions around its own, everywhere or only within its own document. The range must be
+    constant; documents may depend on data.
 
     ``constants``: the values of placeholders by placeholder name. Attention under any other mask is left unchanged.
     """
@@ -70,8 +71,8 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
 
 
 def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
-    """Rewrite the attention ``node`` in place so that it uses ``band``, a range of visible positions, instead of its
-    mask.
+    """Rewrite the attention ``node`` of ``graph`` in place so that it uses ``band``, a range of visible positions,
+    instead of its mask.
 
     A full or causal band only changes arguments of ``node``. A sliding window replaces ``node`` by
     ``partition::band_attention`` if its shapes allow this; otherwise ``node`` keeps its mask.
@@ -105,7 +106,8 @@ def _replace_mask_by_documents(
 def _replace_attention(
     graph: fx.Graph, node: fx.Node, target: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:
-    """Replace the attention ``node`` by the first result of the operator ``target`` on ``arguments``."""
+    """Replace the attention ``node`` of ``graph`` by the first result of the operator ``target`` with the arguments
+    ``arguments``."""
     with graph.inserting_before(node):
         made = insert_operator_node(graph, target, arguments)
         out = insert_operator_node(graph, operator.getitem, (made, 0))
@@ -129,11 +131,11 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | DocumentMask | None:
-    """Return the band of positions that a mask ``[..., queries, keys]`` shows, or the band within documents.
+    """Return by what rule a mask ``[..., queries, keys]`` shows keys to queries: a range of positions around the
+    query's own (:class:`Band`), or such a range within the query's document. Return ``None`` if it is neither or not
+    known.
 
-    ``None`` if it is neither or not known.
-
-    ``value``: the mask as :class:`MaskEvaluator` found it. A band without limits means that nothing is hidden.
+    ``value``: the mask as :class:`MaskEvaluator` found it. A :class:`Band` without limits means that no key is hidden.
     ``queries``, ``keys``: the numbers of queries and keys.
     """
     if value is None:
@@ -176,8 +178,8 @@ def _classify_terms(terms: Sequence[Term], queries: int, keys: int) -> Band | No
 
 
 def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
-    """Return the range of positions in which ``over_keys[j] <= over_queries[i]`` (``<`` if ``strict``) lets query ``i``
-    see key ``j``.
+    """Return the range of key positions, relative to its own, that a query sees if query ``i`` sees key ``j`` where
+    ``over_keys[j] <= over_queries[i]`` (``<`` if ``strict``).
 
     ``over_keys``, ``over_queries``: one number for each key and each query. Return ``None`` if the two vectors do not
     both count up, or both count down, by ones.
@@ -193,7 +195,8 @@ def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band
 
 
 def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
-    """Return the range of positions around its own that all ``bands`` show a query.
+    """Return the range of positions around its own that a query sees if every one of ``bands`` (such ranges) must
+    include them.
 
     Return ``None`` if one of ``bands`` is ``None``, if ``queries`` and ``keys``, the numbers of both, differ, or if a
     limit is negative, so that a query would not see its own position. A limit that reaches the end of the sequence
@@ -278,7 +281,7 @@ def _select_comparison(strict: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _holds_everywhere(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """Return whether every query sees every key. Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or
-    ``<`` if ``strict``.
+    if ``over_keys[j] < over_queries[i]`` where ``strict`` is true.
     """
     return bool(_select_comparison(strict)(over_keys.max(), over_queries.min()))
 
@@ -286,7 +289,8 @@ def _holds_everywhere(strict: bool, over_keys: Tensor, over_queries: Tensor) -> 
 def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """Return whether every query sees all keys up to its own position.
 
-    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or ``<`` if ``strict``.
+    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or if ``over_keys[j] < over_queries[i]`` where
+    ``strict`` is true.
     """
     return bool(_select_comparison(strict)(over_keys.cummax(0).values, over_queries).all())
 
@@ -294,7 +298,8 @@ def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
 def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """Return whether no query sees a key after its own position.
 
-    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or ``<`` if ``strict``.
+    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or if ``over_keys[j] < over_queries[i]`` where
+    ``strict`` is true.
     """
     smallest_after = over_keys.flip(0).cummin(0).values.flip(0)[1:]
     return not bool(_select_comparison(strict)(smallest_after, over_queries[:-1]).any())

@@ -95,8 +95,8 @@ class ConditionalValue:
     """A tensor with two values: ``shown`` at elements for which all conditions in ``terms`` hold, ``hidden`` at the
     others.
 
-    Both are 0-dimensional tensors. A condition is a boolean tensor or a comparison. A sum of two attention masks has
-    several values at the other elements; ``hidden`` is then an upper bound of them.
+    Both are 0-dimensional tensors. A condition is a boolean tensor or a comparison. If the tensor is a sum of two
+    attention masks, it has several values at the other elements; ``hidden`` is then an upper bound on these values.
     """
 
     terms: tuple[Condition, ...]
@@ -212,7 +212,8 @@ class MaskEvaluator(ConstantEvaluator):
 
 
 def _squeeze_constant_dims(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` reduced to size 1 in every dim along which it is constant."""
+    """Return ``tensor`` with only the first element of every dim along which it is constant, so that the dim has size
+    1."""
     for dim in range(tensor.dim()):
         first = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
         if tensor.shape[dim] > 1 and bool((tensor == first).all()):
@@ -292,7 +293,7 @@ def keeps_integers(cast: fx.Node) -> bool:
 
 
 def _align_rank(tensor: Tensor, rank: int) -> Tensor:
-    """Return ``tensor`` with dims of size 1 in front, so that it has ``rank`` dims."""
+    """Return ``tensor`` with dims of size 1 added in front, so that it has ``rank`` dims in total."""
     return tensor.reshape([1] * (rank - tensor.dim()) + list(tensor.shape))
 
 
@@ -300,8 +301,9 @@ def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any
     """Return the value of the pointwise operator ``node`` if one operand is a mask: conditions, or a choice between two
     numbers.
 
-    ``args``, ``kwargs``: the values of the operands; those besides the mask are numbers. A sum of two attention masks
-    hides what one of them hides. Raise :class:`_Unknown` if the result cannot be expressed as conditions or a choice.
+    ``args``, ``kwargs``: the values of the operands; those besides the mask are numbers. A sum of two additive
+    attention masks hides the scores that either of them hides. Raise :class:`_Unknown` if the result cannot be
+    expressed as conditions or a choice.
     """
     if node.target in (aten.bitwise_or.Tensor, aten.logical_or.default):
         return ConditionalValue(_negate(node, args[0]) + _negate(node, args[1]), _FALSE, _TRUE)
@@ -371,7 +373,7 @@ def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``. It is a boolean
     tensor, or a tuple with the comparison itself if the tensor would be too large or the operands are elements of a
-    data tensor. Raise :class:`_Unknown` if it can be neither."""
+    data tensor. Raise :class:`_Unknown` if neither form is possible."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         return _evaluate_choice(node, (a, b), {})
     if isinstance(a, Gathered) or isinstance(b, Gathered):
@@ -412,7 +414,7 @@ def _require_terms(value: Any) -> tuple[Condition, ...]:
 
 def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
     """Return the value of the logical ``and`` that ``node`` computes: a tensor, or a tuple of the comparisons of both
-    operands. ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` if one of them has no such form."""
+    operands. ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` if an operand is neither."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
@@ -493,8 +495,9 @@ def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
-    """Return the value of a reshape to ``sizes``. ``value``: the value of the operand. If only dims of size 1 change,
-    it may be any value; otherwise it must be a tensor, or :class:`_Unknown` is raised."""
+    """Return the value of ``node``, a reshape to the shape ``sizes``. ``value``: the value of the operand. It may be of
+    any kind if the reshape only adds or removes dims of size 1; otherwise :class:`_Unknown` is raised if it is no
+    tensor."""
     old = list_node_sizes(node.args[0])  # type: ignore[arg-type]
     if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
         return _expand_to_sizes(value, old).reshape(sizes)
@@ -518,8 +521,8 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 
 
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
-    """Return ``source[indices]``, if ``indices`` has a known tensor for every dim of ``source``; otherwise raise
-    :class:`_Unknown`.
+    """Return the value of ``node``, which computes ``source[indices]``, if ``indices`` has a known tensor for every dim
+    of ``source``; otherwise raise :class:`_Unknown`.
 
     ``source`` is a constant tensor, or names elements of a data tensor. It has size 1 in dims along which it is
     constant; indices into these dims are ignored.
@@ -541,8 +544,9 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
 
 
 def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
-    """Return the value of ``gather(source, dim, index)`` for a constant or data tensor ``source`` and constant indices.
-    Raise :class:`_Unknown` if the indices are not constant, or if they select from a data tensor along several dims."""
+    """Return the value of ``node``, which computes ``gather(source, dim, index)``. ``source``: the value of the
+    operand, a constant tensor or elements of a tensor that depends on data. Raise :class:`_Unknown` if ``index`` is not
+    constant, or selects from a tensor that depends on data along several dims."""
     if isinstance(source, Tensor) and isinstance(index, Tensor):
         whole = _expand_to_sizes(source, list(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
         return whole.gather(dim, _expand_to_sizes(index, list(list_node_sizes(node))))
@@ -564,8 +568,8 @@ def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
 
 
 def _evaluate_index_select(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
-    """Return the value of ``index_select(source, dim, index)`` for a constant ``index``. ``source``: the value of the
-    operand, of any kind. Raise :class:`_Unknown` if ``index`` is not constant."""
+    """Return the value of ``node``, which computes ``index_select(source, dim, index)`` for a constant ``index``.
+    ``source``: the value of the operand, of any kind. Raise :class:`_Unknown` if ``index`` is not constant."""
     if not isinstance(index, Tensor):
         raise _Unknown
     where = index.expand(list_node_sizes(node)[dim])
@@ -591,11 +595,11 @@ def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: An
 
 
 def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
-    """Return the value of ``tril`` or ``triu``.
+    """Return the value of ``node``, a ``tril`` or ``triu`` of the operand with the value ``x``.
 
-    If the result is too large to be created, ``x`` must be one constant; the result is then a comparison of row and
-    column numbers, or a :class:`ConditionalValue` on it. ``x``: the operand's value. ``diagonal``: the diagonal at
-    which the triangle ends; 0 is the main one, positive numbers are above.
+    If the result is too large to be created, ``x`` must have one value everywhere; the result is then a comparison of
+    row and column numbers, or a :class:`ConditionalValue` on it. ``diagonal``: the diagonal at which the triangle ends;
+    0 is the main one, positive numbers are above.
     """
     lower = node.target is aten.tril.default
     rows, columns = list_node_sizes(node)[-2:]
@@ -616,9 +620,9 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
 
 
 def _hide_outside(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Term, ...]) -> Value:
-    """Return the value of ``tril`` or ``triu`` of a mask: the mask, with 0 (false) also where not all comparisons
-    ``terms`` hold. ``mask``: conditions, or a choice whose hidden value is 0; raise :class:`_Unknown` if it is another
-    number."""
+    """Return the value of ``tril`` or ``triu`` of ``mask``: the mask itself where all comparisons ``terms`` hold (the
+    triangle), and 0 (false) elsewhere. ``mask``: conditions, or a choice between two numbers. Raise :class:`_Unknown`
+    if its hidden number is not 0."""
     if isinstance(mask, tuple):
         return mask + terms
     if mask.hidden != 0:

@@ -29,7 +29,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
-    """Return a new graph without composite operators, and a map from old node names to new ones.
+    """Return a copy of ``graph`` without composite operators, and a map from old node names to new ones.
 
     A composite operator is one that torch defines by other operators. Those that can be sharded by a rule of their own
     stay. ``known``: operators that a later rewrite handles; they stay, too.
@@ -44,8 +44,8 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
 
 def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
     """Return a graph of the operators of which torch composes the operator ``node``, and the list of operand nodes that
-    the graph's placeholders stand for. Return ``None`` if torch does not define the operator by others, or if they read
-    numbers out of tensors."""
+    the graph's placeholders stand for. Return ``None`` if torch does not define the operator by others, or if its
+    definition reads numbers out of tensors (``item()``)."""
     if not _is_composite(node.target):
         return None
     operands, run = _as_function(node, node.args, node.kwargs)
@@ -97,8 +97,8 @@ def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | N
 
 
 def _is_fit(graph: fx.Graph) -> bool:
-    """Return whether a traced graph has at most 4096 nodes, of which none writes to its operands or reads an
-    attribute.
+    """Return whether ``graph``, the traced definition of an operator, can replace the operator: it has at most 4096
+    nodes, of which none writes to its operands or reads an attribute.
     """
     parts = list(graph.nodes)
     return len(parts) <= _MOST_PARTS and not any(n.op == "get_attr" or _is_mutating(n.target) for n in parts)
@@ -107,8 +107,8 @@ def _is_fit(graph: fx.Graph) -> bool:
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """Append the operators of torch's decomposition of ``build.node`` to the new graph, and return their result.
 
-    Return ``KEEP`` (the operator stays) if it cannot be traced, because it reads numbers out of tensors or has no meta
-    kernel.
+    ``args``, ``kwargs``: the operator's arguments, with nodes in place of tensors. Return ``KEEP`` (the operator stays)
+    if it cannot be traced, because it reads numbers out of tensors or has no meta kernel.
     """
     node = build.node
     assert node is not None
@@ -133,7 +133,8 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 class RecurrentLayers(NamedTuple):
-    """The arguments of torch's recurrent functions after the input, the initial state and the weights, in order.
+    """The arguments of torch's recurrent functions (such as ``torch.lstm``) that follow the input, the initial state
+    and the weights, in the order of the function.
 
     ``biased``: whether there are biases among the weights. ``layers``: the number of layers. ``p``: the probability of
     the dropout between layers. ``train``: whether dropout is on. ``both_ways``: whether each layer also reads its input
@@ -159,7 +160,7 @@ class RecurrentLayers(NamedTuple):
 
     @property
     def of_one(self) -> RecurrentLayers:
-        """Return a copy of these arguments of a recurrent network for a single layer, without dropout."""
+        """Return a copy of these arguments for a recurrent network with a single layer, without dropout."""
         return self._replace(layers=1, p=0.0)
 
 

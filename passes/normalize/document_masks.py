@@ -90,8 +90,8 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
 
 
 def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | None:
-    """Return (dim of positions, dim of batch rows) of the tensor whose elements ``term`` compares between query and
-    key.
+    """Return (dim of positions, dim of batch rows) of the tensor of which ``term`` compares the element at the query's
+    position with that at the key's position.
 
     One side of the comparison must be the element of the query, the other that of the key, both of the same row. The
     second number is ``None`` if the tensor has one row for all. ``length``: the number of queries, which is also that
@@ -186,10 +186,12 @@ _VARLEN = "torch_attn::_varlen_attn"  # torch registers it when a model imports 
 
 
 def replace_packed_sequences(graph: fx.Graph) -> None:
-    """Replace ``torch.nn.attention.varlen.varlen_attn`` in ``graph``, in place, by ``partition::document_attention``.
+    """Replace calls of ``torch.nn.attention.varlen.varlen_attn`` in ``graph``, in place, by
+    ``partition::document_attention``, which works on documents that are packed in one sequence.
 
-    Its queries, keys and values are ``[positions, heads, width]``. The cumulated lengths ``[sequences + 1]`` of queries
-    and keys must be one tensor, which starts at 0 and ends at the number of positions. Other calls are left alone.
+    The queries, keys and values are ``[positions, heads, width]``. The cumulative lengths ``[sequences + 1]`` of
+    queries and of keys must be the same tensor, which starts at 0 and ends at the number of positions. Calls that do
+    not satisfy this are left unchanged.
     """
     ids: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -236,9 +238,9 @@ def _insert_steps(graph: fx.Graph, value: fx.Node, steps: Sequence[_Step], like:
 
 
 def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.Node:
-    """Insert operators that compute, for each of ``length`` positions, the number (from 0) of the packed sequence that
-    it is in. Return their node ``[1, length]``. ``ends``: the node of the cumulative lengths of the sequences; the
-    operators are inserted after it."""
+    """Insert into ``graph`` operators that compute, for each of ``length`` positions, the number (from 0) of the packed
+    sequence that it is in. Return their node ``[1, length]``. ``ends``: the node of the cumulative lengths of the
+    sequences; the operators are inserted after it."""
     last = ends if ends.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         places = graph.call_function(aten.arange.start_step, (0, length, 1), {"device": META, "dtype": torch.int64})
@@ -266,9 +268,10 @@ def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:
 def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Store the typical lengths of documents in the attentions of ``captured``, in place, and return them.
 
-    ``lengths``: the numbers of positions of typical documents. If there are none, they are counted in ``inputs``, the
-    values of inputs by path; meta tensors have no values. Only the cost model reads lengths. Return an empty tuple if
-    there is no such attention, or if the ids depend on more than inputs and constants.
+    ``lengths``: the numbers of positions of typical documents. If it is empty, documents are counted in ``inputs``,
+    tensors by the path of the input; this gives nothing for meta tensors, which have no values. Only the cost model
+    reads lengths. Return an empty tuple if there is no such attention, or if the ids depend on more than inputs and
+    constants.
     """
     nodes = list_document_attentions(captured.graph)
     specs = {i.value: i for i in captured.inputs}

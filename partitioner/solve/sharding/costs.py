@@ -83,8 +83,8 @@ class TensorCosts:
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """Return the seconds of one call of the operator ``node``, forward and backward, if it is run by ``strategy``
-        (layouts of its operands and results). The collectives of the strategy are included. ``num_ranks``: size of the
-        mesh axis over which the model is sharded.
+        (layouts of its operands and results). The collectives of the strategy are included. ``num_ranks``: number of
+        ranks over which the tensors are sharded, the size of the mesh axis.
         """
         key = (node, strategy)
         if key not in self._nodes:
@@ -104,9 +104,9 @@ class TensorCosts:
         return self._nodes[key]
 
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
-        """Return the seconds of the operator ``node`` on one rank if each rank computes only its own rows but reads the
-        operands that ``strategy`` shards in whole. ``seconds``: those of the undivided work. ``num_ranks``: size of the
-        mesh axis over which the model is sharded."""
+        """Return the seconds of the operator ``node`` on one rank if each rank computes only its own rows, but reads in
+        whole the operands that ``strategy`` stores sharded. ``seconds``: those of the undivided work on one rank.
+        ``num_ranks``: size of the mesh axis over which the model is sharded."""
         read = sum(
             o.meta["val"].nbytes / num_ranks
             for o, layout in zip(operands_of(node), strategy.operands, strict=True)
@@ -117,9 +117,10 @@ class TensorCosts:
         return seconds / num_ranks + rest
 
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
-        """Return the seconds that the communication of an attention over a sharded sequence adds to its computation.
-        ``operator``: the attention. ``strategy``: the way to run it, whose form is the algorithm, such as a ring.
-        ``seconds``: those of the computation. ``num_ranks``: size of the mesh axis over which the model is sharded."""
+        """Return the seconds of communication that computation does not hide, in an attention whose sequence is sharded
+        over ranks. ``operator``: the attention. ``strategy``: layouts of its operands and results, and the algorithm
+        (``strategy.form``, such as ``"ring"``). ``seconds``: those of the computation, which overlaps with a ring's
+        messages. ``num_ranks``: size of the mesh axis over which the sequence is sharded."""
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_attention_band(operator.node) or Band()
         sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
@@ -156,10 +157,11 @@ class TensorCosts:
         return seconds
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """Return the seconds of keeping a parameter or buffer in ``layout``: the optimizer's update of a rank's part
-        and, if every rank computes a partial sum of the gradient (``R'``), its reduction. Both occur once per step and
-        are divided by the number of microbatches. ``spec``: its whole shape and its dtype. ``num_ranks``: size of the
-        mesh axis over which the model is sharded."""
+        """Return the seconds per microbatch that it costs to keep a parameter or buffer in ``layout``. These are the
+        optimizer's update of a rank's part and, if every rank computes a partial sum of the gradient (``R'``), the
+        gradient's all-reduce. Both occur once per step, so their seconds are divided by the number of microbatches.
+        ``spec``: its whole shape and its dtype. ``num_ranks``: size of the mesh axis over which the model is sharded.
+        """
         local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
         if not self.train or not spec.dtype.is_floating_point:
             return local * self.state_price
@@ -169,9 +171,9 @@ class TensorCosts:
         return seconds / self.num_microbatches + local * self.state_price
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the seconds of keeping a tensor between blocks for the backward in ``layout``: a rank writes its part
-        once and reads it once. ``math.inf`` for a shard if sequence parallelism is forbidden. ``spec``: whole shape and
-        dtype of the tensor.
+        """Return the seconds that it costs to keep a tensor between blocks in ``layout`` until the backward: a rank
+        writes its part to memory once and reads it once. Return ``math.inf`` for a shard if sequence parallelism is
+        forbidden. ``spec``: whole shape and dtype of the tensor.
         """
         if layout.is_shard and self.sequence_parallel is False:
             return math.inf
@@ -180,9 +182,9 @@ class TensorCosts:
 
 
 class _Operator:
-    """The data of one operator that are equal for all strategies, and a cache of its compute seconds by the shapes on
-    one rank. ``train``: the backward counts too. ``tp``: number of ranks that divide the attention heads left by the
-    mesh axis. ``node``: the operator."""
+    """An operator (``node``) with the data that are equal for all strategies, and a cache of its compute seconds by the
+    shapes of one rank. ``train``: whether the seconds include the backward. ``tp``: number of ranks over which
+    attention heads are sharded in addition to the mesh axis that is being solved; 1 if there are none."""
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp
@@ -205,8 +207,8 @@ class _Operator:
         """Return the operands of one rank, with shapes and dtypes, under ``strategy``. ``num_ranks``: size of the mesh
         axis over which the model is sharded.
 
-        If ranks share the sequence of an attention, key heads that a view repeats for several query heads are counted
-        once (``passes/shard/repeated_heads.py``).
+        If ``strategy`` shards the sequence of an attention, key heads that the model copies for groups of query heads
+        are counted without the copies, because ranks exchange and read only the originals.
         """
         found = []
         for place, (shape, dtype), (dim, group) in zip(self._places, self._operands, self._repeated, strict=True):
@@ -224,8 +226,8 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Return the factor by which the number of key heads of this attention shrinks if heads that the model repeats
-        are read without copies; 1 if none are repeated."""
+        """Return the factor by which fewer key heads of this attention are sent and read if the copies of key heads,
+        which the model makes for groups of query heads, are left out; 1 if it makes none."""
         times = count_head_repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
@@ -270,7 +272,7 @@ def _find_repeated_dim(node: fx.Node) -> tuple[int, float]:
 
 
 def made_bytes(node: fx.Node) -> int:
-    """Return the bytes of a node's results; 0 for a view."""
+    """Return the bytes of the results of the operator ``node``; 0 for a view, which uses no memory of its own."""
     return 0 if is_view(node) else sum(r.nbytes for r in results_of(node) if isinstance(r, Tensor))
 
 
@@ -284,9 +286,9 @@ _UNDIVIDED_RESULTS = 4.0
 
 
 def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Group, precision: str) -> TensorCosts:
-    """Return prices of shardings of ``model`` on ``axis`` over ``group``, with a large penalty for matrix products and
-    weights that are not divided over the ranks. On ``cp`` the penalty also applies to all other results, because that
-    axis exists to divide their memory.
+    """Return prices (seconds) for sharding ``model`` over the mesh axis ``axis``, whose ranks communicate as ``group``
+    describes, with a large penalty for matrix products and weights that are not divided over the ranks. On ``cp`` the
+    penalty also applies to all other results, because that axis exists to divide their memory.
 
     ``device``: the device type. ``precision``: number format of most products, such as ``"bf16"``.
     """
@@ -309,7 +311,8 @@ def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Grou
 
 
 def _list_weighted_operators(model: FoldedModel) -> Iterator[tuple[int, fx.Node]]:
-    """Yield (how often its block is used in the model, operator) for every operator of the model."""
+    """Yield (count, operator) for every operator in the blocks of ``model``; the count is how many calls in the model
+    execute the operator's block."""
     for name, block in model.blocks.items():
         often = model.num_calls(name)
         yield from ((often, node) for node in block.graph.nodes if node.op == "call_function")

@@ -29,15 +29,16 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
 
 
 def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:
-    """Return a dict from block name to the parts of the block's graph that compute by expert, for each block of
-    ``model`` that has any. ``apart``: mesh axes whose ranks will hold different experts."""
+    """Return a dict from block name to the expert regions of the block: the parts of its graph in which the experts of
+    a mixture compute rows. Blocks without such parts are left out. ``apart``: mesh axes along which ranks will hold
+    different experts; an operator that communicates over one of them ends a region."""
     found = {name: find_regions(block, apart) for name, block in model.blocks.items()}
     return {name: regions for name, regions in found.items() if regions}
 
 
 def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]]) -> dict[str, tuple[int, int]]:
     """Return a dict from the name of each parameter and buffer of experts in ``model`` to (the dim that indexes
-    experts, the number of experts). ``regions``: block name -> the parts of its graph that compute by expert."""
+    experts, the number of experts). ``regions``: block name -> the parts of its graph in which experts compute."""
     found: dict[str, tuple[int, int]] = {}
     for call in model.calls:
         bound = dict(zip(model.blocks[call.block].states, call.states, strict=True))
@@ -47,12 +48,12 @@ def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]])
 
 
 def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = True) -> Allowed | None:
-    """Return a function of an operator and a strategy that says whether the operator may be run in this way, so that
-    ``tp`` shards experts as ``split`` says: ``"rows"`` (each rank has other rows) or ``"within"`` (each expert is
-    sharded).
+    """Return a function of an operator and a strategy that says whether the solver may run the operator by the
+    strategy. It allows what makes ``tp`` divide the experts' work as ``split`` says: ``"rows"`` (each rank computes
+    other rows, that is, tokens) or ``"within"`` (the matrices of each expert are sharded).
 
-    Return ``None`` if ``split`` is empty, which allows everything. ``in_order``: each rank must have consecutive rows.
-    ``model``: has the operators of experts.
+    Return ``None`` if ``split`` is empty, which allows everything. ``in_order``: for ``"rows"``, each rank must have
+    consecutive rows. ``model``: the model with the experts.
     """
     if not split:
         return None
@@ -60,8 +61,9 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
     products = {node for regions in regions_of(model).values() for region in regions for node in region.products}
 
     def within(node: fx.Node, strategy: Strategy) -> bool:
-        """Return whether ``strategy`` shards each expert, rather than distributing experts or rows (tokens) over the
-        ranks, when the operator ``node`` is run by it."""
+        """Return whether ``strategy`` (layouts of operands and results) shards the matrices of each expert if it runs
+        the operator ``node``. It must not give ranks different experts or different rows (tokens). True for operators
+        without experts."""
         if node in tables:
             return strategy.results[0] != make_shard_layout(tables[node])
         if node not in rows:
@@ -104,8 +106,9 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 
 
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
-    """Return a function that allows an operator only strategies under which every rank has all rows (tokens) and a part
-    of their gradients. A row that two ranks send to its expert then counts once.
+    """Return a function that allows an operator only strategies under which every rank has all rows (tokens), and gets
+    only a part of each row's gradient. If a row is later sent to its expert by two ranks, its gradient is thus counted
+    once.
 
     ``rows``: operators that work row by row -> dim of rows of their results. ``tables``: nodes that are computed from
     experts' parameters alone -> dim that indexes experts.
@@ -121,9 +124,12 @@ def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> All
 
 
 def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> ShardingSolution:
-    """Return a sharding of the batch with which ranks that have different samples may hold different experts. This is
-    ``batch`` itself if it qualifies, else another sharding of ``samples`` samples. Return ``batch`` if none exists.
-    ``model``: the model on the whole batch."""
+    """Return a sharding of the batch over ranks that allows ranks with different samples to hold different experts.
+
+    This is the given sharding ``batch`` if it allows that; otherwise one with the experts' rows divided over the ranks,
+    or whole on each of them. If there is none, return ``batch``. ``samples``: number of samples of the batch.
+    ``model``: the model on the whole batch.
+    """
     if can_spread_experts(model, batch):
         return batch
     for way in (_by_rows, _all_rows):

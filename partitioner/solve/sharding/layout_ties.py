@@ -25,8 +25,9 @@ Port = tuple[str, PortKind, int]  # block, kind, place
 
 @dataclass(frozen=True)
 class ValueReader:
-    """An operator that reads a value, and the ``positions`` of the value among its operands. ``node`` of ``None``
-    stands for the outputs of the block, and ``positions`` are then indices of outputs.
+    """An operator (``node``) that reads a value of a block, with the indices (``positions``) of the value among its
+    operands. If ``node`` is ``None``, the value is an output of the block, and ``positions`` are its indices among the
+    outputs.
     """
 
     node: fx.Node | None
@@ -35,7 +36,8 @@ class ValueReader:
 
 @dataclass(frozen=True)
 class BlockValue:
-    """A tensor inside a block: result ``index`` of the node ``source``, with its readers. A placeholder has one result.
+    """A tensor inside a block: the result with the index ``index`` of the node ``source``, with the operators and
+    outputs that read it (``readers``). A placeholder has one result.
 
     ``operator.getitem`` is not counted as an operator; the tensor that it selects is a result of its producer.
     ``spec``: its shape and dtype. ``grad``: whether a gradient flows back through the value.
@@ -90,11 +92,11 @@ def values_of(block: Block) -> list[BlockValue]:
 
 @dataclass(frozen=True)
 class LayoutTie:
-    """Tensors between blocks, or parameters and buffers, that must share one layout because different calls of a block
-    read or return them at the same place.
+    """Tensors between blocks, or parameters and buffers, that must share one layout because different calls of one
+    block (such as the calls of a repeated layer) read or return them at the same place.
 
-    ``names``: their names. ``ports``: these places, each a block name, a kind (``"input"``, ``"state"`` or
-    ``"output"``) and an index. ``spec``: their common shape and dtype.
+    ``names``: their names. ``ports``: the places, each a tuple of the block's name, a kind (``"input"``, ``"state"`` or
+    ``"output"``) and an index among the block's inputs, states or outputs. ``spec``: their common shape and dtype.
     """
 
     names: tuple[str, ...]
@@ -103,7 +105,8 @@ class LayoutTie:
 
 
 def tied_values(model: FoldedModel) -> list[LayoutTie]:
-    """Return the groups of model inputs and block outputs that must share one layout, in order of first appearance."""
+    """Return the groups of inputs of ``model`` and outputs of its blocks that must share one layout, because calls of
+    one block read or return them at the same place. The groups are in order of first appearance."""
     pairs: list[tuple[str, Port | None]] = [(i.value, None) for i in model.inputs]
     for call in model.calls:
         pairs += [(value, (call.block, "input", i)) for i, value in enumerate(call.inputs)]
@@ -112,8 +115,8 @@ def tied_values(model: FoldedModel) -> list[LayoutTie]:
 
 
 def tied_states(model: FoldedModel) -> list[LayoutTie]:
-    """Return the groups of states (parameters and buffers) of ``model`` that must share one layout, in order of first
-    appearance."""
+    """Return the groups of states (parameters and buffers) of ``model`` that must share one layout, because calls of
+    one block read them at the same place. The groups are in order of first appearance."""
     pairs: list[tuple[str, Port | None]] = [(name, None) for name in model.states]
     for call in model.calls:
         pairs += [(name, (call.block, "state", i)) for i, name in enumerate(call.states)]

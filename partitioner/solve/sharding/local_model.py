@@ -24,8 +24,8 @@ class LocalModel:
 
     ``model``: the blocks with the shapes of one rank; parameters, buffers and inputs have their global shapes.
     ``sharding``: layouts over ``tp``. ``context``: layouts over ``cp``; ``None`` if ``cp`` is 1. ``experts``: name of a
-    parameter or buffer of experts -> layout over ``ep``. ``by_rows``: the ranks of ``tp`` hold different experts and
-    different rows (tokens) of their work.
+    parameter or buffer of experts -> layout over ``ep``. ``by_rows``: whether the ranks of ``tp`` hold different
+    experts and compute different rows (tokens).
     """
 
     model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs
@@ -36,8 +36,8 @@ class LocalModel:
 
     @property
     def complete(self) -> frozenset[str]:
-        """Return the names of the parameters and buffers whose gradient every rank of ``cp`` computes completely, so
-        that no reduction over ``cp`` is needed.
+        """Return the names of the parameters and buffers whose gradient needs no reduction over ``cp``, because it is
+        not a partial sum on the ranks of ``cp``.
         """
         if self.context is None:
             return frozenset()
@@ -84,9 +84,9 @@ def build_local_model(
 
 
 def unmark_stopped(block: Block) -> Block:
-    """Set ``node.meta["grad"]`` of ``block`` to false for nodes that depend on detached values alone, and return
-    ``block``. The nodes that replace a sharded operator are marked like it, although no gradient flows through some of
-    them.
+    """Set ``node.meta["grad"]`` (whether a gradient flows through the node) of ``block`` to false for nodes that depend
+    on detached values alone, and return ``block``. This corrects marks after sharding: nodes that replace an operator
+    inherit its mark, even those that no gradient reaches.
     """
     for node in block.graph.nodes:
         if node.op == "call_function" and node.meta.get("grad"):
@@ -96,8 +96,8 @@ def unmark_stopped(block: Block) -> Block:
 
 def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
     """Return the layouts of all tensors of ``local`` over ``tp``, ``ep`` and ``cp``, the axes over which each gradient
-    is a partial sum, and the batch dims of inputs, as the emitter writes them into the program. ``batch``: the sharding
-    over microbatches and ``dp``.
+    is a partial sum, and the batch dims of inputs, in the form in which they are written into the program of a plan.
+    ``batch``: the sharding of the batch over microbatches and ``dp``.
     """
     tensor = local.sharding
     axes: dict[str, tuple[str, ...]] = {}

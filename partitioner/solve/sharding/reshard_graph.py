@@ -54,8 +54,9 @@ class ProblemBuilder:
 
 
 class Reshards:
-    """A cache of the costs of changes of layout; infinite if a change is impossible. ``cost``: function that computes
-    such a cost from the tensor's shape and dtype, the two layouts, and whether the tensor has a gradient.
+    """A cache of the costs of converting tensors from one layout to another; the cost is infinite if the conversion is
+    impossible. ``cost``: function that computes such a cost from the tensor's shape and dtype, the two layouts, and
+    whether the tensor has a gradient.
     """
 
     def __init__(self, cost: ReshardCost) -> None:
@@ -75,9 +76,9 @@ class Reshards:
         return self._tables[key]
 
     def _reshard_seconds(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
-        """Return the cost of one change of a tensor from layout ``source`` to ``target``, from the cache if it is
-        there; infinite if it is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must also
-        change the layout of the gradient."""
+        """Return the cost of one change of a tensor from layout ``source`` to ``target``, from the cache if it has the
+        cost; infinite if the change is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must
+        also change the layout of the gradient."""
         if source == target and source.kind != "P":
             return 0.0
         key = (spec, grad, source, target)
@@ -87,9 +88,9 @@ class Reshards:
         return found
 
     def _look_up(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
-        """Compute, without the cache, the cost of one change of a tensor from layout ``source`` to ``target``, and
-        return it; infinite if it is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must
-        also change the layout of the gradient."""
+        """Return the cost, computed without the cache, of one change of a tensor from layout ``source`` to ``target``;
+        infinite if the change is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must also
+        change the layout of the gradient."""
         if (source.kind, target.kind) not in RESHARDS:
             return math.inf
         if target.kind == "P" and source.is_whole and not is_differentiable(spec.meta()):
@@ -105,8 +106,8 @@ class Reshards:
 
 @dataclass(frozen=True)
 class Source:
-    """The node of the assignment problem that decides in which layout a value is produced. ``layouts``: the layout of
-    the value under each choice of the node ``variable``.
+    """The node of the assignment problem that decides in which layout a value is produced. ``variable``: the index of
+    this node in the problem. ``layouts``: the layout of the value under each choice of the node.
     """
 
     variable: int
@@ -115,8 +116,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Asker:
-    """A node of the assignment problem that decides in which layouts a value is read. ``layouts``: the layouts that it
-    needs under each choice of the node ``variable``.
+    """A node of the assignment problem that decides in which layouts a value is read. ``variable``: the index of this
+    node in the problem. ``layouts``: for each choice of the node, the set of layouts in which it needs the value.
     """
 
     variable: int
@@ -135,8 +136,9 @@ def add_reshard_costs(
     """Add to ``builder`` the nodes and edges that price the changes of layout of one value between the node that
     produces it, ``source``, and the nodes that read it, ``askers``.
 
-    ``reshards``: the costs of changes of layout. ``name``: a text for error messages. ``value``: the shape and dtype of
-    the value, and whether it has a gradient. ``weight``: the number of calls, by which costs are multiplied.
+    ``reshards``: the costs of changes of layout. ``name``: a text for error messages. ``value``: (shape and dtype of
+    the value, whether it has a gradient). ``weight``: the factor on all costs, which is how many calls execute the
+    block of the value.
     """
     made, made_of = _index_distinct_items(source.layouts)
     asked = [_index_distinct_items(a.layouts) for a in askers]
@@ -172,17 +174,17 @@ def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]
 
 
 def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
-    """Return a table with infinity where ``mask`` is true and 0 elsewhere."""
+    """Return a table of costs that forbids pairs of choices: infinity where ``mask`` is true and 0 elsewhere."""
     return np.where(mask, np.inf, 0.0)
 
 
 def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
-    """Return the choices of a value with several readers as two arrays, or ``None`` if there are more than 400. For
-    each choice they contain the index of the layout in which the value is made, and a mask of the layouts that are
-    available.
+    """List the ways to provide a value to several readers: the value is produced in one layout and converted to a set
+    of others. Return two arrays with one entry for each way: the index of the layout in which the value is produced,
+    and a mask of the layouts that readers can then use. Return ``None`` if there are more than 400 ways.
 
-    ``cost``: cost of each change of layout, indexed (made, target). ``most``: the largest number of layouts that are
-    read at once.
+    ``cost``: cost of each conversion, indexed (layout of the producer, layout of a reader). ``most``: the largest
+    number of layouts that are read at once.
     """
     count = 0
     for row in cost:
@@ -212,14 +214,15 @@ def _connect_by_target(
     wants: Sequence[NDArray[np.bool_]],
     asked_of: Sequence[NDArray[np.intp]],
 ) -> None:
-    """Add to ``builder`` one node with the choices (absent, available) for each layout in which a value is read. This
-    replaces a single node with a choice for each set of layouts, if there are too many sets. ``source`` produces the
-    value, ``askers`` read it.
+    """Add to the problem ``builder``, for each layout in which a value is read, one node with the choices (not
+    available, available), which prices the conversion to this layout. This is the form of the problem if there are too
+    many sets of layouts for a node with one choice per set. ``source``: the node that produces the value. ``askers``:
+    those that read it.
 
-    ``cost``: cost of each change, indexed (layout in which the value is produced, layout in which it is read).
+    ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
     ``made_of``: for each choice of ``source``, the index of the layout that it produces. ``wants``: for each of
-    ``askers``, a mask of the layouts in each set that it may need. ``asked_of``: for each of ``askers``, the index of
-    this set for each of its choices. ``name``: a text for error messages.
+    ``askers``, one mask of layouts for each distinct set of layouts that it may need. ``asked_of``: for each of
+    ``askers``, the index of its set for each of its choices. ``name``: a text for error messages.
     """
     for target in range(cost.shape[1]):
         node = builder.add(f"{name}, layout {target}", np.zeros(2))

@@ -57,40 +57,41 @@ DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
 
 
 class ShardingCosts(Protocol):
-    """Interface of the prices of a sharding. All are in one unit, such as seconds per microbatch. ``math.inf`` forbids
-    a choice."""
+    """Interface of the prices of a sharding. All prices are in one unit, which the implementation chooses, such as
+    seconds per microbatch. ``math.inf`` forbids a choice."""
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the cost of one call of the operator ``node`` if it is run by ``strategy`` (layouts of its operands
-        and results) on ``num_ranks`` ranks, forward and backward, with the collectives that this adds. The unit is one
-        that all these costs share, such as seconds per microbatch."""
+        """Return the cost of one call of the operator ``node`` on ``num_ranks`` ranks, forward and backward, if it is
+        run by ``strategy`` (layouts of its operands and results). The collectives of the strategy are included. The
+        unit is the same for all methods of this class, such as seconds per microbatch."""
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """Return the cost of one change of a tensor from layout ``source`` to ``target``, forward and, if
-        ``differentiable``, backward. The unit is one that all these costs share, such as seconds per microbatch.
-        ``spec``: the tensor's whole shape and its dtype."""
+        ``differentiable``, backward. The unit is the same for all methods of this class, such as seconds per
+        microbatch. Return ``math.inf`` if the change is impossible. ``spec``: the tensor's whole shape and its dtype.
+        """
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """Return the cost of keeping a parameter or buffer in ``layout``, in a unit that all these costs share, such as
-        seconds per microbatch. Under ``R'`` (replicated with a partial-sum gradient) it includes the reduction of the
-        gradient, once per step. ``spec``: its whole shape and its dtype. ``num_ranks``: size of the mesh axis over
-        which the model is sharded."""
+        """Return the cost of keeping a parameter or buffer in ``layout``. Under ``R'`` (replicated with a partial-sum
+        gradient) it includes the all-reduce of the gradient, which occurs once per step. The unit is the same for all
+        methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype. ``num_ranks``:
+        size of the mesh axis over which the model is sharded."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of keeping or sending a tensor between blocks in ``layout``, in a unit that all these costs
-        share, such as seconds per microbatch. ``spec``: its whole shape and its dtype."""
+        """Return the cost of keeping or sending a tensor between blocks in ``layout``. The unit is the same for all
+        methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype."""
 
 
 @dataclass(frozen=True)
 class ShardingSolution:
-    """The chosen layouts and strategies on one mesh axis. ``objective`` is the cost, and no sharding costs less than
-    ``bound``; both are in the unit of the costs, seconds on ``tp`` and ``cp``.
+    """The layouts and strategies that the solver chose on one mesh axis.
 
     ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: block name -> strategies and layouts.
-    ``values`` and ``states``: name -> layout. ``matmul_sharded``: the fraction of the matrix-multiply FLOPs that is
-    divided over the ranks. ``without_rule``: operator name -> fraction of compute time, for operators that have no
-    sharding rule and therefore cannot be sharded. ``seconds``: time that the solver took. ``num_choices``: number of
-    choices of the assignment problem.
+    ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding; ``bound``: a lower bound on the
+    cost of any sharding; both are in seconds on ``tp`` and ``cp``. ``matmul_sharded``: the fraction of the
+    matrix-multiply FLOPs that is divided over the ranks. ``without_rule``: operator name -> fraction of compute time,
+    for operators that have no sharding rule and therefore cannot be sharded. ``seconds``: time that the solver took.
+    ``num_choices``: number of choices of the assignment problem.
     """
 
     axis: str
@@ -145,8 +146,9 @@ def sharding_problem(
 
 
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:
-    """Return ``rules`` with the layouts that ``axis`` requires: those of the loss, and on the axis ``data`` those of
-    parameters, buffers and tensors between blocks. Raise ``ShardingError`` if a name is not in the model.
+    """Return ``rules``, layouts that the caller fixed, with those added that the mesh axis ``axis`` requires: of the
+    loss, and on the axis ``data`` of parameters, buffers and tensors between blocks. ``model``: the model to shard.
+    Raise ``ShardingError`` if a name is not in the model.
     """
     outputs = dict(rules.outputs)
     if model.loss is not None:
@@ -229,8 +231,8 @@ class ShardingProblem:
         return solve_assignment(replace(problem, costs=costs), time_limit_s=time_limit_s, settle=True)
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
-        """Add a node for each operator of the block ``name``, whose choices are its strategies. ``values``: the tensors
-        of the block.
+        """Add to the assignment problem a node for each operator of ``block``; the choices of the node are the
+        strategies of the operator. ``name``: the name of the block. ``values``: the tensors in the block.
         """
         found = list_operator_strategies(values, operators_of(block), self.num_ranks, self.rules.lengths)
         weight = self.weights[name]
@@ -245,8 +247,8 @@ class ShardingProblem:
         self.ports.update(dict.fromkeys(tie.ports, (variable, options)))
 
     def _tie_updates(self) -> None:
-        """Add edges to the assignment problem that require that a value which the forward writes into a buffer has the
-        layout of the buffer."""
+        """Add edges to the assignment problem so that a new value of a buffer, which the forward computes, gets the
+        same layout as the buffer itself."""
         if not self.model.updates:
             return
         of = {name: (variable, options) for tie, variable, options in self.ties for name in tie.names}
@@ -258,7 +260,7 @@ class ShardingProblem:
 
     def _state_options(self, tie: LayoutTie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
         """Return the layouts that the parameters or buffers of ``tie`` (which must share one layout) may have.
-        ``values``: block name -> tensors of the block.
+        ``values``: block name -> tensors in the block, with the operators that read them.
         """
         trained, asked = False, dict[Layout, None]()
         for name, _, place in tie.ports:
@@ -271,8 +273,8 @@ class ShardingProblem:
         return state_options(self.model, tie, self.num_ranks, self.rules, trained, asked)
 
     def _connect_value_readers(self, name: str, value: BlockValue) -> None:
-        """Add the costs of changing the layout of ``value`` between the node that produces it and those that read it.
-        ``name``: name of its block.
+        """Add to the assignment problem the costs of converting ``value``, a tensor in a block, from the layout in
+        which a node produces it to the layouts in which other nodes read it. ``name``: name of the block.
         """
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
@@ -287,9 +289,10 @@ class ShardingProblem:
         add_reshard_costs(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
 
     def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the seconds of reading a parameter or buffer of layout ``source`` as ``target``; infinite if the
-        forward would need a collective. Weights are not gathered for every microbatch here, since ZeRO over ``dp``
-        exists for that. ``spec``: its whole shape and its dtype. ``differentiable``: whether it receives a gradient."""
+        """Return the cost of reading a parameter or buffer that is stored in layout ``source`` by an operator that
+        needs layout ``target``; infinite if the forward would need a collective, because gathering weights for every
+        microbatch is left to ZeRO over ``dp``. ``spec``: its whole shape and its dtype. ``differentiable``: whether it
+        receives a gradient."""
         change = RESHARDS.get((source.kind, target.kind))
         if change is None or change.forward is not None:
             return math.inf
@@ -302,8 +305,9 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield one node of the problem for each group of block outputs (that must share a layout) to which ``value``
-        belongs, with the layouts that the node needs. ``name``: name of the block.
+        """Yield a node of the assignment problem, as reader of ``value``, for each output of the block that ``value``
+        is. The choices of the node are the layouts of the group of tensors that must share one layout with this output.
+        ``name``: name of the block.
         """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():

@@ -43,10 +43,10 @@ _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
 @dataclass(frozen=True)
 class RankedCuts:
-    """Cuts of the block calls into stages that were tried, as pairs of step time in seconds and cuts, fastest first.
-    ``bound``: a lower bound in seconds on the step time of all cuts.
+    """The result of a search for cuts of the block calls into stages. ``cuts``: those that were tried, as pairs (step
+    time in seconds, cuts), fastest first. ``bound``: a lower bound in seconds on the step time under any cuts.
 
-    Cuts are a tuple: the index of the first call of each stage, followed by the number of calls.
+    The cuts in a pair are a tuple: the index of the first call of each stage, followed by the number of calls.
     """
 
     cuts: tuple[tuple[float, tuple[int, ...]], ...]
@@ -60,10 +60,10 @@ def better_cuts(
     (the index of the first call of each stage, followed by the number of calls). Return all cuts that were tried,
     fastest first, with a lower bound in seconds over all cuts.
 
-    ``tables``: seconds and bytes of all possible stages. ``timetable``: the order of actions of the schedule. Each
-    stage alone fits on its rank; the virtual stages of a rank together may not. The search stops early if the lower
-    bound reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller. ``quick``: run a quarter of
-    the iterations.
+    ``tables``: seconds and bytes of all possible stages. ``timetable``: the order of actions of the schedule. In the
+    results, each virtual stage alone fits on its rank, but all virtual stages of a rank together may not fit; the
+    caller checks that. The search stops early if the lower bound reaches ``cutoff_s`` seconds, because longer steps are
+    of no use to the caller. ``quick``: run a quarter of the iterations.
     """
     costs = _Costs(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
@@ -170,8 +170,9 @@ class _Costs:
         self.of_stage = made
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
-        """Return, for each stage under ``cuts``, its seconds by phase (forward, backward for inputs, and so on).
-        ``cuts``: the index of the first call of each stage, followed by the number of calls.
+        """Return, for each stage under ``cuts``, its seconds per microbatch by phase: forward, backward for inputs,
+        backward for weights, wait for values, wait for gradients. ``cuts``: the index of the first call of each stage,
+        followed by the number of calls.
         """
         return [
             Phases(*(float(seconds) for seconds in table[:, cuts[k], cuts[k + 1]]))
@@ -226,9 +227,9 @@ class _Bands:
     barred: Table
 
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
-        """Return the least weighted sum of the seconds of all stages, over all cuts, and the cuts that attain it (the
-        index of the first call of each stage, followed by the number of calls). ``paths``: weight of each stage and
-        phase, shape ``[stages, 5]``.
+        """Return the least weighted sum of the seconds of all stages' phases that any cuts have, and the cuts that
+        attain it (the index of the first call of each stage, followed by the number of calls). ``paths``: the weights
+        by stage and phase, shape ``[stages, 5]``.
         """
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape

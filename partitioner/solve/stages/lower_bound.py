@@ -33,12 +33,13 @@ _LONG, _SEVERAL = (
 
 @dataclass(frozen=True)
 class LeastTime:
-    """Lower bounds in seconds per microbatch over all cuts of the block calls into stages.
+    """Lower bounds in seconds per microbatch that hold for all cuts of the block calls into stages.
 
-    ``slowest_s``: on the slowest stage. ``total_s``: on the sum of all stages. ``forward_s``: the forward part of
-    ``total_s``. ``backward_s``: backward with recomputation, known only for a single stage. ``unseen``: bounds on
-    (slowest, total) for the cuts that were skipped; infinite if none were skipped. ``step_s``: lower bound on the whole
-    step for the cuts that were examined.
+    ``slowest_s``: on the time of the slowest stage. ``total_s``: on the sum of the times of all stages. ``forward_s``:
+    the part of ``total_s`` that is forward. ``backward_s``: the seconds of backward with recomputation if there is a
+    single stage; 0 if there are several. ``unseen``: bounds on (slowest stage, sum) for the cuts that the search
+    skipped; infinite if it skipped none. ``step_s``: a lower bound on the whole step for the cuts that it examined; 0
+    if not computed.
     """
 
     slowest_s: float
@@ -119,9 +120,10 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
-    """Return three lower bounds in seconds over the cuts into stages whose work alone takes at most ``limit`` seconds
-    per microbatch: on the slowest stage, on the sum of all stages, and on the step. Return ``None`` if there is no such
-    cut, or if longer stages might be better. ``tables``: seconds and bytes of all possible stages."""
+    """Return three lower bounds in seconds: on the slowest stage, on the sum of all stages (both per microbatch), and
+    on the step (0 if the schedule has a formula). They hold for the cuts in which the work of each stage takes at most
+    ``limit`` seconds per microbatch. Return ``None`` if there is no such cut, or if stages with waits and recomputation
+    exceed ``limit``, so that other cuts might be better. ``tables``: seconds and bytes of all possible stages."""
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
         return None
@@ -154,9 +156,9 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
 
 
 class OtherStageTimes(NamedTuple):
-    """Cumulative seconds of a microbatch up to each call, three arrays of shape ``[calls + 1]``. ``ahead`` (forward)
-    and ``back`` (backward for inputs) are lower bounds over all stages' devices. ``weights`` (backward for weights) is
-    on the devices of one stage."""
+    """Cumulative seconds of one microbatch in the calls before each index, three arrays of shape ``[calls + 1]``.
+    ``ahead`` (forward) and ``back`` (backward for inputs) take the fastest device of any stage for each call, so they
+    are lower bounds. ``weights`` (backward for weights) is on the devices of one stage."""
 
     ahead: Vector
     back: Vector
@@ -186,8 +188,9 @@ def _after_others(
 
 
 def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
-    """Return lower bounds on the seconds that a microbatch has spent up to each call of ``problem``. ``pace``: the
-    costs on the devices of one stage, from which its backwards for weights are taken."""
+    """Return lower bounds on the cumulative seconds of a microbatch in the calls before each index of ``problem``:
+    forward, backward for inputs, and backward for weights. ``pace``: the costs on the devices of one stage, which give
+    the seconds of the backward for weights."""
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
     train = problem.train
@@ -198,8 +201,8 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 
 def _check_memory(tables: StageTables) -> None:
-    """Raise :class:`CapacityError` if no cut into stages fits in memory under any allowed recomputation. The error
-    states the missing bytes, but no stage. ``tables``: seconds and bytes of all possible stages.
+    """Raise :class:`CapacityError` if no cut into stages fits in memory, whatever calls are recomputed. The error
+    states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all possible stages.
     """
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":

@@ -27,8 +27,8 @@ class StageCall:
     ``path``: the name of the module that is called, such as ``layers.3``. ``inputs``, ``outputs``: names of the values
     that it reads and computes, in the order of ``cost``. ``states``: names of the parameters and buffers that the call
     reads. ``index``: its position among the model's calls. ``gathered_bytes``: temporary bytes of gathered weights (its
-    own and its neighbours') while it runs, with gradients. ``at_ends``: temporary bytes if it is the first or the last
-    call of a stage.
+    own and its neighbours') while it runs, with gradients. ``at_ends``: temporary bytes of gathered weights and
+    gradients if it is the last call of a stage (first number) or the first one (second and third).
     """
 
     path: str
@@ -49,7 +49,7 @@ class StageCall:
 @dataclass(frozen=True)
 class Pace:
     """The costs of all block calls on the devices of one stage, for clusters whose stages have devices of different
-    speeds. Only the seconds of these costs are used.
+    speeds. Of these costs only the seconds are used; bytes are taken from the calls of the problem.
 
     ``costs``: the cost of each call, in the order of the problem. ``overhead``: the cost of the calls that every stage
     runs in addition.
@@ -65,19 +65,22 @@ class StageProblem:
     the schedule.
 
     - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next. ``tp``, ``dp``:
-      sizes of these mesh axes. ``microbatch_size``: number of samples. ``train``: calls have a backward.
+      sizes of these mesh axes. ``microbatch_size``: number of samples of a microbatch. ``train``: calls have a
+      backward.
     - ``state_bytes``: name of a parameter or buffer -> bytes on a rank, with its gradient and optimizer states.
       ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.
-      ``local``: names of values that are never sent between stages. ``total_bytes``: bytes of sums over the batch that
-      are sent before the first forward.
+      ``local``: names of values that are never sent between stages. ``total_bytes``: bytes of values that are summed
+      over the whole batch by an all-reduce before the first forward.
     - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: index of a call ->
       its fixed stage. ``barred``: for each stage, a mask ``[start, stop]`` of the calls ``start:stop`` of which it may
       not consist. ``repeated``: for each call, whether its block occurs more than once.
-    - ``overhead``: the calls that every stage runs in addition. ``paces``: costs on each stage's devices; if empty, the
-      calls' own costs apply. ``bubble``: the schedule's fraction of the fill and drain time of a plain pipeline.
-      ``chunks``: number of virtual stages on a rank. ``flying``: for each stage, the numbers of microbatches that it
-      holds at a time, if the schedule has no formula for them. ``overlap_steps``: a rank begins the next step when it
-      has ended its own part of this one.
+    - ``overhead``: the calls that every stage runs in addition. ``paces``: for each stage, the costs of the calls on
+      its devices; if empty, the calls' own costs apply to all stages. ``bubble``: the factor ``b`` in the formula
+      ``(rounds - b) * slowest stage + b * sum of stages`` of the pipeline's seconds: 1, or less with virtual stages,
+      which shorten fill and drain. ``chunks``: number of virtual stages on a rank. ``flying``: for each stage, pairs of
+      numbers of microbatches (backward not begun, between the halves of a split backward) that it holds at a time;
+      empty if the schedule has a formula for them. ``overlap_steps``: a rank begins the next step when it has ended its
+      own part of this one.
 
     ``num_stages``, ``num_microbatches``: their numbers; ``schedule``: its name.
     """
@@ -149,8 +152,9 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """Return a copy of this problem with the costs of calls under selective recomputation; ``None`` if that is not
-        allowed, or if no call has cheap parts to recompute."""
+        """Return a copy of this problem in which every call recomputes its cheap operators (selective recomputation),
+        with the costs that follow. Return ``None`` if the problem does not allow that, or if no call has such
+        operators."""
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None

@@ -31,11 +31,12 @@ class Holding(NamedTuple):
     """The values that one block call reads, writes and keeps, with their bytes. It is hashable, so that tables can be
     cached by it.
 
-    ``inputs``, ``outputs`` and ``states`` (parameters and buffers) are names. ``input_bytes``, ``saved_inputs``,
-    ``output_bytes`` and ``output_grads`` have one entry for each input or output: its bytes, and whether it is kept for
-    backward (``saved_inputs``) or receives a gradient (``output_grads``). ``saved_bytes``: kept from forward to
-    backward besides inputs. ``carried_bytes``: held between backward for inputs and backward for weights.
-    ``working_bytes``: temporary. ``at_ends``: three numbers of temporary bytes at the first and last call of a stage.
+    ``inputs``, ``outputs`` and ``states`` (parameters and buffers) are names. Four tuples have one entry for each input
+    or output: ``input_bytes`` and ``output_bytes``; ``saved_inputs`` (whether the input is kept for backward);
+    ``output_grads`` (whether the output receives a gradient). ``saved_bytes``: kept from forward to backward besides
+    inputs. ``carried_bytes``: held between backward for inputs and backward for weights. ``working_bytes``: temporary.
+    ``at_ends``: temporary bytes of gathered weights and gradients at the ends of a stage: in backward if it is the last
+    call; of gradients still being sent then if it is the first; at the end of the backward if it is the first.
     """
 
     inputs: tuple[str, ...]
@@ -121,8 +122,8 @@ class Segments:
 
     @cached_property
     def closing(self) -> Table:
-        """Return the bytes of gradients that a stage sends at the end of a microbatch's backward, when its activations
-        are freed. Shape ``[calls + 1]``, indexed by the first call of the stage.
+        """Return the temporary bytes of a stage at the end of a microbatch's backward, when its activations are freed
+        and the gradients of its first call are sent. Shape ``[calls + 1]``, indexed by the first call of the stage.
         """
         return np.array([*(c.at_ends[2] for c in self.calls), 0.0])
 
@@ -218,8 +219,8 @@ class Segments:
 
 
 class _StateReads:
-    """The names of the parameters and buffers that each block call reads, prepared for tables of bytes over all
-    sequences of consecutive calls, one table for each mapping of names to bytes. ``names``: for each call, these names.
+    """The names of the parameters and buffers that each block call reads (``names``, one entry per call). From a
+    mapping of names to bytes, :meth:`table` computes the bytes of every sequence of consecutive calls.
     """
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
@@ -255,8 +256,8 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
     """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items of the calls ``start:stop``, for
     ``n`` calls.
 
-    ``places``, ``sizes``: for each item, the flat index ``start * n + call`` of the earliest start from which the item
-    is new at this call, and its bytes.
+    ``places``, ``sizes``: for each item that a call reads, the flat index ``start * n + call`` and the bytes of the
+    item. ``start`` is the earliest start of a sequence in which no call before ``call`` reads the item.
     """
     added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
     first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i
@@ -266,8 +267,8 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
 
 
 def _index_first_occurrences(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find, for each item of a call, the earliest start of a sequence of calls in which the item is new at this call,
-    so that sums count shared items once. ``names``: for each call, the names of its items.
+    """Find, for each item that a call reads, the earliest start of a sequence of calls in which no earlier call reads
+    the item, so that sums over a sequence count shared items once. ``names``: for each call, the names of its items.
 
     Return two parallel arrays: flat indices ``start * calls + call``, and the position of the item in the concatenated
     ``names``. The start is the call after the previous call that has the item. An item that one call names twice is

@@ -33,8 +33,8 @@ _HOW = {
 
 
 def check_room(takes: str, needed: float, room: float) -> None:
-    """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room`` bytes. ``takes``: the start of the message,
-    which names what needs the memory."""
+    """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room`` bytes. ``takes``: the start of the error
+    message, which names what needs the memory."""
     if (missing := math.ceil(needed - room)) > 0:
         text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
         raise CapacityError(text, missing_bytes=missing, at_least=True)
@@ -53,8 +53,9 @@ def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
 
 def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
     """Return a table whose entry ``[start, stop]`` is the least peak bytes of the stage with index ``stage`` if it
-    consists of the block calls ``start:stop``. If the problem requires full recomputation, exactly that is assumed.
-    ``tables``: seconds and bytes of all possible stages."""
+    consists of the block calls ``start:stop``: with the most recomputation, or with full recomputation if the problem
+    requires it. The entry is infinite if the stage may not consist of these calls. ``tables``: seconds and bytes of all
+    possible stages."""
     if tables.problem.recompute != "full" or not tables.problem.train:
         return tables.least_memory[stage]
     start, stop = np.nonzero(tables.allowed[stage])
@@ -64,11 +65,12 @@ def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
 
 
 def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
-    """Return the error for a problem that no cut into stages satisfies. It names the stage that lacks memory in the cut
-    with the least shortage, and the missing bytes. ``tables``: seconds and bytes of all possible stages.
+    """Return the error to raise if no cut into stages fits in memory or satisfies the problem's constraints. It names
+    the stage that lacks memory in the cut with the least shortage, and the missing bytes. ``tables``: seconds and bytes
+    of all possible stages.
 
-    The error is a plain :class:`PlanError` if calls with a fixed stage exclude every cut. ``relaxed``: the missing
-    bytes are a lower bound.
+    The error is a plain :class:`PlanError` if calls with a fixed stage exclude every cut. ``relaxed``: whether the
+    error must call the missing bytes a lower bound ("at least").
     """
     problem = tables.problem
     missing, stage, cuts = _find_least_shortage(tables)
@@ -94,13 +96,14 @@ SLACK = 0.01  # share of the optimum that may be lost for equal stages
 @dataclass(frozen=True)
 class StagePlan:
     """The block calls ``start:stop`` of one pipeline stage, with seconds and memory. Backward recomputes the first
-    ``recompute`` calls in full. If ``selective``, it also recomputes the cheap parts of the other calls.
+    ``recompute`` calls in full. If ``selective``, it also recomputes the operators of the other calls that are cheap to
+    recompute.
 
     ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. Seconds are per
     microbatch. ``recompute_s``: recomputation, which ``backward_s`` does not contain. ``transfer_s``: seconds of
     waiting for neighbours in both directions, of which ``forward_wait_s`` precede the forward. ``memory``: peak bytes.
-    ``in_flight``: number of microbatches held at a time. ``number``: index of the stage in the problem. ``parts``: the
-    virtual stages of a rank that has several; calls of other ranks lie between them.
+    ``in_flight``: largest number of microbatches whose activations it holds at a time. ``number``: index of the stage
+    in the problem. ``parts``: the virtual stages of a rank that has several; calls of other ranks lie between them.
     """
 
     start: int
@@ -135,12 +138,12 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """A cut of the block calls into pipeline stages, in order, and the seconds (``pipeline_s``) that one step of the
-    pipeline takes.
+    """A cut of the block calls into pipeline stages (``stages``), and the seconds of one step of the pipeline.
 
-    ``lower_bound_s``: lower bound on the pipeline's seconds over all cuts. ``stages`` may be slightly slower, because
-    about equal stages are preferred. ``microbatch_s``: seconds of one microbatch through all calls, forward and
-    backward, from the calls' own costs. ``virtual``: the virtual stages if a rank has several, else empty.
+    ``pipeline_s``: the least seconds that were found; ``stages`` may take slightly longer, because stages of about
+    equal time are preferred. ``lower_bound_s``: lower bound on the pipeline's seconds over all cuts. ``microbatch_s``:
+    seconds of one microbatch through all calls, forward and backward, by the calls' own costs. ``virtual``: the virtual
+    stages if a rank has several, else empty.
     """
 
     stages: tuple[StagePlan, ...]
@@ -172,8 +175,8 @@ def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> St
 
 
 class _Splitter:
-    """Searches for the best cut of block calls into stages by shortest paths over (stage, cut). ``tables``: the seconds
-    and memory of all possible stages.
+    """Searches for the best cut of block calls into stages by shortest paths in a graph whose nodes are pairs (stage,
+    first call of the stage). ``tables``: the seconds and memory of all possible stages.
     """
 
     def __init__(self, tables: StageTables) -> None:
@@ -181,8 +184,10 @@ class _Splitter:
         self.problem = tables.problem
 
     def best(self) -> StageSplit | None:
-        """Return the cut into stages that minimises ``(m - b) max + b sum`` of the stage times; ``None`` if none fits
-        in memory. ``m`` is the number of microbatches, ``b`` a number that depends on the schedule.
+        """Return the cut into stages that minimises ``(m - b) * slowest + b * total``, the time of the pipeline;
+        ``None`` if no cut fits in memory. ``slowest`` and ``total`` are the maximum and the sum of the stage times per
+        microbatch, ``m`` is the number of microbatches (times virtual stages), and ``b`` the factor of the problem
+        (``bubble``) for filling and draining the pipeline.
         """
         bubble = self.problem.bubble
         often = self.problem.num_rounds - bubble
@@ -281,8 +286,8 @@ def stage_plan(
     """Return the plan of one stage that holds the block calls ``start:stop``, with its seconds and peak bytes.
 
     ``tables``: seconds and bytes of all possible stages. ``stage``: index of a stage of the problem. ``recompute``:
-    number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``: also recompute
-    the cheap parts of the other calls; it applies only if ``recompute`` is given.
+    number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``: recompute the
+    other calls selectively (only operators that are cheap to recompute); it applies only if ``recompute`` is given.
     """
     if recompute is None:
         return stage_plans(tables, stage, np.array([start]), np.array([stop]))[0]
@@ -293,7 +298,8 @@ def stage_plan(
 def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) -> list[StagePlan]:
     """Return the plans of the stage with index ``stage`` for several possible sequences of block calls, with the least
     recomputation that fits in memory. ``starts``, ``stops``: for each sequence, the index of the first call and the
-    index after the last. The plans are in this order. ``tables``: seconds and bytes of all possible stages."""
+    index after the last. The result has one plan for each sequence, in the same order. ``tables``: seconds and bytes of
+    all possible stages."""
     slimmed = tables.slimmed(stage, starts, stops)
     plans: list[StagePlan | None] = [None] * len(starts)
     for way, chosen in ((tables, ~slimmed), (tables.slim, slimmed)):

@@ -29,9 +29,11 @@ Priced = TypeVar("Priced")
 
 @dataclass(frozen=True)
 class PricedSplit(Generic[Priced]):
-    """A cut of the block calls into stages (``split``), the seconds of its step (``step_s``), and the additional result
-    of the function that computed these seconds (``priced``). ``lower_bound_s``: lower bound on the step over all cuts;
-    at most ``step_s`` and the cutoff of the search.
+    """A cut of the block calls into stages (``split``) with the price of its step.
+
+    ``step_s``: seconds of the step. ``priced``: whatever else the caller's price function returned for this cut.
+    ``lower_bound_s``: lower bound in seconds on the step over all cuts; it is at most ``step_s`` and at most the cutoff
+    of the search.
     """
 
     split: StageSplit
@@ -51,11 +53,12 @@ def cut_for_step(
     """Return the cut into stages with the shortest step, with a lower bound on the step over all cuts.
 
     - ``problem``: the calls and stages. ``solve``: returns the cut with the shortest pipeline; raises
-      :class:`PlanError` if there is none. ``price``: returns the seconds of a step with a cut, and a result that is
-      passed on.
+      :class:`PlanError` if there is none. ``price``: returns the seconds of a step with a cut, and any further result,
+      which is returned as ``priced``.
     - ``least_tail_s``: lower bound on the seconds after the pipeline, for any cut. ``run_tails``: function of a step
       time in seconds. It returns for each stage a table of the seconds after the pipeline, whose entry ``[start,
-      stop]`` is for the calls ``start:stop``; it is infinite if these calls alone make the step longer.
+      stop]`` is for the calls ``start:stop``; an entry is infinite if a stage of these calls alone makes the step
+      longer than that time.
     - ``cutoff_s``: steps that take at least this many seconds are of no use to the caller.
 
     Raises the errors of ``solve`` and ``price`` for the cut with the shortest pipeline.

@@ -30,8 +30,8 @@ class StageTables:
     1, calls + 1]``. The entry ``[i, j]`` is for the calls ``i:j``.
 
     ``problem``: the calls and stages. ``slim``: the tables under selective recomputation, or ``None`` if that is not
-    allowed; for each sequence the faster of the two is used. Raises :class:`PlanError` if there are more stages than
-    calls.
+    allowed; for each sequence of calls, the tables with the shorter time are used. Raises :class:`PlanError` if there
+    are more stages than calls.
     """
 
     def __init__(self, problem: StageProblem) -> None:
@@ -71,7 +71,7 @@ class StageTables:
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
         """Return two lists with one entry for each stage: a table whose entry ``[start, stop]`` is the seconds per
         microbatch of the block calls ``start:stop``, and a mask ``[start, stop]`` that says which of them recompute
-        selectively. The second list is empty if none may.
+        selectively. The second list is empty if selective recomputation is not allowed.
         """
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
@@ -90,9 +90,9 @@ class StageTables:
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
-        """Return, for each pair of ``start`` and ``stop``, whether a stage of the block calls ``start:stop`` with the
-        index ``stage`` recomputes selectively, because this is faster or required. Its seconds and bytes are then those
-        in the tables :attr:`slim`."""
+        """Return, for each pair of entries of ``start`` and ``stop``, whether the stage with the index ``stage``
+        recomputes selectively if it consists of the block calls ``start:stop``, because this is faster or required. Its
+        seconds and bytes are then those in the tables :attr:`slim`."""
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
@@ -108,7 +108,8 @@ class StageTables:
 
     def least_bytes(self, start: Counts, stop: Counts) -> Table:
         """Return the peak bytes of a stage of the block calls ``start:stop``, for each pair of ``start`` and ``stop``,
-        under the most recomputation allowed, shape ``[stages, pairs]``. Calls that a stage may not hold are included.
+        under the most recomputation allowed, shape ``[stages, pairs]``. Constraints on the calls that a stage may hold
+        are ignored.
         """
         stages = np.arange(self.problem.num_stages)[:, None]
         fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(stages), len(start)))
@@ -214,8 +215,8 @@ class StageTables:
         return tables
 
     def pace_number(self, stage: int) -> int:
-        """Return a number that is equal for stages on whose devices every block call takes equally long. ``stage``:
-        index of the stage.
+        """Return a number that identifies the speeds of a stage's devices: it is equal for two stages if every block
+        call takes equally long on both. ``stage``: index of the stage.
         """
         return int(self._pace_of[stage])
 
@@ -227,16 +228,18 @@ class StageTables:
         return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
-        """Return the seconds that the stage with index ``stage`` waits for values at its start, shape ``[calls + 1,
-        1]``, and for gradients at its end, shape ``[1, calls + 1]``, indexed by the position of the cut.
+        """Return two arrays: the seconds that the stage with index ``stage`` waits for values from the stage before,
+        shape ``[calls + 1, 1]``, and for gradients from the stage behind, shape ``[1, calls + 1]``. The index is the
+        number of calls before the cut between the two stages.
         """
         before, after = self._end_wait_seconds
         return before[stage][:, None], after[stage][None, :]
 
     @cached_property
     def _end_wait_seconds(self) -> tuple[Table, Table]:
-        """Return the seconds that each stage waits for a message at its start, and those at its end: two arrays of
-        shape ``[stages, calls + 1]``, indexed by the position of the cut."""
+        """Return two arrays of shape ``[stages, calls + 1]``: the seconds that each stage waits for values from the
+        stage before, and for gradients from the stage behind. The second index is the number of calls before the cut
+        between the two stages."""
         problem, cut = self.problem, self.segments
         before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))
         different = dict.fromkeys((link.bandwidth, link.latency) for link in problem.links)
@@ -339,8 +342,8 @@ class StageTables:
         """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` that
         do not depend on the number of microbatches in flight, if it recomputes calls in full.
 
-        The working memory is the larger of two: that of a call without recomputation, or the saved and temporary bytes
-        of the one call that is being recomputed.
+        The working memory in it is the larger of two: the temporary bytes of a call that is not recomputed, or the
+        saved and temporary bytes of the one call that is being recomputed.
         """
         return self._fixed_bytes_without_working + np.maximum(
             self.segments.largest_working, self.segments.largest_again
@@ -353,11 +356,12 @@ class StageTables:
     def _bound_in_flight_bytes(
         self, stage: int | Counts, whole: Table, half: Table, gone: Table | float = 0.0
     ) -> Table:
-        """Return the largest total bytes of the microbatches that a stage holds at a time.
+        """Return the largest total bytes of activations of the microbatches that a stage holds at a time, over all
+        moments of the schedule. The arguments in bytes are tables, and so is the result.
 
         ``stage``: index of the stage, or an array of indices. ``whole``: bytes of a microbatch whose backward has not
-        begun. ``half``: bytes of a microbatch between the two halves of its backward. ``gone``: bytes that one
-        microbatch of the first kind has already freed.
+        begun. ``half``: bytes of a microbatch between the two halves of its backward. ``gone``: bytes that one of the
+        microbatches whose backward has not begun has freed already.
         """
         held: Table = np.zeros(())
         for begun, (of_whole, of_half) in enumerate(self._counts):
@@ -425,8 +429,8 @@ class StageTables:
 
     def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
         """Return the peak bytes of a rank that holds the block calls ``start:stop`` and recomputes the first
-        ``recomputed`` of them in full. Arguments may be arrays; the result has an entry for each element. ``stage``:
-        index of the stage, or an array of indices.
+        ``recomputed`` of them in full. The arguments are numbers or arrays, which are broadcast to the shape of the
+        result. ``stage``: index of the stage, or an array of indices.
         """
         if not self.problem.train:
             return self.fixed_memory[start, stop]

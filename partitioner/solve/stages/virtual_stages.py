@@ -51,7 +51,7 @@ def fit_virtual_stages(
     least recomputation time. Return the new plans, or ``None`` if not even the most recomputation fits.
 
     ``tables``: seconds and bytes of all possible stages. ``plans``: the virtual stages; their calls stay as they are.
-    ``taken``: function that returns the peak bytes of all virtual stages together.
+    ``taken``: function of a list of plans that returns the peak bytes of these virtual stages on one rank together.
     """
     every = _by_calls(tables, plans), _in_part(tables, plans), _by_calls(tables, plans, in_part=True)
     found = [ways for ways in map(list, every) if ways]
@@ -60,9 +60,9 @@ def fit_virtual_stages(
 
 
 def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, capacity: float) -> list[StagePlan] | None:
-    """Return the first of ``ways`` that fits in ``capacity`` bytes, or ``None`` if none fits. ``ways``: plans of a
-    rank's virtual stages, ordered by increasing recomputation, so a binary search finds the result. ``taken``: function
-    that returns the peak bytes of such plans together.
+    """Return the first entry of ``ways`` that fits in ``capacity`` bytes, or ``None`` if none fits. ``ways``: variants
+    of the plans of one rank's virtual stages, ordered by increasing recomputation, which allows a binary search.
+    ``taken``: function that returns the peak bytes of such a list of plans together.
     """
     low, high = 0, len(ways) - 1
     if taken(ways[high]) > capacity:
@@ -75,10 +75,10 @@ def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, cap
 
 def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then with one
-    more such call each time, in the order of bytes freed per second of recomputation.
+    more such call each time: the one that frees the most bytes per second of recomputation.
 
     ``in_part``: the other calls are recomputed selectively. Nothing is yielded if the problem requires full
-    recomputation, or allows no such recomputation. ``tables``: seconds and bytes of all possible stages.
+    recomputation, or allows no call to be recomputed. ``tables``: seconds and bytes of all possible stages.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
@@ -106,7 +106,8 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
 
 def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first without recomputation, then with one more
-    virtual stage recomputed selectively each time. Stages that hold more microbatches come first.
+    virtual stage recomputed selectively each time. Stages that hold more microbatches come first, since they free more
+    memory.
 
     Nothing is yielded if selective recomputation is not allowed, or if it is required for all stages. ``tables``:
     seconds and bytes of all possible stages.
@@ -142,10 +143,10 @@ def solve_virtual(
     stage's rank.
 
     ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank; ``None``: the number
-    that the schedule fixes. ``proven``: also compute a lower bound over all cuts. ``improved``: also search cuts beyond
-    those that are best if the largest stage sets the pace of all others. ``cutoff_s``: pipelines that take at least
-    this many seconds are of no use to the caller. Raises :class:`PlanError` if there are more stages than calls, and
-    :class:`CapacityError` if no cuts that fit were found.
+    that the schedule fixes. ``proven``: also compute a tight lower bound over all cuts. ``improved``: also improve the
+    cuts by simulation of the schedule; without it, they are those that a formula of slowest stage and sum of stages
+    finds best. ``cutoff_s``: pipelines that take at least this many seconds are of no use to the caller. Raises
+    :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cuts that fit were found.
     """
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
@@ -202,8 +203,8 @@ class _VirtualStageRanks:
 
     @cached_property
     def flying(self) -> InFlightMicrobatches:
-        """Return, for each virtual stage, the numbers of microbatches that it holds at a time under the schedule, one
-        entry for each moment at which memory may peak."""
+        """Return, for each virtual stage, how many microbatches it holds under the schedule at each moment at which
+        memory may peak, as pairs (backward not begun, between the two halves of a split backward)."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
     @cached_property
@@ -271,8 +272,9 @@ def _solve_virtual_stages(
 ) -> StageSplit:
     """Cut the block calls of ``problem`` into the virtual stages of ``schedule``, and return the stages of each rank.
     ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on a rank. ``proven``: the search may
-    take longer, so that the lower bound is tighter. ``improved``: also search better cuts. ``cutoff_s``: pipelines of
-    at least this many seconds are of no use. Raises :class:`CapacityError` if no cuts that fit were found.
+    take longer, so that the lower bound is tighter. ``improved``: also improve the cuts by simulation of the schedule.
+    ``cutoff_s``: pipelines of at least this many seconds are of no use. Raises :class:`CapacityError` if no cuts that
+    fit were found.
     """
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     capacity = ranks.capacity
@@ -374,11 +376,12 @@ def _sum_in_flight_bytes(counts: Counts, each: tuple[float, float]) -> float:
 def _improve_virtual_cuts(
     tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, cutoff_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
-    """Search from the cuts of ``split`` for faster ones. Return the fastest cut into stages that fits, and a lower
-    bound in seconds over all cuts.
+    """Search for faster cuts into stages, starting from those of ``split``. Return the fastest cut into stages that
+    fits, and a lower bound in seconds over all cuts.
 
     ``tables``: tables in which each virtual stage may use all memory of its rank. ``ranks``: the virtual stages of each
-    rank. ``cutoff_s``: slower pipelines are of no use to the caller. ``quick``: search less.
+    rank. ``cutoff_s``: pipelines that take at least this many seconds are of no use to the caller. ``quick``: run a
+    quarter of the iterations.
     """
     problem, p = ranks.problem, len(ranks.own)
     table, more = shorten_timetable(ranks.schedule, p, problem.num_microbatches, ranks.chunks)
@@ -412,7 +415,8 @@ def _improve_virtual_cuts(
 
 def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
     """Return whether stages of ``split`` recompute calls only to fit in memory, and not because ``problem`` requires
-    it. The search for better cuts does not consider such recomputation."""
+    it. The cuts may then not be the best ones, because the search for cuts does not count the time of such
+    recomputation."""
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 

@@ -37,11 +37,13 @@ _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
 
 def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
-    """Return the logits of all positions, and targets in which the positions without a target have ``ignore_index``.
+    """Rewrite the operands of a next-token loss, whose logits were sliced because some positions have no target, so
+    that all positions are used. Return two nodes: the unsliced logits, and the targets with ``ignore_index`` at the
+    positions that the slice had removed.
 
-    ``target``: the class of each of the given logits. ``ignore_index``: the class that the loss leaves out. ``logits``
-    ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along the
-    positions. In any other form, return ``logits`` and ``target`` unchanged.
+    ``logits`` ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along
+    ``s``. ``target``: the class for each of these positions. ``ignore_index``: the class that the loss leaves out. In
+    any other form, return ``logits`` and ``target`` unchanged.
     """
     casts: list[fx.Node] = []
     swaps = 0
@@ -317,10 +319,10 @@ _LOGS = (aten.log_softmax.int, aten._log_softmax.default)
 
 
 def pick_before_softmax(graph: fx.Graph) -> None:
-    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by a negative cross entropy, in place, which saves the
-    large result.
+    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by the negative of ``cross_entropy(x, index)``, in place.
+    The result of ``log_softmax``, which is as large as ``x``, is then not stored.
 
-    This is done only if nothing else reads the ``log_softmax`` and one element of each row is gathered.
+    A ``gather`` is replaced only if nothing else reads the ``log_softmax`` and it takes one element of each row.
     """
     changed = False
     for node in list(graph.nodes):

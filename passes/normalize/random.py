@@ -69,7 +69,8 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
-    """Return the object by which a formula draws its random numbers and appends operators to the graph.
+    """Return a :class:`Sampler` that appends to the graph of ``build``. The function that rewrites a random operator of
+    torch gets it, draws random numbers with it and appends operators to the graph.
 
     ``given``: the arguments of torch's random operator by name. ``made``: a meta tensor of its result's shape and
     dtype.
@@ -247,8 +248,9 @@ def _is_random_draw(node: fx.Node) -> bool:
 
 
 def _create_draw_error(node: fx.Node) -> UnsupportedError:
-    """Return the error to raise for the random operator ``node``, which has no form whose numbers are equal under all
-    plans."""
+    """Return the error to raise for the random operator ``node``, which no rule could rewrite so that it draws the same
+    numbers under every plan. The message names the operator, its location and what to do instead.
+    """
     whole = "random" in str(node.target) or "randint" in str(node.target)
     instead = "give whole bounds that are at most 2**40 apart, or " if whole else ""
     return UnsupportedError(

@@ -120,8 +120,10 @@ def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
 
 
 def rewrite_overwrite(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
-    """Return the node of ``x`` after all of its elements were set to ``value``: ``value`` in the dtype and sizes of
-    ``x``.
+    """Rewrite an operator that overwrites all elements of ``x``, such as ``copy`` or ``fill``: return the node of
+    ``value`` in the dtype and sizes of ``x``.
+
+    ``value``: the new elements, as a node that broadcasts to ``x``, or one number.
     """
     if not isinstance(value, fx.Node):
         return _create_full_tensor(build, value)

@@ -32,9 +32,9 @@ _ROWS = 512  # most queries of a tile that an end of a window crosses
 
 
 class Band(NamedTuple):
-    """The positions around its own whose keys a query of an attention sees.
+    """The range of positions, relative to a query's own position, at which the query sees keys in an attention.
 
-    ``before``, ``after``: the number of positions before and after its own; ``None`` means no limit.
+    ``before``, ``after``: the number of visible positions before and after its own; ``None`` means no limit.
     """
 
     before: int | None = None

@@ -183,14 +183,14 @@ class DocumentGradients:
 
 @lru_cache(maxsize=1024)
 def count_document_pairs(lengths: tuple[int, ...], queries: int, num_ranks: int, zigzag: bool, band: Band) -> float:
-    """Return the number of query-key pairs that attention within documents computes in one row of the batch, on the
-    rank that has most. It is a mean over rows.
+    """Return the number of query-key pairs that attention within documents computes for one row of the batch, on the
+    rank that has most of them; the mean if rows differ. The cost model uses it.
 
-    ``lengths``: the numbers of positions of typical documents, in order. If whole rows can be made of them, the pairs
-    of each rank are counted; otherwise a row has as many pairs per position as these documents have, and ranks have
-    equal shares. ``queries``: the number of queries of each of the ``num_ranks`` ranks that share the sequence.
-    ``zigzag``: each rank has one range of positions from each end of the sequence. ``band``: the positions around its
-    own that a query sees.
+    ``lengths``: the numbers of positions of typical documents, in order. If these documents, joined, fill a whole
+    number of rows and none crosses a row's end, the pairs of each rank are counted exactly. Otherwise each position is
+    assumed to have the documents' mean number of pairs, and each rank an equal share. ``queries``: the number of
+    queries of each of the ``num_ranks`` ranks that share the sequence. ``zigzag``: each rank has one range of positions
+    from each end of the sequence. ``band``: the positions around its own that a query sees.
     """
     total, row = sum(lengths), queries * num_ranks
     starts = np.cumsum([0, *lengths[:-1]])
@@ -215,11 +215,13 @@ def _count_row_pairs(
     row: int,
     band: Band,
 ) -> int:
-    """Return the number of query-key pairs of the queries at the positions ``places`` of one row of packed documents.
+    """Return the number of query-key pairs that attention within documents computes for some queries of one row of
+    packed documents.
 
-    ``ids``: for each position of the row, the index of its document. ``starts``, ``lengths``: for each document, where
-    it starts in the joined rows, and its length, in positions. ``row``: the number of positions of a row. ``band``: the
-    positions around its own that a query sees.
+    ``places``: the positions of the queries in the row. ``ids``: for each position of the row, the index of its
+    document. ``starts``, ``lengths``: for each document, its start in the sequence of all rows one after another, and
+    its length, in positions. ``row``: the number of positions of a row. ``band``: the positions around its own that a
+    query sees.
     """
     mine = ids[places]
     return _count_band_pairs(places - starts[mine] % row, np.asarray(lengths)[mine], band)

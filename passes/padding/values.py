@@ -92,10 +92,11 @@ def plain_value(shape: Sequence[int], fault: str = "") -> PaddedValue:
 
 
 def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | None:
-    """Return the part of ``size`` elements that has ``other`` elements if the batch has ``sizes[1]`` elements instead
-    of ``sizes[0]``.
+    """Return the part of a dim that has ``size`` elements if the batch has ``sizes[0]`` elements along the padded axis,
+    and ``other`` elements if the batch has ``sizes[1]``.
 
-    It grows with the batch if the differences are equal. ``None`` if the size depends on the batch in another way.
+    The part grows with the batch if its size exceeds that of the batch by the same number in both cases; it is fixed if
+    both sizes are equal. Return ``None`` if the size depends on the batch in another way.
     """
     if size == other:
         return Part(size)
@@ -105,10 +106,11 @@ def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | N
 
 
 def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
-    """Distribute the parts of a dim over the dims into which it is split, and return the parts of each.
+    """Distribute the parts of a dim, such as batch and positions of a flattened dim, over the dims into which a reshape
+    splits it. Return, for each new dim, the tuple of its parts.
 
-    ``parts``: outermost first. ``sizes``: the sizes of the new dims. ``None`` if the sizes do not fit or a part that
-    grows with the batch would be cut.
+    ``parts``: outermost first; each has a size and may grow with the batch. ``sizes``: the sizes of the new dims.
+    Return ``None`` if the sizes do not fit or a part that grows with the batch would be cut.
     """
     left = [p for p in parts if p.size > 1 or p.grows]
     found: list[Parts] = []

@@ -152,11 +152,10 @@ def _zero_rows(local: Local, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
 
 
 def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list[str | None], list[int]]:
-    """Describe ``x[indices]``. ``indices``: one entry for each dim of ``x``; ``None`` means a dim without an index.
-    ``rank``: the number of dims of ``x``.
+    """Return three values that describe the result of ``x[indices]``: the position in it of the first dim that comes
+    from the indices; a name for each dim of the broadcast indices; and the list of the dims of ``x`` that are indexed.
 
-    Return the position of the first index dim in the result, a name for each dim of the broadcast indices, and the dims
-    of ``x`` that are indexed.
+    ``indices``: one entry for each dim of ``x``; ``None`` means a dim without an index. ``rank`` is not read.
     """
     indexed = [d for d, i in enumerate(indices) if i is not None]
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))

@@ -189,14 +189,14 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
 
 
 def _make_reshape_rule(target: Any) -> Callable[..., Any]:
-    """Return a function that rewrites calls of the reshape ``target`` which merge the dim of rows that a mask selects
-    with other dims, or split it. The function reshapes the mask, too, and returns the new node.
-    """
+    """Return a function that rewrites a reshape of a value that has all rows although the model has only those that a
+    mask selects. It is for reshapes that merge the dim of the rows with other dims, or split it; the function reshapes
+    the mask, too. ``target``: the reshape operator."""
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
-        """Append the reshape of ``x``, note the mask and the dim of the rows in the result, and return the node. Raise
-        :class:`Unselectable` if the rows have no dim of their own in the result.
-        """
+        """Append the reshape of ``x`` and return its node, after recording in ``build.rows`` the mask and the dim of
+        the rows in the result. Raise :class:`Unselectable` if the rows have no dim of their own in the result.
+        ``args``: the further arguments of the reshape."""
         try:
             return build.by_rule(target, (x, *args), {})
         except Unselectable:
@@ -301,8 +301,8 @@ class SelectedRows:
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``node`` must be rewritten, because it selects rows by a mask, or reads selected rows or a
-        number that the model computes from the data.
+        """Return whether ``node`` must be rewritten, because its result has a data-dependent size, as after a selection
+        by a mask, or because it reads selected rows or a number that the model computes from the data.
 
         ``env``: maps original nodes to their copies.
         """
@@ -471,9 +471,9 @@ class SelectedRows:
         raise Unselectable
 
     def _mark_selected_rows(self, made: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
-        """Note that ``mask`` selects the rows of ``made`` along the one dim in ``dims``. Return ``made``, or a tuple of
-        its results if it has several. Raise :class:`Unselectable` if ``dims`` has not exactly one element.
-        """
+        """Record that the model has only those rows of ``made`` along the one dim in ``dims`` for which ``mask`` is
+        true. Return ``made``, or a tuple of its results if it has several. Raise :class:`Unselectable` if ``dims`` has
+        not exactly one element."""
         if len(dims) != 1:
             raise Unselectable
         (dim,) = dims
@@ -539,9 +539,8 @@ class SelectedRows:
         return self.make_once(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
 
     def narrow_mask(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return the node of a mask that is true where both ``mask`` and ``condition`` are, which have an element for
-        each row.
-        """
+        """Return the node of a mask that is true for the rows for which both masks, ``mask`` and ``condition``, are
+        true. Each has one element for each row."""
         found = self.make_once(
             mask, ("and", self.key(condition)), lambda: self.insert_call(aten.logical_and.default, mask, condition)
         )
@@ -565,8 +564,8 @@ class SelectedRows:
         return self._ordered_as(found, mask)
 
     def _ordered_as(self, mask: fx.Node, other: fx.Node) -> fx.Node:
-        """Return the mask ``mask``, after noting that its rows are in another order than in the model if those of the
-        mask ``other`` are."""
+        """Return ``mask``. If the rows of the mask ``other``, from which it was made, are known to be in another order
+        than in the model, record the same for the rows of ``mask``."""
         if other in self.unordered:
             self.unordered.add(mask)
         return mask
@@ -621,9 +620,8 @@ _SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.defau
 
 
 def _spread_over_last(condition: fx.Node) -> fx.Node | None:
-    """Return the node of the mask with one element for each row from which ``condition`` is expanded to every element
-    of a row; ``None`` if ``condition`` is no such expansion.
-    """
+    """Return the boolean node with one element for each row if ``condition`` is this node expanded to every element of
+    a row; ``None`` if ``condition`` was not made in this way."""
     source: Any = condition.args[0] if condition.target in _SPREADS else None
     if source is None or source.meta["val"].dtype != torch.bool:
         return None
@@ -634,18 +632,16 @@ def _spread_over_last(condition: fx.Node) -> fx.Node | None:
 
 
 def _list_row_sizes(condition: fx.Node) -> list[int]:
-    """Return the sizes of the last dims of ``condition``, a mask that is expanded from one element for each row to
-    every element of a row.
-    """
+    """Return the sizes of those last dims of the boolean node ``condition`` along which it only repeats its elements,
+    because it was expanded from one element for each row to all elements of a row."""
     source: Any = condition.args[0]
     before, after = source.meta["val"].shape, condition.meta["val"].shape
     return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` reads rows that a mask selects in their order, so that another order would
-    change its result.
-    """
+    """Return whether the result of the operator ``node``, such as a split into pieces, depends on the order of the rows
+    that it reads, and the number of these rows depends on the data, because a mask selects them."""
     given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
     return any(_is_open(n.meta.get("val")) for n in given)
 

@@ -289,9 +289,9 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
     """
 
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
-        """Append the loss, and return the node of the reduced loss, followed by the operator's other results if it has
-        any; ``None`` if the loss is not reduced.
-        """
+        """Append the loss with the arguments ``args``, ``kwargs`` of the operator, as one term for each element, and
+        its reduction over selected elements. Return the node of the reduced loss, or a tuple of it and the operator's
+        other results if it has any; ``None`` if the loss is not reduced."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:
@@ -357,11 +357,11 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
 
 
 def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
-    """Rewrite ``broadcast_tensors`` where a mask selects the rows of some ``operands``; return the nodes of the
-    results, which all have this mask. Raise :class:`Unselectable` if the operands have different masks, or if one has
-    all rows.
+    """Rewrite ``broadcast_tensors`` where some of ``operands`` have all rows although the model has only those that one
+    mask selects. Return a tuple of the broadcast nodes, for all of which this mask is recorded.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    Raise :class:`Unselectable` if the operands have different masks, or if the model has all rows of an operand that is
+    not broadcast. ``build``: the rewriter, to whose graph operators are appended.
     """
     shape = torch.broadcast_shapes(*(o.meta["val"].shape for o in operands))
     wide = []

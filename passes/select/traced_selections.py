@@ -46,11 +46,11 @@ _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.arg
 
 @contextmanager
 def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
-    """Return a context for tracing in which masks that are computed by the same operators on the same inputs select the
-    same symbolic number of rows.
+    """Return a context for a trace in which masks that are computed by the same operators on the same inputs select the
+    same symbolic number of rows, so that torch can compare the sizes of what they select.
 
-    If one of torch's own functions requires that a data-dependent number of classes equals an integer, this is assumed.
-    ``is_users``: returns whether a source file is neither torch's nor this package's.
+    In it, where one of torch's own functions needs a data-dependent number of classes to equal an integer, torch
+    assumes that it does. ``is_users``: returns whether a source file is neither torch's nor this package's.
     """
     selections = _Selections(is_users)
     plain = ShapeEnv.evaluate_expr
@@ -127,9 +127,9 @@ class _Selections(TorchFunctionMode):
         return self._by_mask(Tensor.__getitem__, (input, mask), {})
 
     def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func``, which selects rows by a mask among its arguments, and return its result. The mask's symbolic
-        number of rows is that of an earlier equal mask, if there is one, and is noted.
-        """
+        """Run ``func``, which selects rows by a boolean mask among its arguments, and return its result. If a mask with
+        the same values was used before, torch is given the symbolic number of rows that was created for it; otherwise
+        the new number is recorded for later masks."""
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
@@ -147,9 +147,8 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _key_of(self, node: fx.Node) -> int:
-        """Return an integer for ``node`` that is equal for nodes of the present trace that compute the same value. A
-        new trace starts anew.
-        """
+        """Return an integer for ``node`` that is equal for nodes of the current trace that compute the same value. If
+        ``node`` is of another trace than in the last call, all records of the last trace are dropped first."""
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, Numbers(), {}
         return self.key(node)

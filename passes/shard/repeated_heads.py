@@ -45,11 +45,11 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 
 @dataclass(frozen=True)
 class _RepeatedDim:
-    """Describes a tensor that was repeated along one dim, and where in it the copies are.
+    """Describes a tensor that was repeated along one dim, in which each of several equal slices of the dim is followed
+    by its copies.
 
     ``shape``: the shape of the tensor without copies. ``dim``: the index of the repeated dim. ``outer``: the number of
-    slices into which the dim is cut. ``inner``: the number of elements of a slice along the dim. ``times``: how often
-    each slice appears, one copy after the other.
+    slices. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice appears.
     """
 
     shape: tuple[int, ...]
@@ -203,11 +203,11 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def exchanged_times(heads: int, times: int, tp: int) -> int:
-    """Return how many copies of each key head must remain so that the heads split evenly over ``tp`` ranks: the
-    smallest such divisor of ``times``, or ``times`` itself.
+    """Return how many copies of each key head are needed so that all heads together split evenly over ``tp`` ranks: the
+    smallest divisor of ``times`` for which they do; ``times`` itself if there is none.
 
-    ``heads``: the number of key heads including copies. ``times``: the number of copies of each. ``tp``: the number of
-    ranks that share the heads.
+    ``heads``: the number of key heads including the copies that the model makes. ``times``: the number of these copies
+    of each head. ``tp``: the number of ranks that share the heads.
     """
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))

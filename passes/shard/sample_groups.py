@@ -35,11 +35,12 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """How forward changes the buffers of the model in one step, which is a mean over groups of samples.
+    """What a training step does to the buffers that forward changes, if the step is computed as a mean over groups of
+    samples.
 
-    ``updates``: for the name of each buffer that forward changes, the name of the node with its new value or, if the
-    groups' values add up, with one group's addend. ``keeps``: for each buffer that is such a sum, the number by which
-    its old value is multiplied over the whole step.
+    ``updates``: for the name of each such buffer, the name of the node with its new value or, if it is a sum over the
+    groups, with the addend of one group. ``keeps``: for each buffer that is such a sum, the number by which its old
+    value is multiplied, once per step, before the addends are added.
     """
 
     updates: dict[str, str] = field(default_factory=dict)
@@ -47,12 +48,13 @@ class Recurrences:
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite, in place, the buffer updates in the graph of ``group``, the model of one group of samples, so that the
-    values of all groups can be summed in any order. Return the updates.
+    """Rewrite, in place, the buffer updates in the graph of ``group``, the model of one group of samples, so that
+    groups need not run one after the other: a buffer that becomes ``a * old + b`` gets an addend from each group, which
+    may be added in any order. Return the updates.
 
     ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
-    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose update needs the result
-    of the previous group in another way.
+    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value has another
+    form, or whose old value forward uses for anything else.
     """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:

@@ -441,9 +441,13 @@ def _at_places(
     return the node of the sums. Rows that the mask does not select count as zero. Return ``None`` if a reshape and a
     sum cannot compute this, because the sizes of the mask are not those of ``x``.
 
-    Args: build: the rewriter, to whose graph operators are appended. x: the tensor whose positions the indices point
-    to. first: the dim of ``x`` at which the indexed dims begin. indices: coordinates of the true elements of a mask.
-    source: the rows to sum. chosen: whether the caller reads only positions to which a selected row points.
+    Args:
+        build: the rewriter, to whose graph operators are appended.
+        x: the tensor whose positions the indices point to.
+        first: the dim of ``x`` at which the indexed dims begin.
+        indices: coordinates of the true elements of a mask.
+        source: the rows to sum.
+        chosen: whether the caller reads only positions to which a selected row points.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)

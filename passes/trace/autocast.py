@@ -275,9 +275,8 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
 
 def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
     """Return whether autocast has a rule neither for the operator ``func`` nor for the operators that it decomposes
-    into.
-
-    It is run on fake CPU tensors, because some operators cannot be run for a GPU on a machine without one.
+    into. The decomposition is found by running ``func`` on fake CPU tensors, because some operators cannot be run for a
+    GPU on a machine without one.
 
     Args:
         func: the operator.
@@ -296,9 +295,12 @@ def _is_listed(name: str, device: str) -> bool:
 
 
 def _log_operator_run(*call: Any, on: bool) -> Any:
-    """Run an operator on fake tensors and return (record of the operators that computed something, floating-point
-    dtypes of its results). ``call``: the operator, its flattened arguments, their structure, the (device type, dtype)
-    of autocast, and the dtype to cast operands to. ``on``: whether autocast is on.
+    """Run an operator on fake tensors, and return two values: for each operator that this runs and that computes
+    something, (operator, floating-point dtypes that it reads, those that it returns), as a list; and the floating-point
+    dtypes of the results.
+
+    ``call``: the operator, its flattened arguments, their structure, the (device type, dtype) of autocast, and the
+    dtype to which operands are cast. ``on``: whether autocast is on.
     """
     log, made = _run_with_cast_operands(*call, on=on)
     return log.entries, made

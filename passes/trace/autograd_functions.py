@@ -221,8 +221,8 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
-    """Return a 0-dimensional tensor that is zero if ``change`` is zero, and whose gradient with respect to ``change``
-    is ``constant``."""
+    """Return a 0-dimensional tensor whose gradient with respect to ``change`` is ``constant``, and whose value is zero
+    because ``change`` is. Added to the loss, it adds ``constant`` to a gradient and changes nothing else."""
     if change.is_complex():
         return (constant.conj() * change).real.sum()
     return (constant * change).sum()
@@ -719,9 +719,9 @@ _NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, typ
 
 @contextlib.contextmanager
 def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Return a context at whose end everything that forward hooks have stored outside of the model is restored to its
-    state before. ``notes``: receives a text on each hook that had stored something.
-    """
+    """Return a context at whose end everything outside of the model that its forward hooks have changed during the
+    context, such as a list to which they append, is restored. ``notes``: receives a text on each hook that had changed
+    something."""
     before = [
         (hook, name, _HookState.of(hook))
         for name, module in model.named_modules()
@@ -784,7 +784,7 @@ class _HookState:
 
 
 def _is_same_object(a: Any, b: Any) -> bool:
-    """Return whether ``a`` and ``b`` are one object, or pairs of the same two objects."""
+    """Return whether ``a`` and ``b`` are the same object, or two pairs, such as (key, value), of the same objects."""
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
         return a[0] is b[0] and a[1] is b[1]
     return a is b
@@ -854,8 +854,8 @@ def _insert_call_like(
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of ``graph``, among ``marks`` and those that depend on them, that autograd reaches from
-    ``loss``, even by a zero gradient."""
+    """Return the set of ``loss`` and of those nodes of ``graph`` that autograd reaches from ``loss``, even by a zero
+    gradient, and that are in ``marks`` or depend on a node in it. ``marks``: ``partition::own`` operators."""
     behind = set(marks)
     for node in graph.nodes:
         if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

@@ -78,9 +78,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
         self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
 
     def enter(self, model: nn.Module) -> None:
-        """Find the placeholders of the model's buffers in the trace that begins, and remember them; called at the start
-        of forward.
-        """
+        """Find which placeholders in the graph of the trace that begins stand for the model's buffers, and store this,
+        so that numbers that depend on buffers can be computed. It must be called at the start of forward."""
         self.placeholders, mode = {}, get_proxy_mode()
         if mode is None:
             return
@@ -136,8 +135,8 @@ def _suspend_tracing() -> Iterator[None]:
 
 
 def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
-    """Return the nodes that must run to compute the values of ``wanted``, in graph order, with those that write in
-    place to memory that is read.
+    """Return the nodes that must run to compute the values of ``wanted``, in graph order. Operators that write in place
+    to memory that one of these nodes uses are among them.
 
     ``given``: nodes whose values are known. Return ``None`` if a node is neither known nor computable from the model
     alone (an input, a parameter, a random operator), or if the values are too large.

@@ -102,9 +102,9 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
 class _InnerGradients:
     """Replacements of torch's gradient functions during one trace of a model's forward.
 
-    ``line``: returns the present line of forward, for error messages. ``begun``: for each node whose tensor was set to
-    require a gradient, the number of nodes in the graph at that time. Autograd does not connect nodes before that with
-    it.
+    ``line``: returns the present line of forward, for error messages. ``begun``: for each node whose tensor forward has
+    set to require a gradient, the number of nodes that the graph had at that time. Operators before this point that
+    read the tensor pass no gradient to it, as in autograd.
     """
 
     line: Callable[[], str]
@@ -254,9 +254,9 @@ class _GradientBody:
         reached: list[bool] = []
 
         def derivative(*flat: Tensor) -> list[Tensor]:
-            """Compute the body again from the values ``flat`` of the given nodes, followed by the gradients of the
-            outputs. Return the gradients of the inputs that have one, and the outputs.
-            """
+            """Compute the operators between inputs and outputs again. ``flat``: the values of the nodes ``given``,
+            which these operators read from outside, followed by the gradients of the outputs. Return a list of the
+            gradients of those inputs that have one, and the outputs."""
             env: dict[fx.Node, Any] = dict(zip(self.given, flat, strict=False))
             for node in self.inputs:
                 if node in env:
@@ -297,8 +297,8 @@ class _GradientBody:
 
     @staticmethod
     def _read_again(tracer: Any, tensor: Tensor, again: Tensor) -> None:
-        """Make all later reads of ``tensor`` in the trace read ``again``, a tensor with equal values. ``tracer``:
-        records forward's operators."""
+        """Change the trace so that operators which are recorded from now on read the node of ``again`` where they use
+        ``tensor``. ``again``: a traced tensor with equal values. ``tracer``: records forward's operators."""
         track_tensor(tensor, get_proxy_slot(again, tracer).proxy, constant=None, tracer=tracer)
 
 
@@ -370,9 +370,9 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
 
 
 def _find_written_values(node: fx.Node) -> list[fx.Node]:
-    """Return the values that a chain of in-place operators ending in ``node`` writes to, which all are one tensor; the
-    last of them is the node that created it. Empty if ``node`` does not write in place.
-    """
+    """Return the nodes that are the same tensor as ``node`` before in-place operators wrote to it, if ``node`` is such
+    an operator: the operand of each, from ``node`` back to the node that created the tensor, which is last. Return an
+    empty list if ``node`` does not write in place."""
     found = []
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         node = node.args[0]  # type: ignore[assignment]

@@ -98,8 +98,10 @@ class CheckpointTarget:
 
     Args:
         final: the path of the complete checkpoint.
-        token: an identifier of this attempt, so that files of an earlier attempt are not mistaken for its files.
-        own: a regular expression of the file names that belong to a checkpoint; files with these names are replaced.
+        token: text that is part of the names of all temporary files of this save, and equal on all ranks, so that files
+            of an earlier, interrupted save are not mistaken for its files.
+        own: a regular expression of the file names that belong to a checkpoint; other files in a checkpoint that is
+            replaced are moved to the new one.
     """
 
     final: Path
@@ -216,9 +218,8 @@ class CheckpointTarget:
         remove_path_atomically(self.old)
 
     def _keep_others(self) -> None:
-        """Move files that do not belong to a checkpoint from the old checkpoint folder, which is replaced, into the new
-        one.
-        """
+        """Move files that do not belong to a checkpoint, such as the user's notes, from the replaced checkpoint folder
+        into the new one, before the replaced one is removed. A file whose name exists there is not moved."""
         if self.old.is_dir() and self.final.is_dir():
             for path in self.old.iterdir():
                 if not re.fullmatch(self.own, path.name) and not (self.final / path.name).exists():
@@ -235,10 +236,10 @@ class CheckpointTarget:
             raise CheckpointError(f"{self.final} is {what}, which cannot be replaced: name a folder in it")
 
     def clean(self) -> None:
-        """Remove the unfinished folders and error files beside ``final`` that interrupted attempts left.
+        """Prepare the save of a checkpoint to ``final``: remove the unfinished folders and error files beside it that
+        interrupted saves left. If such a save had renamed a complete checkpoint away from ``final``, rename it back.
 
-        Also restore a checkpoint that such an attempt had renamed. One rank calls this before any rank writes. Raise
-        :class:`CheckpointError` if ``final`` cannot be replaced.
+        One rank calls this before any rank writes. Raise :class:`CheckpointError` if ``final`` cannot be replaced.
         """
         self.check_place()
         self.final.parent.mkdir(parents=True, exist_ok=True)

@@ -176,8 +176,8 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads pickled descriptions of tensors and refuses everything else, because a pickle can name any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class or type ``name`` of ``module``. Raise ``UnpicklingError`` if descriptions of tensors have
-        none of it."""
+        """Return the class or dtype ``name`` of the module ``module``, for the unpickler. Raise ``UnpicklingError``
+        unless it is one of those that occur in descriptions of tensors."""
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return pathlib.PurePosixPath
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -237,9 +237,9 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _find_metadata_problem(metadata: Metadata) -> str:
-    """Return what is wrong with the metadata of a checkpoint, as text; an empty string if nothing is. Every part of a
-    tensor must be in a file of the folder, which has at least as many bytes for it as the part has.
-    """
+    """Check the metadata of a checkpoint: every part of a tensor must lie in a file in the checkpoint's folder, with
+    enough bytes stored for its elements, and the parts must cover the tensor. Return a text that describes the first
+    error, such as a file outside of the folder; an empty string if there is none."""
     stored = metadata.storage_data
     for info in stored.values():
         if not is_file_name(info.relative_path):
@@ -283,9 +283,8 @@ class _SavePlanner(DefaultSavePlanner):
         self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor to write for ``write_item``. The memory pages of the previous one are released if it is on
-        disk.
-        """
+        """Return the tensor to write for ``write_item``. If the tensor of the call before is a file that is mapped into
+        memory, its memory pages are released, so that only one tensor at a time is in memory."""
         if self._last is not None:
             release_pages(self._last)
         self._last = self.content[write_item.index].tensor

@@ -149,10 +149,11 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
 
 
 def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
-    """Return the value of ``node`` without the cast from a 16-bit type to float32 that it went through; ``None`` if
-    there was no such cast.
+    """Return a node with the value of ``node`` before a cast from a 16-bit type to float32; ``None`` if ``node`` does
+    not come from such a cast.
 
-    The reshapes, transposes and slices between the cast and ``node`` are applied to the uncast tensor.
+    Only reshapes, transposes and slices may lie between the cast and ``node``. They are appended again, on the uncast
+    tensor.
     """
     if node.target in CASTS and get_node_tensor(node).dtype == torch.float32:
         source = node.args[0]
@@ -334,10 +335,11 @@ def pick_before_softmax(graph: fx.Graph) -> None:
 
 
 def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
-    """Replace a ``gather`` from a ``log_softmax`` by a negative cross entropy, in place, and return whether it was
-    replaced.
+    """Replace ``node``, a ``gather`` from a ``log_softmax``, by the negative of a cross entropy, in place. Return
+    whether it was replaced: the ``log_softmax`` must have no other reader, and one element of each row must be
+    gathered.
 
-    ``node``: the ``gather``. ``build`` appends operators.
+    ``build`` appends operators to the graph.
     """
     logs, dim, index = node.args[:3]
     assert isinstance(logs, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node), node
@@ -359,10 +361,11 @@ def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
 
 
 def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
-    """Return the node of the scores whose ``log_softmax`` along ``dim`` is ``logs``, in the shape of ``logs``.
+    """Return a node with the scores of which ``logs`` is the ``log_softmax`` along ``dim``, in the shape of ``logs``.
+    Reshapes and slices that lie between the ``log_softmax`` and ``logs``, and that leave ``dim`` whole, are applied to
+    the scores.
 
-    Return ``None`` if ``logs`` is no such value or has another reader. Reshapes and slices behind the ``log_softmax``
-    that leave the class dim whole are applied to the scores.
+    Return ``None`` if ``logs`` was not computed in this way, or if more than one operator reads it.
     """
     if len(logs.users) > 1:
         return None

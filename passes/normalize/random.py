@@ -182,12 +182,12 @@ def rewrite_attention_dropout(
     is_causal: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """Rewrite attention with dropout as matrix products and a softmax, because dropout needs the weights as a tensor.
-    Return the node of the result, or ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
+    """Rewrite attention with dropout as matrix products and a softmax, because dropout needs the attention weights as a
+    tensor. Return the node of the result, or ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
 
-    ``q``, ``k``, ``v``: queries, keys and values. ``mask``: boolean (true: shown) or added to the scores; ``None`` for
-    none. ``dropout_p``: the probability of zeroing a weight. ``is_causal``: hide keys behind the query. ``options``:
-    ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``.
+    ``q``, ``k``, ``v``: queries, keys and values. ``mask``: boolean (true where a query sees a key) or numbers to add
+    to the scores; ``None`` for none. ``dropout_p``: the probability of zeroing a weight. ``is_causal``: hide keys
+    behind the query. ``options``: ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``.
     """
     if not dropout_p:
         return KEEP

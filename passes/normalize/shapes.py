@@ -350,8 +350,11 @@ def written_piece(target: Any) -> Rule:
 
     def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
         """Append the write of ``source`` into a slice of the complex tensor ``x`` and return its node; return ``KEEP``
-        (the operator stays) for a real ``x``. ``dim``: the dim of the slice. ``place``, ``named``: its index, or start,
-        end and step."""
+        (the operator stays) for a real ``x``.
+
+        ``dim``: the dim along which the slice is taken. ``place``, ``named``: the further arguments of the operator:
+        the index for ``select_scatter``, or start, end and step for ``slice_scatter``.
+        """
         if not get_node_tensor(x).dtype.is_complex:
             return KEEP
         parts = [build(aten.view_as_real.default, value) for value in (x, source)]

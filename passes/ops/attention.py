@@ -293,10 +293,11 @@ class Attention:
 
     def _accumulate_tile_rows(self, rows: slice, out: Tensor, lse: Tensor, all_out: Tensor, all_lse: Tensor) -> None:
         """Merge the attention over one tile (a rectangle of queries and keys) into the attention over all tiles so far,
-        in place. Queries that have both are weighted by the logsumexp of their scores.
+        in place. For queries of earlier tiles, the two results are averaged, weighted by the sums of exponentials of
+        their scores; for others, the tile's result is stored.
 
-        ``rows``: the range of the tile's queries. ``out``, ``lse``: the tile's result and logsumexp. ``all_out``,
-        ``all_lse``: those over all tiles so far.
+        ``rows``: the range of the tile's queries. ``out``, ``lse``: the tile's result, and the logsumexp of its scores.
+        ``all_out``, ``all_lse``: the same over all tiles so far, for all queries.
         """
         if any(start < rows.stop and rows.start < stop for start, stop in self._seen):
             before = all_lse[..., rows]

@@ -228,9 +228,9 @@ def _count_row_pairs(
 
 
 def _count_band_pairs(places: np.ndarray[Any, Any], lengths: Any, band: Band) -> int:
-    """Return the summed number of keys that some queries see within their documents. ``places``: the position of each
-    query in its document, from 0. ``lengths``: the number of positions of these documents; one number, or one for each
-    query. ``band``: the positions around its own that a query sees."""
+    """Return the number of query-key pairs of some queries, if each sees the keys of its own document within ``band``,
+    the positions around its own. ``places``: the position of each query in its document, from 0. ``lengths``: the
+    length of the document of each query, in positions; one number if all have the same."""
     last = lengths - 1
     ends = np.broadcast_to(last, places.shape) if band.after is None else np.minimum(places + band.after, last)
     begins = np.zeros_like(places) if band.before is None else np.maximum(places - band.before, 0)
@@ -323,10 +323,12 @@ def _split_rows(x: Tensor, batch: int) -> Tensor:
 
 
 def _describe_window(band: Band, longest: int) -> dict[str, int]:
-    """Return the keyword arguments by which torch's flash kernel gets a sliding window, ``window_size_left`` and
-    ``window_size_right`` in positions; empty if a query sees all keys, or all up to its own position. ``band``: the
-    positions around its own that a query sees. ``longest``: the number of positions of the longest document, which
-    stands for no limit."""
+    """Return the sliding window of an attention as the keyword arguments of torch's flash kernel: ``window_size_left``
+    and ``window_size_right``, in positions; an empty dict if a query sees all keys, or all up to its own position.
+
+    ``band``: the positions around its own that a query sees. ``longest``: the length of the longest document, which is
+    the window's size on a side without a limit.
+    """
     if band.is_full or band.is_causal:
         return {}
     before, after = (longest if limit is None else limit for limit in band)

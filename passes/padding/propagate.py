@@ -384,9 +384,9 @@ def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
-    """Return ``pair`` with the dims of an operator's result in place of those of an operand; ``None`` if it is ``None``
-    or the result lacks one of the dims. ``pair``: (dim of queries, dim of keys, number) of the operand. ``to``: dim of
-    the operand -> dim of the result."""
+    """Convert ``pair``, (dim of queries, dim of keys, number) of an operand, to the dims of the operator's result, and
+    return it; ``None`` if it is ``None`` or the result lacks one of the dims. ``to``: dim of the operand -> dim of the
+    result."""
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]

@@ -218,13 +218,13 @@ def _shard_factor(
     places: Sequence[Place],
     zigzag: bool = False,
 ) -> Strategy | None:
-    """Return the strategy that shards ``factor`` (a named loop dimension) in all dims ``places``; ``None`` if a tensor
-    cannot be sharded in this way.
+    """Return the strategy (the layouts of all operands and results) that shards ``factor``, a named loop dimension, in
+    all dims that belong to it; ``None`` if a tensor cannot be sharded in this way.
 
-    ``places``: each dim as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the dim's
-    factors). ``reads``: the layout of each operand, used for those without the factor. ``sections``: sizes of the parts
-    of the factor that are each divided over all ranks; empty for one part. ``zigzag``: whether each rank has one piece
-    from each end.
+    ``places``: these dims, each as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the
+    dim's factors). ``reads``: for each operand, the layout that it gets if it has no dim of the factor. ``sections``:
+    sizes of the parts of the factor that are each divided over all ranks; empty for one part. ``zigzag``: whether each
+    rank has one piece from each end.
     """
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)

@@ -76,9 +76,8 @@ class MaskCoordinate:
 
 @dataclass(frozen=True)
 class MaskedRowCount:
-    """The number of rows that ``mask`` selects, in place of a size that the model asks for and that depends on the
-    data. ``int()`` gives the number of all rows.
-    """
+    """A size of a tensor that in the model is the number of rows that ``mask`` selects, and so depends on the data. It
+    is used as an operator's argument in the rewritten graph, where all rows are kept: ``int()`` gives their number."""
 
     mask: fx.Node
 
@@ -288,8 +287,9 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
 
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
-    """Rewrite ``index_copy``, or ``index_fill`` with one number, at rows that a mask selects. Return the new node;
-    ``None`` if the operands have another form. Raise :class:`Unselectable` if there is no form with static shapes.
+    """Rewrite ``index_copy``, or ``index_fill`` with one number, where a mask selects the rows that are written, with
+    static shapes. Return the new node; ``None`` if ``index`` is not one-dimensional or ``x`` has no dims. Raise
+    :class:`Unselectable` if there is no form with static shapes.
 
     Args:
         build: the rewriter, to whose graph operators are appended.
@@ -315,8 +315,8 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
 
 
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
-    """Return ``indices`` with 0 in place of the entries of rows that the mask does not select, so that every index is
-    valid. Entries without a mask, and ``None``, are unchanged.
+    """Return ``indices`` with 0 in place of those entries that belong to rows which the model does not have, because a
+    mask does not select them. Every index is then in range. Indices without a mask, and ``None``, are unchanged.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -364,10 +364,11 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
 
 
 def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
-    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, where a mask selects the rows ``values`` and
-    their places. Return the new node. Raise :class:`Unselectable` if there is no form with static shapes.
+    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, with static shapes, where a mask selects which
+    rows are written and from which row of ``values``. Return the new node. Raise :class:`Unselectable` if there is no
+    form with static shapes.
 
-    ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index; the others are a boolean mask, or
+    ``indices``: one entry for each dim of ``x``: ``None`` for a dim without an index, otherwise a boolean mask, or
     coordinates of its true elements. ``build``: the rewriter, to whose graph operators are appended.
     """
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
@@ -416,10 +417,11 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
 
 
 def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
-    """Rewrite ``index_add(x, dim, index, source)``, where one mask selects the rows of both ``index`` and ``source``.
-    Return the new node. Raise :class:`Unselectable` if the operands have another form.
+    """Rewrite ``index_add(x, dim, index, source)`` with static shapes, where one mask selects the rows of both
+    ``index`` and ``source``. Return the new node, in which rows that the mask does not select add nothing. Raise
+    :class:`Unselectable` if the operands have no such common mask.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``kwargs``: further arguments of ``index_add``. ``build``: the rewriter, to whose graph operators are appended.
     """
     if x in build.rows or build.find_common_rows(index).mask is not build.find_common_rows(source).mask:
         raise Unselectable

@@ -63,10 +63,9 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``masked_scatter(x, mask, source)`` where another mask selects the rows of ``source``. The operator reads
-    the rows in order, so the selected ones are sorted to the front. Return the new node.
-
-    Raise :class:`Unselectable` if the operands have another form.
+    """Rewrite ``masked_scatter(x, mask, source)`` with static shapes, where another mask selects the rows of ``source``
+    that the model has. The operator takes the rows in order, so these are sorted to the front. Return the new node.
+    Raise :class:`Unselectable` if ``source`` has no such mask along dim 0, or ``x`` or ``mask`` has one.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -272,8 +271,8 @@ _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # stri
 
 
 class SelectedRows:
-    """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a boolean mask selects:
-    the copies keep all rows, and the mask of each is noted.
+    """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a boolean mask selects,
+    so that shapes are static: a copy has all rows, and the mask of those that the model has is recorded.
 
     ``rows`` maps each such copy to its mask and the dim of its rows. ``places`` maps nodes that hold coordinates of a
     mask's true elements to a description. ``key`` returns equal integers for nodes that compute the same value.
@@ -324,12 +323,13 @@ class SelectedRows:
         )
 
     def copy_node(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
-        """Append the rewritten form of ``node`` to the graph and return what stands for its result: a node, a tuple of
-        nodes, or a data-dependent number. Raise :class:`Unselectable` if the operator has no form that keeps all rows.
+        """Append the rewritten form of ``node`` to the graph and return the result of the new operators, to be used in
+        place of the original result: a node, a tuple of nodes, or a data-dependent number. Raise :class:`Unselectable`
+        if the operator has no form that keeps all rows.
 
         Args:
             node: a node of the original graph.
-            env: maps original nodes to what stands for their results.
+            env: maps original nodes to the results that are used in their place.
             where: metadata (module path, source line, module stack) of the new nodes.
         """
         self._where = where
@@ -375,8 +375,9 @@ class SelectedRows:
         return self.by_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
-        """Rewrite an operator as the simpler operators of the graph ``parts``, which computes the same. Return what
-        stands for its result: a node, a tuple of nodes, or a data-dependent number.
+        """Rewrite an operator as the simpler operators of the graph ``parts``, into which it decomposes. Return the
+        result of the new operators, to be used in place of the operator's: a node, a tuple of nodes, or a
+        data-dependent number.
 
         ``operands``: the operator's operands in the new graph, one for each placeholder of ``parts``. ``where``:
         metadata (module path, source line, module stack) of the new nodes.
@@ -400,12 +401,11 @@ class SelectedRows:
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
     def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
-        """Append the operator ``target``, which works on each row by itself according to its sharding rule (see
-        ``passes/rules``), and return its result: a node or a tuple of nodes, whose mask is noted. Raise
-        :class:`Unselectable` if the operator combines rows other than by a sum.
+        """Append the operator ``target`` on values with all rows, if its sharding rule (see ``passes/rules``) says that
+        it works on each row by itself. Return its result, a node or a tuple of nodes, after recording the mask of the
+        rows that the model has. Raise :class:`Unselectable` if the operator combines rows other than by a sum.
 
-        ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: whether the result is a value
-        without a mask even if an operand has one.
+        ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: record no mask for the result.
         """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
@@ -442,8 +442,8 @@ class SelectedRows:
         return self._mark_selected_rows(made, mask, dims)
 
     def _row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
-        """Return the set with the dim of the results along which the selected rows lie; ``None`` if the operator sums
-        over the rows. Raise :class:`Unselectable` if it combines rows in another way.
+        """Return a set with one element, the dim of the results along which the rows lie that a mask selects; ``None``
+        if the operator ``target`` sums over the rows. Raise :class:`Unselectable` if it combines rows in another way.
 
         ``made``: a node of the operator ``target`` on values with all rows. ``operands``: the operands of ``made``.
         """

@@ -213,8 +213,8 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
 
 
 def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
-    """Append a node that converts row indices in ``place`` to indices among the rows that the mask of ``x`` selects,
-    and return it.
+    """Append and return a node that converts ``place``, indices of rows of ``x``, which has all rows, to the indices
+    that these rows have in the model, which has only those that the mask of ``x`` selects.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """

@@ -54,11 +54,12 @@ def choose_saved_nodes(
 
 
 def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the operators ``body`` with the forward nodes that they need computed again, each right before the first
-    operator that reads it, so that it is in memory only briefly.
+    """Return ``body``, operators of backward in order, with the recomputation of forward results inserted: each forward
+    node that is computed again comes right before the first operator that reads it, so that its result is in memory
+    only briefly.
 
-    ``body``: operators of backward, in order. ``remade``: all forward nodes that backward computes again. ``order``:
-    the nodes of the graph of forward and backward, in order.
+    ``remade``: all forward nodes that backward computes again. ``order``: the nodes of the graph of forward and
+    backward, in order.
     """
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
@@ -72,9 +73,8 @@ def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order
 
 
 def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of ``remade`` (forward nodes that backward computes again) that ``readers`` depend on through
-    nodes of ``remade`` alone.
-    """
+    """Return the forward nodes that must be computed again before ``readers`` can run: the nodes of ``remade`` that
+    they read, and those that these read in turn. ``remade``: all forward nodes that backward computes again."""
     found: set[fx.Node] = set()
     stack = [o for n in readers for o in n.all_input_nodes if o in remade]
     while stack:

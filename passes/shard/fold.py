@@ -29,10 +29,11 @@ _SHARED = "shared"
 
 
 def fold(captured: Captured) -> FoldedModel:
-    """Return the model of a captured graph as blocks and calls of them. The captured graph is changed in place.
+    """Divide the graph of a captured model into blocks and calls, and return it as a :class:`FoldedModel`. The captured
+    graph is changed in place.
 
     A block is a piece of the model with one graph, such as a layer; a call is one run of a block with its own
-    parameters and inputs. Equal layers share one block.
+    parameters and inputs. Equal layers are calls of one block.
     """
     graph = captured.graph
     for node in graph.nodes:

@@ -160,9 +160,9 @@ def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
-    """Return where the copies of slices are in a repeated tensor after a reshape to the sizes ``after``; ``None`` if a
-    dim of the result splits the copies. ``place``: where they are before the reshape.
-    """
+    """Return where in a tensor the repeated slices and their copies are after a reshape to the sizes ``after``;
+    ``None`` if no dim of the result contains a slice together with all of its copies. ``place``: where they are before
+    the reshape."""
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
     for dim, size in enumerate(after):
@@ -223,9 +223,9 @@ def group_queries(block: Block, tp: int = 1) -> Block:
 
 
 def read_heads_once(block: Block) -> bool:
-    """Remove the copies of key and value heads in the graph of ``block``, in place, for every attention that can read
-    each head once. Return whether anything changed.
-    """
+    """Change the graph of ``block``, in place, so that attention reads keys and values whose heads are not repeated
+    (grouped-query attention), wherever the model repeats them and the attention can read each head once. Return whether
+    anything changed."""
     targets = (
         aten.scaled_dot_product_attention.default,
         ops.band_attention.default,
@@ -236,9 +236,9 @@ def read_heads_once(block: Block) -> bool:
 
 
 def _read_once(block: Block, target: Any, tp: int) -> bool:
-    """Reduce the copies of key and value heads that attention operators of the kind ``target`` read in the graph of
-    ``block``, in place, to the fewest that split evenly over ``tp`` ranks. Return whether anything changed.
-    """
+    """Let attention operators of the kind ``target`` in the graph of ``block`` read keys and values with fewer copies
+    of their heads, in place: the fewest with which the heads split evenly over ``tp`` ranks. Return whether anything
+    changed."""
     changed = False
     for node in list(block.graph.nodes):
         if node.op != "call_function" or node.target is not target:

@@ -278,13 +278,13 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
 
 
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
-    """Return the layout that says how the results that groups of samples have for the output ``node`` combine: sharded
-    means joined along a dim, partial means summed, whole means equal. Raise :class:`UnsupportedError` if they do not
-    combine.
+    """Return the layout of the model's output ``node`` over groups of samples, which says how the results of the groups
+    become the result of the batch: sharded means joined along a dim, partial means added, whole means equal in all
+    groups. Raise :class:`UnsupportedError` if they do not combine.
 
-    ``path``: the place of ``node`` in the model's result, for messages. ``larger``: the sizes that ``node`` has with
-    twice the samples, where the dim of samples is larger; ``None`` if they are not known. ``apart``: whether ``node``
-    depends on samples.
+    ``path``: the position of ``node`` in forward's result, for messages. ``larger``: the sizes that the output has with
+    twice the samples, so that the dim of samples is the one that differs; ``None`` if they are not known. ``apart``:
+    whether ``node`` depends on samples.
     """
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
@@ -325,8 +325,9 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Offset the element indices that random operators of ``graph`` read by the index of the group of samples, in
-    place, so that every group draws other numbers. ``num_groups``: the number of groups in a step."""
+    """Make random operators of ``graph`` draw other numbers for each group of samples, in place. Their numbers follow
+    from element indices, so the number of elements of all earlier groups is added to the indices. ``num_groups``: the
+    number of groups in a step."""
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:
             continue

@@ -152,10 +152,12 @@ def _is_cast(value: Any) -> bool:
 
 
 def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[], str]) -> Any:
-    """Return the dtype to which autocast casts the operands of an operator; ``None`` if it does not cast them; the
-    constant ``_APART`` if the operator must be decomposed and its parts traced, because autocast casts inside of it.
+    """Return the dtype to which autocast casts the operands of an operator: ``None`` if it does not cast them; the
+    constant ``_APART`` if it casts inside of the operator, so that the caller must trace the operators that it
+    decomposes into.
 
-    Raise :class:`UnsupportedError` for an operator that autocast changes in another way.
+    Raise :class:`UnsupportedError` if the effect of autocast on the operator cannot be found or traced, for example
+    because sizes depend on data.
 
     Args:
         func: the operator.
@@ -196,9 +198,9 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
 
 
 def _format_autocast_refusal(func: Any, asked: Asked, line: Callable[[], str], why: str) -> str:
-    """Return the text of the error that the operator ``func`` cannot be kept exact in an autocast region. ``asked``:
-    (device type, narrow dtype) of the region. ``line``: returns the present line of forward. ``why``: the reason.
-    """
+    """Return the text of the error that a plan would not compute the same as the operator ``func`` in an autocast
+    region. ``asked``: (device type, narrow dtype) of the region. ``line``: returns the present line of forward.
+    ``why``: the reason."""
     return (
         f"{func.name()}{line()} in a region of torch.autocast({asked[0]!r}, {asked[1]}) cannot be kept exact ({why}): "
         "take it out of the region, or cast its operands yourself within autocast(enabled=False)"

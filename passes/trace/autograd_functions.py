@@ -415,11 +415,11 @@ _GLOBAL_FORWARD = {"_global_forward_hooks": (MODEL, GIVEN, GIVEN), "_global_forw
 
 
 def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
-    """Return a note for the user on each hook of ``model`` that a plan does not call: the hooks that only observe,
-    which return ``None`` and change nothing.
+    """Check the hooks of ``model``. Return a tuple of texts for the user, one for each hook that a plan will not call
+    because it only observes: it returns ``None`` and changes nothing.
 
-    Raise :class:`UnsupportedError` if a hook on gradients, or a forward hook on all modules, does more. Forward hooks
-    of single modules that do more are neither noted nor refused.
+    Raise :class:`UnsupportedError` if a hook on gradients, or a forward hook on all modules, does more than observe.
+    Forward hooks of single modules that do more are allowed, because they are traced with forward.
 
     Args:
         model: the model.
@@ -799,12 +799,12 @@ def _is_set(cell: Any) -> bool:
 
 
 def with_terms_added(captured: Captured) -> Captured:
-    """Remove the ``partition::own`` operators from a captured graph, in place, and add their terms to the loss. Return
-    ``captured`` with outputs, loss and updates under their new node names.
+    """Remove the ``partition::own`` operators from a captured graph, in place, and return ``captured`` with outputs,
+    loss and updates under their new node names.
 
-    Such an operator is on the result of a ``torch.autograd.Function`` whose ``backward`` adds a part that does not
-    depend on the incoming gradient. Its terms have this part as gradient. They are added only if autograd reaches the
-    operator from the loss.
+    Such an operator marks the result of a user's ``torch.autograd.Function`` whose ``backward`` adds a part that does
+    not depend on the incoming gradient. It holds loss terms: values of zero, with this part as gradient. They are added
+    to the loss if autograd would reach the function from the loss, because only then would its ``backward`` run.
     """
     graph = captured.graph
     marks = [n for n in graph.nodes if n.target is OWN]

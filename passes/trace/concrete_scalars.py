@@ -45,13 +45,14 @@ def numbers_known(
     model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
 ) -> Iterator[None]:
     """Return a context in which forward of ``model``, while it is traced, may read tensors as numbers (``item``,
-    ``bool``) if they depend on no input, parameter or random number.
+    ``bool``) if they depend on no input, parameter or random number, such as a counter in a buffer.
 
     Args:
         model: the model.
         held: buffers with real numbers, by name.
-        asked: receives the names of the buffers that such a number depends on.
-        drawn: receives the names of the random operators that a number which could not be computed depends on.
+        asked: a set to which the names of the buffers are added on which a number that was read depends.
+        drawn: a list to which the names of random operators are added if a number cannot be computed because it depends
+            on them.
     """
     known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
 

@@ -89,11 +89,9 @@ def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
 def _name_output_tensors(
     model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
-    """Run forward, and return an integer identifier of each of its output tensors, by the tensor's path in the output,
-    and forward's last call of a torch function. If forward raises an exception, it is returned in place of the
-    identifiers.
-
-    Tensors that were computed by the same operations have equal identifiers.
+    """Run forward and identify its results by how they were computed. Return two values: a dict from the path of each
+    output tensor to an integer, or the exception that forward raised; and a key of forward's last call of a torch
+    function. Tensors that were computed by the same operations have equal integers.
 
     Args:
         model: the model.

@@ -304,8 +304,9 @@ class ParkedParameterError(Unlike):
 
 
 class _ParkedParameterDict(dict[str, Any]):
-    """Empty replacement of a module's ``_parameters`` that raises :class:`ParkedParameterError` if it is listed, or
-    asked for a removed parameter, while the model runs.
+    """Empty dict that replaces a module's ``_parameters`` while the model is traced, because the parameters were
+    removed. While the model runs, it raises :class:`ParkedParameterError` if it is listed or a removed parameter is
+    read.
 
     ``names``: the names of the removed parameters. ``running``: returns whether the model runs.
     """

@@ -276,8 +276,8 @@ def _build_value_spec(value: Any) -> Any:
 def _copy_layer_body(
     graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
 ) -> list[fx.Node]:
-    """Insert copies of a layer's operators before ``call``, the node that stands for the call of another layer. Return
-    the nodes of the results.
+    """Insert copies of the operators of a traced layer before ``call``, the ``partition::layer`` node of an equal layer
+    that was not traced. Return the nodes of the results, one for each result of the call.
 
     ``operands``: the nodes that the copies read. ``body``: the operators. ``classes``: class names by module path;
     those of the other layer's submodules are added.

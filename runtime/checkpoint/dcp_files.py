@@ -155,9 +155,9 @@ class ShardReader:
 
 
 def pack_record(written: Written, random: Mapping[str, Any], own: bytes) -> bytes:
-    """Return what a rank tells rank 0 of its part of a checkpoint, as bytes. ``written``: what it wrote. ``random``:
-    its states of random generators. ``own``: its other state, as :func:`pack_plain_data` returned it.
-    """
+    """Return the bytes that a rank writes to a file for rank 0 after it has written its part of a checkpoint.
+    ``written``: what it wrote. ``random``: its states of random generators. ``own``: its other state, as
+    :func:`pack_plain_data` returned it."""
     return pickle.dumps((written, pack_plain_data({"random": random}, "the random generators"), own))
 
 

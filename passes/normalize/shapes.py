@@ -110,7 +110,8 @@ def rewrite_padding(
 
 
 def rewrite_detach(build: Builder, x: fx.Node) -> Any:
-    """Return ``KEEP`` (the ``detach`` stays) if its operand ``x`` can carry a gradient; otherwise return ``x``."""
+    """Rewrite a ``detach`` of ``x``: return ``KEEP`` (the operator stays) if a gradient could flow to ``x``, which the
+    ``detach`` stops; otherwise return ``x``, because the ``detach`` has no effect."""
     return KEEP if is_differentiable(get_node_tensor(x)) else x
 
 

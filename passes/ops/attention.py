@@ -245,11 +245,11 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})
 @dataclass
 class Attention:
     """Accumulates the attention of the queries ``q`` ``[..., heads, queries, d]`` over tiles (rectangles of queries and
-    keys).
+    keys), which are added one after another.
 
     ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
-    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: result and logsumexp of the
-    scores over the keys so far, in float32 for 16-bit types; ``None`` before the first tile.
+    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: the attention over the tiles so
+    far and the logsumexp of its scores, in float32 for 16-bit types; ``None`` before the first tile.
     """
 
     q: Tensor
@@ -578,7 +578,8 @@ def band_of(before: int, after: int) -> Band:
 
 
 def limits_of(band: Band) -> tuple[int, int]:
-    """Return ``band`` as two integers: how many positions a query sees before and after its own; -1 means no limit."""
+    """Return ``band``, a range of positions around a query's own, as two integers for an operator's arguments: how many
+    positions the query sees before and after its own; -1 means no limit."""
     return -1 if band.before is None else band.before, -1 if band.after is None else band.after
 
 

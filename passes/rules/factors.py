@@ -368,5 +368,5 @@ def build_factor_rule(
 
 
 def everything_whole(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of the operator call ``node`` that no tensor may be sharded."""
+    """Return a sharding rule for the operator call ``node`` that allows no sharding of any tensor."""
     return OpFactors({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)))

@@ -77,10 +77,10 @@ def _embedding_sharded(local: Local) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """Return, for each dim, its factor name if all ``operands`` have the same size there, and ``None`` (must not be
-    sharded) for the others and for ``dim``.
+    """Return, for each dim of the tensors ``operands``, the factor name (dims of one name are sharded together) if all
+    of them have the same size there, and ``None`` (must not be sharded) if they differ, or for the dim ``dim``.
 
-    A smaller size is not a broadcast here: the operator reads a part.
+    If sizes differ, the operator, such as ``gather``, uses a part of the larger tensor, which ranks could not match.
     """
     sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]

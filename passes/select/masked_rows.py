@@ -601,9 +601,8 @@ class SelectedRows:
         return left_out if shape == [shape[0]] else self.insert_call(aten.reshape.default, left_out, shape)
 
     def zero_unselected(self, value: fx.Node) -> fx.Node:
-        """Return the node of ``value`` with zeros in the rows that its mask does not select. The result counts as a
-        value without a mask.
-        """
+        """Return the node of ``value`` with zeros in the rows that its mask does not select. No mask is recorded for
+        the result, because rows of zeros may take part in a sum."""
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:

@@ -72,8 +72,9 @@ def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
 
 
 class _Selections(TorchFunctionMode):
-    """A torch function mode that gives equal masks the same symbolic number of selected rows, and runs torch functions
-    that read values only to check them without the check.
+    """A torch function mode for a trace of forward. It gives masks that are computed in the same way the same symbolic
+    number of selected rows. It also runs functions of torch that read values only for a check, such as
+    ``gaussian_nll_loss``, without the check, because a trace has no values.
 
     ``is_users``: returns whether a source file is neither torch's nor this package's.
     """
@@ -120,7 +121,8 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _by_where(self, input: Tensor, mask: Tensor) -> Any:
-        """Return ``masked_select(input, mask)``, computed as an index of the broadcast tensors."""
+        """Return ``masked_select(input, mask)`` in a trace, computed as ``input[mask]`` after broadcasting both to one
+        shape, so that equal masks select the same symbolic number of elements."""
         if input.shape != mask.shape:
             shape = torch.broadcast_shapes(input.shape, mask.shape)
             input, mask = (v if v.shape == shape else v.expand(shape) for v in (input, mask))

@@ -390,18 +390,19 @@ class _Accumulation:
         return self.blocks[block].outputs[place]
 
     def _find_further_output(self, value: str, further: int) -> str:
-        """Return the name of one part of ``value``, as the call that computes the value returns it. ``further``: 0 for
-        the addend of a microbatch, 1 for the term that is added once.
-        """
+        """Return the name of one of the two further outputs with which a call returns the parts of ``value``, one of
+        its outputs. ``further``: 0 for the part that is the addend of one microbatch, 1 for the term that is added only
+        once."""
         source = self.producer[value]
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]
 
     def _pass_on(self, output: tuple[str, int]) -> None:
-        """Add two outputs to a block (a graph) and all its calls: the addend of a microbatch, and the term that is
-        added once.
+        """Let a block (a graph) and all its calls return the two parts of one of its outputs, as two further outputs:
+        the addend of one microbatch, and the term that is added only once. Later blocks can then compute with the
+        parts.
 
-        ``output``: (name of the block, index of the output that is their sum).
+        ``output``: (name of the block, index of the output that is the sum of the two).
         """
         if output in self._passed:
             return

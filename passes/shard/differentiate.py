@@ -286,8 +286,8 @@ def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
 
 
 def _trace_function(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
-    """Return the graph of plain operators that ``function`` runs when it is called with the tensors ``arguments``, as a
-    graph module with an input for each of them."""
+    """Call ``function`` with the tensors ``arguments`` and record the operators that it runs (``make_fx``). Return them
+    as a graph module with one input for each argument."""
     return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
 
 

@@ -105,9 +105,8 @@ _KIND = "what the groups leave in it, of type {kind}, cannot be added up"
 
 
 def _format_buffer_refusal(state: ModelState, why: str) -> str:
-    """Return the text of the error that the buffer ``state`` cannot be kept exact over groups of samples. ``why``: the
-    reason.
-    """
+    """Return the text of the error that the value of the buffer ``state`` would be wrong if groups of samples were
+    computed at the same time instead of one after the other. ``why``: the reason."""
     return (
         f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
         f"the one before, and {why}; plan with couple='batch', or keep it as it is (model.eval())"
@@ -210,8 +209,8 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape of an input of the model for ``count`` groups of samples together; its dim of samples is
-        ``count`` times as large as in the graph of one group. ``path``: the place of the input in forward's arguments.
+        """Return the shape of an input of the model for ``count`` groups of samples together: its dim of samples is
+        ``count`` times as large as in the graph of one group. ``path``: the path of the input in forward's arguments.
         """
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))

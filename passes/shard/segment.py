@@ -170,7 +170,9 @@ class _ModuleCall:
 
     @property
     def parts(self) -> list[_ModuleCall]:
-        """Return those of this module call's calls of submodules that read parameters."""
+        """Return the calls of submodules inside this module call whose operators read parameters, as a list in
+        order.
+        """
         return [c for c in self.children.values() if c.parameters]
 
 

@@ -224,9 +224,8 @@ class _CallInliner:
 
 
 def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
-    """Return a copy of ``block`` with the nodes ``totals`` (sums over the batch) as additional inputs, after the
-    others, instead of computed values.
-    """
+    """Return a copy of ``block`` that reads the values of the nodes ``totals`` (sums over the batch) as additional
+    inputs, after its other inputs, instead of computing them."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in block.placeholders:

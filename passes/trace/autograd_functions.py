@@ -449,9 +449,9 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
 
 
 def _of_tables(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tuple[Any, tuple[HookValue, ...]]]:
-    """Return (hook, kinds of its arguments) for all hooks of ``owner``. ``tables``: for the name of each attribute with
-    hooks, the kinds of the arguments that these get, such as a module or a value.
-    """
+    """Return a list of all hooks of ``owner``, a module or ``torch.nn.modules.module``, each as (hook, kinds of its
+    arguments). ``tables``: for the name of each attribute in which ``owner`` stores hooks, the kinds (such as a module
+    or a value) of the arguments with which they are called."""
     return [(hook, given) for table, given in tables.items() for hook in getattr(owner, table).values()]
 
 

@@ -34,17 +34,19 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 
 @dataclass(frozen=True)
 class HookValue:
-    """What a value in a hook's source can be, as the analysis of hooks knows it without running the hook.
+    """What the analysis of a hook's source, which does not run the hook, knows of a value in it.
 
-    ``kind``: whether it is an argument of the hook or a view of one, a module or what it holds, one of ``objects``
-    (which exist already), a new value that the hook makes, ``None``, or unknown.
+    ``kind``: "given" for an argument of the hook or a view of one, "model" for a module or what it holds, "known" for
+    one of ``objects``, which exist already, "fresh" for a new value that the hook makes, "none" for ``None``, or
+    "unknown".
     """
 
     kind: Kind
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
     def joined(self, other: HookValue) -> HookValue:
-        """Return the kind of value that an expression has which is either this value or ``other``."""
+        """Return the kind of a value that is either this value or ``other``, depending on what happens when the hook
+        runs, as in ``a if c else b``."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}

@@ -189,12 +189,12 @@ class _InnerGradients:
 
 @dataclass(frozen=True)
 class _GradientBody:
-    """The part of a trace that a gradient is taken of.
+    """The part of a trace through which a gradient is taken: the operators that lead from some tensors to others.
 
-    ``outputs``, ``inputs``: nodes of the tensors whose gradient is taken, and of those with respect to which; ``None``
-    for a tensor that is not in the trace. ``body``: the operators between them, in graph order. ``given``: the nodes
-    that the body reads from outside, and the inputs that do not depend on another input. ``tensors``: the outputs as
-    tensors.
+    ``outputs``, ``inputs``: the nodes of the tensors whose gradient is taken, and of those with respect to which it is
+    taken; ``None`` for a tensor that is not in the trace. ``body``: the operators between them, in graph order.
+    ``given``: the nodes that the body reads from outside, and the inputs that do not depend on another input.
+    ``tensors``: the outputs as tensors.
     """
 
     outputs: list[fx.Node | None]

@@ -194,9 +194,8 @@ class _TensorNamingMode(TorchFunctionMode):
         return tensor
 
     def of(self, tensor: Tensor) -> int:
-        """Return the identifier of the present value of ``tensor``, which takes in-place writes to its memory into
-        account. A tensor of unknown origin gets an identifier of its own.
-        """
+        """Return the identifier of the present value of ``tensor``. If a call has written in place to its memory, the
+        identifier depends on that call, too. A tensor of unknown origin gets an identifier of its own."""
         self.give(tensor, ("other", id(tensor)))
         name, written = self._by_id[id(tensor)], self._written.get(_identify_storage(tensor))
         return name if written is None else self._assign_key_number((name, written))

@@ -140,7 +140,8 @@ class Journal(TorchFunctionMode):
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 
     def _keep_foreign_tensor(self, tensor: Tensor) -> int:
-        """Keep alive a tensor that neither is an operand nor was made by the recorded call, and return its ``id``."""
+        """Store a reference to a tensor that neither is an operand nor was made by the recorded call, so that its
+        ``id`` is not given to another object, and return the ``id``."""
         self._held.append(tensor)
         return id(tensor)
 

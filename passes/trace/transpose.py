@@ -332,9 +332,8 @@ def _trace_functional_graph(
 
 @cache
 def _spelled_out() -> dict[Any, Callable[..., Any]]:
-    """Return a decomposition into simpler operators for each backward operator that has no sharding rule, and for
-    ``convolution_backward``, by operator.
-    """
+    """Return a dict of decompositions, backward operator -> function that computes it with simpler operators. It has
+    each backward operator that torch can decompose and that has no sharding rule, and ``convolution_backward``."""
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
     table = {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
     return table | {aten.convolution_backward.default: _convolution_input_gradient}

@@ -193,10 +193,11 @@ class CheckpointTarget:
         return False
 
     def wait_until_complete(self, timeout: float) -> None:
-        """Wait until rank 0 has renamed the folder to its final name.
+        """Wait until rank 0 has renamed the folder of unfinished files to the final name of the checkpoint.
 
-        Raise :class:`CheckpointError` if a rank reports a failure, or after ``timeout`` seconds. Return early if the
-        main thread of this process has ended: this rank's part is written, and rank 0 may have been killed.
+        Raise :class:`CheckpointError` if a rank reports a failure, or after ``timeout`` seconds. If the main thread of
+        this process has ended, return without waiting: this rank has written its part, and rank 0 may never complete
+        the checkpoint.
         """
         for _ in _poll_with_backoff(timeout):
             if self.is_complete or not threading.main_thread().is_alive():

@@ -162,9 +162,9 @@ def pack_record(written: Written, random: Mapping[str, Any], own: bytes) -> byte
 
 
 def unpack_record(content: bytes) -> tuple[Written, dict[str, Any], bytes]:
-    """Return what :func:`pack_record` got. Raise :class:`DamagedCheckpointError` if ``content`` was not written by it.
-    No code is run.
-    """
+    """Return the three arguments with which :func:`pack_record` made the bytes ``content``: what a rank wrote, its
+    states of random generators, and its other state, as bytes. Raise :class:`DamagedCheckpointError` if ``content`` was
+    not made by it. Unpickling runs no code."""
     found = load_plain_pickle(content, "the record of a rank")
     if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], Written)):
         raise DamagedCheckpointError("the record of a rank has another form than this version writes")

@@ -27,8 +27,9 @@ class Part:
     fill: float | None = None
 
     def at(self, sizes: tuple[int, int]) -> int:
-        """Return the number of elements of this part of a dim if the batch has ``sizes[1]`` elements along the padded
-        axis instead of ``sizes[0]``."""
+        """Return the number of elements that this part of a dim has in the model's graph for another batch size.
+        ``sizes``: the number of elements along the padded axis in the batch that the part describes, and in the other
+        batch."""
         return self.size - sizes[0] + sizes[1] if self.grows else self.size
 
     @property
@@ -74,14 +75,16 @@ class PaddedValue:
         return parts[0] if len(parts) == 1 and parts[0].grows else None
 
     def with_dim(self, dim: int, part: Part) -> PaddedValue:
-        """Return a copy of this description of a tensor in which ``part`` makes up the dim ``dim``. What is known of
-        the tensor's elements is dropped, except a number that all of them have."""
+        """Return a copy of this description of a tensor in which ``part`` alone makes up the dim ``dim``. What is known
+        of the tensor's elements from their indices is dropped. A number that all elements have is kept if the padded
+        elements of ``part`` have it, too."""
         dims = tuple((part,) if d == dim else parts for d, parts in enumerate(self.dims))
         return PaddedValue(dims, self.fault, self.uniform if part.fill == self.uniform else None)
 
     def with_fault(self, fault: str) -> PaddedValue:
-        """Return a copy of this description of a padded tensor with ``fault``, a reason in words why elements may
-        differ from those without padding; a reason that is there already stays."""
+        """Return a copy of this description of a padded tensor with the fault ``fault``, which says in words why
+        padding may change elements that are not padded ones. If the description already has a fault, that one is kept.
+        """
         return replace(self, fault=self.fault or fault)
 
 

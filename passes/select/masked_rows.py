@@ -312,8 +312,8 @@ class SelectedRows:
         )
 
     def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``node`` selects rows by a mask, or reads selected rows or their number. A number that forward
-        takes out of a tensor by ``item()`` does not count.
+        """Return whether ``node`` selects rows by a mask, or reads selected rows or their number. Unlike
+        :meth:`concerns_node`, a number that forward takes out of a tensor by ``item()`` does not count.
 
         ``env``: maps original nodes to their copies.
         """
@@ -497,9 +497,8 @@ class SelectedRows:
         return made
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
-        """Return the node of the one-dimensional mask with all elements of ``condition``. Conditions that compute the
-        same value share one mask.
-        """
+        """Return the node of the mask ``condition`` flattened into one dim. Calls with conditions that compute the same
+        value return the same node."""
         condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
             condition = skip_inverse_squeezes(condition.args[0])

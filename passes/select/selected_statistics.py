@@ -95,8 +95,9 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         *,
         correction: float | None = None,
     ) -> Any:
-        """Append the variance or deviation of ``x`` over ``dims`` (all if ``None``), and return its node, with that of
-        the mean if the operator returns it; ``None`` if it is not over the selected rows.
+        """Append the variance or standard deviation of ``x`` over ``dims`` (all if ``None``), counting only selected
+        rows, and return its node, or a tuple of it and the node of the mean if the operator returns both. Return
+        ``None`` if ``dims`` do not include the dim of the rows.
 
         ``unbiased``: subtract 1 from the number of elements; ``correction``: subtract this number instead. ``keepdim``:
         whether the reduced dims stay with size 1.

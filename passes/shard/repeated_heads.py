@@ -74,8 +74,8 @@ class RepeatedHeads:
     times: int
 
     def build(self, graph: fx.Graph) -> fx.Node:
-        """Append to ``graph`` the operators that compute these keys or values without copies of their heads, and return
-        the last node."""
+        """Append to ``graph`` the operators that compute the keys or values from ``source`` by ``steps``, without
+        copies of their heads. Return the last node."""
         made, given = self.source, self.source.meta.get("grad")
         for step in self.steps:
             if isinstance(step, fx.Node):
@@ -177,8 +177,8 @@ def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _Repeate
 
 
 def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
-    """Return, among ``node`` and the nodes that it was reshaped from, the one of shape ``dims``; ``None`` if there is
-    none."""
+    """Return the node of shape ``dims`` from which ``node`` was made by reshapes alone, or ``node`` itself if it has
+    this shape; ``None`` if there is none."""
     while get_meta_shape(node) != dims:
         if node.op != "call_function" or node.target not in _RESHAPES:
             return None
@@ -214,9 +214,9 @@ def exchanged_times(heads: int, times: int, tp: int) -> int:
 
 
 def group_queries(block: Block, tp: int = 1) -> Block:
-    """Reduce, in the graph of ``block``, the copies of key and value heads that attention over a sharded sequence
-    reads, and return ``block``. The fewest copies remain with which the heads split evenly over ``tp`` ranks.
-    """
+    """Reduce, in the graph of ``block`` and in place, the number of copies of key and value heads that attention over a
+    sharded sequence reads, to the fewest with which the heads split evenly over ``tp`` ranks. The ranks then exchange
+    less. Return ``block``."""
     _read_once(block, ops.context_attention.default, tp)
     _read_once(block, ops.context_document_attention.default, tp)
     return block

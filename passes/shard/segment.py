@@ -99,9 +99,8 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
 
 
 def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, for each position in ``nodes`` (and the end), how many values are computed before it and read at or after
-    it.
-    """
+    """Return, for each position in ``nodes`` and for the end, how many values are computed before it and read at or
+    after it. The fewest values pass between two pieces if the graph is cut where this number is small."""
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):

@@ -535,8 +535,9 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         """
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
-            """Note ``hook``, which forward wants to register on ``owner``, without registering it, and return a handle.
-            Raise :class:`UnsupportedError` if it may do more than observe."""
+            """Add a text for the user on ``hook``, which forward wants to register on ``owner``, to the notes, and
+            return a handle. The hook is not registered, because it only observes; if it may do more, raise
+            :class:`UnsupportedError`."""
             reason = what_it_does(hook, given)
             if reason is not None:
                 raise UnsupportedError(
@@ -555,7 +556,8 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         return refuse
 
     class WatchedNode:
-        """An autograd node (``tensor.grad_fn``) on which registering a hook raises :class:`UnsupportedError`."""
+        """Wrapper of an autograd node (``tensor.grad_fn``) that user code gets during a trace. Registering a hook on it
+        raises :class:`UnsupportedError`; all other attributes are those of the node."""
 
         register_hook, register_prehook = refused("grad_fn"), refused("grad_fn")
 
@@ -636,18 +638,17 @@ class LeftToPlan:
 
 @contextlib.contextmanager
 def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
-    """Return a context in which activation checkpointing and ``save_on_cpu`` in forward are noted in ``notes``.
-
-    ``save_on_cpu`` has no effect in it. Other hooks on tensors that are saved for backward raise
-    :class:`UnsupportedError`.
+    """Return a context for a trace of forward. Each place in forward that uses activation checkpointing or
+    ``save_on_cpu`` adds a text for the user to ``notes``, and ``save_on_cpu`` has no effect, because a plan decides
+    itself what to keep in memory. Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
     """
     left = LeftToPlan()
     enter, leave = graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__
     run_later, run_twice = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
 
     def entered(hooks: Any) -> Any:
-        """Replace ``saved_tensors_hooks.__enter__``: note ``save_on_cpu`` without entering it, and raise
-        :class:`UnsupportedError` for hooks of the user. ``hooks``: the context that is entered."""
+        """Replace ``saved_tensors_hooks.__enter__``. For ``save_on_cpu``, record the line of forward and do not enter
+        it; for hooks of the user, raise :class:`UnsupportedError`. ``hooks``: the context that is to be entered."""
         if isinstance(hooks, graph.save_on_cpu):
             left.offloaded.add(_format_user_line())
             return None
@@ -665,9 +666,8 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
             leave(hooks, *error)
 
     def noted(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note that ``function`` is checkpointed, and whether torch would give it no gradient; then checkpoint it with
-        ``run`` and return the result.
-        """
+        """Record the line of forward that checkpoints ``function``, and whether torch would give it no gradient. Then
+        call it by ``run``, torch's checkpoint function, and return the result."""
         name = _class_of(function)
         left.checkpointed.add(f"{name} at {_format_user_line()}" if name else _format_user_line())
         takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)

@@ -320,8 +320,9 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
-        """Set the kind of value of each parameter of the analysed function. ``args``, ``named``: the kinds of the
-        positional and the keyword arguments; defaults count for the rest."""
+        """Set the kind of value of each parameter of the analysed function for one call. ``args``, ``named``: the kinds
+        of the call's positional and keyword arguments. A parameter without an argument gets the kind of its default, or
+        "unknown"."""
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))

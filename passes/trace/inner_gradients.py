@@ -111,9 +111,9 @@ class _InnerGradients:
     begun: dict[fx.Node, int] = field(default_factory=dict)
 
     def request_gradient(self, tensor: Tensor, flag: bool = True) -> Tensor:
-        """Replace ``tensor.requires_grad_(flag)``: note where in the graph the tensor begins to require a gradient, and
-        return it.
-        """
+        """Set whether ``tensor`` requires a gradient, in place of ``tensor.requires_grad_(flag)``, and return
+        ``tensor``. If it begins to require one, the present length of the graph is stored in :attr:`begun`, because
+        earlier operators that read the tensor must pass no gradient to it."""
         tracer = _find_active_tracer()
         node = _node_of(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
@@ -121,8 +121,9 @@ class _InnerGradients:
         return _plain_requires_grad_(tensor, flag)
 
     def assign_requires_grad(self, tensor: Tensor, flag: bool) -> None:
-        """Replace the assignment ``tensor.requires_grad = flag``: note where in the graph the tensor begins to require
-        a gradient."""
+        """Set whether ``tensor`` requires a gradient, in place of the assignment ``tensor.requires_grad = flag``. If it
+        begins to require one, the present length of the graph is stored in :attr:`begun`, because earlier operators
+        that read the tensor must pass no gradient to it."""
         self.request_gradient(tensor, flag)
 
     def run_engine(

@@ -156,11 +156,11 @@ class CheckpointTarget:
                 raise CheckpointError.of_another(f"the checkpoint {self.final} was not written: {told}")
 
     def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
-        """Wait until all ranks have written their parts. Return the paths of the files in which they confirm this, in
-        rank order.
+        """Wait until all ranks have written their parts of the checkpoint. Return the paths of the files in which they
+        confirm this, in rank order.
 
-        Raise :class:`CheckpointError` if a rank reports a failure, if its process on this host ends first, or after
-        ``timeout`` seconds. ``world_size``: number of ranks.
+        Raise :class:`CheckpointError` if a rank reports a failure, if the process of a rank on this host ends before it
+        has written its part, or after ``timeout`` seconds. ``world_size``: number of ranks.
         """
         records = [self.record(rank) for rank in range(world_size)]
         missing, next_look = list(records), time.monotonic() + _LOOK_S
@@ -253,7 +253,8 @@ class CheckpointTarget:
 
 
 def restore_replaced_checkpoint(final: Path) -> None:
-    """Give the checkpoint that an interrupted save had renamed its name ``final`` back, if nothing has this name now.
+    """Rename the checkpoint that an interrupted save had moved aside back to ``final``, its name before, unless
+    something else has this name now.
 
     Several ranks may call this at the same time.
     """

@@ -128,9 +128,9 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> None:
 class ShardReader:
     """Reads rectangular parts of tensors from the checkpoint in ``folder``.
 
-    ``tensors``: name -> shape, type and stored parts of each saved tensor. Raise ``OSError`` if the files are missing,
-    and :class:`DamagedCheckpointError` if ``.metadata`` is damaged, names other things than parts of tensors, or files
-    outside the folder.
+    ``tensors``: name -> shape, type and stored parts of each saved tensor. Raise ``OSError`` if files are missing, and
+    :class:`DamagedCheckpointError` if the file ``.metadata`` is damaged, describes anything but parts of tensors, or
+    names files outside of the folder.
     """
 
     def __init__(self, folder: Path) -> None:

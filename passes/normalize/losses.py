@@ -336,8 +336,7 @@ def pick_before_softmax(graph: fx.Graph) -> None:
 
 def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
     """Replace ``node``, a ``gather`` from a ``log_softmax``, by the negative of a cross entropy, in place. Return
-    whether it was replaced: the ``log_softmax`` must have no other reader, and one element of each row must be
-    gathered.
+    whether it was replaced: nothing else may read the ``log_softmax``, and one element of each row must be gathered.
 
     ``build`` appends operators to the graph.
     """

@@ -42,7 +42,7 @@ def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
     """Replace a matrix product of rows that are flattened dims by a product that keeps these dims separate, in place.
 
     ``node``: the ``reshape`` that splits the rows of the product, to which a bias may have been added, into the dims;
-    its readers read the new product. Any other ``reshape`` is left unchanged.
+    the new product takes its place. Any other ``reshape`` is left unchanged.
     """
     sizes = list_node_sizes(node)
     value: Any = node.args[0]
@@ -83,7 +83,7 @@ def _is_bias(bias: Any, size: int) -> bool:
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
     """Replace a transpose of flattened dims by a permutation of the separate dims, in place.
 
-    ``node``: the ``reshape`` that splits the flattened dims behind the transpose; its readers read the permutation. Any
+    ``node``: the ``reshape`` that splits the flattened dims behind the transpose; the permutation takes its place. Any
     other ``reshape`` is left unchanged.
     """
     moved: Any = node.args[0]

@@ -74,9 +74,8 @@ def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_file_name(name: Any) -> bool:
-    """Return whether ``name`` is the name of a file in a folder: a text without separators of folders, other than ``.``
-    and ``..``.
-    """
+    """Return whether ``name`` is a plain file name, which stays in the folder that it is joined with: a non-empty text
+    that is not ``.`` or ``..`` and contains no slash, backslash or null character."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 

@@ -112,10 +112,11 @@ def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int)
 def rewrite_embedding(
     build: Builder, weight: fx.Node, ids: fx.Node, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
-    """Rewrite an embedding with ``sparse=True`` as one with a dense gradient of the same values, and return its node.
+    """Rewrite an embedding that has ``sparse=True`` as one with a dense gradient, which has the same values, and return
+    its node; return ``KEEP`` (the operator stays) if ``sparse`` is false.
 
-    Return ``KEEP`` (the operator stays) for any other. ``ids``: the rows of ``weight`` to read. ``padding``: the id
-    whose row gets no gradient; -1 for none. ``by_frequency``: divide a row's gradient by how often its id occurs.
+    ``weight``: the table. ``ids``: the indices of the rows of ``weight`` to read. ``padding``: the id whose row gets no
+    gradient; -1 for none. ``by_frequency``: divide a row's gradient by how often its id occurs.
     """
     return build(aten.embedding.default, weight, ids, padding, by_frequency) if sparse else KEEP
 
@@ -161,9 +162,11 @@ def _rewrite_slice_write(build: Builder, target: Any, x: fx.Node, dim: int, inde
 
 
 def _find_slice_indices(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
-    """Return the vector of indices along ``dim`` that ``index`` repeats for every slice of ``x``.
+    """Return a one-dimensional node of the indices along ``dim`` if the index tensor ``index`` has the same ones for
+    all positions of the other dims, as ``v.view(-1, 1).expand(n, m)`` has for dim 0.
 
-    Return ``None`` if ``index`` is not such a vector expanded over all other dims of ``x``.
+    Return ``None`` if ``index`` was not made by such an expansion of a vector to the sizes of ``x``. The ``scatter`` or
+    ``gather`` that reads ``index`` then writes or reads whole slices of ``x``.
     """
     sizes, rank = list_node_sizes(index), len(list_node_sizes(index))
     if rank < 2 or index.target not in _VIEWS or get_node_tensor(index).dtype != torch.int64:
@@ -191,11 +194,12 @@ _RESHAPES = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, at
 
 
 def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> Any:
-    """Rewrite ``x[arange(n), ..., index]`` as a ``gather`` of ``x`` along the dim of the last index, and return its
-    node.
+    """Rewrite ``x[rows_0, ..., rows_k, index]`` as a ``gather`` of ``x`` along the dim that ``index`` indexes, and
+    return its node.
 
-    Every index but the last must be the numbers 0, 1, ... of its dim of ``x``, along the same dim of the result. For
-    any other indices, return ``KEEP`` (the operator stays).
+    ``indices``: the index tensors of the leading dims of ``x``. Each but the last must be ``arange(size)`` over its
+    whole dim ``d`` of ``x``, and must lie along dim ``d`` of the broadcast shape of the indices. For any other indices,
+    return ``KEEP`` (the operator stays).
     """
     if any(i is None or get_node_tensor(i).dtype not in (torch.int64, torch.int32) for i in indices):
         return KEEP
@@ -219,9 +223,10 @@ def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> 
 
 
 def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
-    """Return (the dim along which ``node`` is ``arange(size)``, the size); ``None`` if ``node`` has other values.
+    """Return (dim, size) if ``node`` is an ``arange(size)``, possibly reshaped, that lies along this one dim; ``None``
+    if it has other values.
 
-    ``rank``: the number of dims to which ``node`` is broadcast; the returned dim counts among these.
+    ``rank``: the number of dims to which ``node`` is broadcast; the returned dim is an index, from 0, among these.
     """
     sizes = [1] * (rank - len(list_node_sizes(node))) + list_node_sizes(node)
     along = [d for d, size in enumerate(sizes) if size > 1]

@@ -37,11 +37,13 @@ _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
 
 def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
-    """Return the logits of all positions, and targets in which the positions without a target have ``ignore_index``.
+    """Rewrite the operands of a next-token loss, whose logits were sliced because some positions have no target, so
+    that all positions are used. Return two nodes: the unsliced logits, and the targets with ``ignore_index`` at the
+    positions that the slice had removed.
 
-    ``target``: the class of each of the given logits. ``ignore_index``: the class that the loss leaves out. ``logits``
-    ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along the
-    positions. In any other form, return ``logits`` and ``target`` unchanged.
+    ``logits`` ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along
+    ``s``. ``target``: the class for each of these positions. ``ignore_index``: the class that the loss leaves out. In
+    any other form, return ``logits`` and ``target`` unchanged.
     """
     casts: list[fx.Node] = []
     swaps = 0
@@ -147,10 +149,11 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
 
 
 def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
-    """Return the value of ``node`` without the cast from a 16-bit type to float32 that it went through; ``None`` if
-    there was no such cast.
+    """Return a node with the value of ``node`` before a cast from a 16-bit type to float32; ``None`` if ``node`` does
+    not come from such a cast.
 
-    The reshapes, transposes and slices between the cast and ``node`` are applied to the uncast tensor.
+    Only reshapes, transposes and slices may lie between the cast and ``node``. They are appended again, on the uncast
+    tensor.
     """
     if node.target in CASTS and get_node_tensor(node).dtype == torch.float32:
         source = node.args[0]
@@ -317,10 +320,10 @@ _LOGS = (aten.log_softmax.int, aten._log_softmax.default)
 
 
 def pick_before_softmax(graph: fx.Graph) -> None:
-    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by a negative cross entropy, in place, which saves the
-    large result.
+    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by the negative of ``cross_entropy(x, index)``, in place.
+    The result of ``log_softmax``, which is as large as ``x``, is then not stored.
 
-    This is done only if nothing else reads the ``log_softmax`` and one element of each row is gathered.
+    A ``gather`` is replaced only if nothing else reads the ``log_softmax`` and it takes one element of each row.
     """
     changed = False
     for node in list(graph.nodes):
@@ -332,10 +335,10 @@ def pick_before_softmax(graph: fx.Graph) -> None:
 
 
 def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
-    """Replace a ``gather`` from a ``log_softmax`` by a negative cross entropy, in place, and return whether it was
-    replaced.
+    """Replace ``node``, a ``gather`` from a ``log_softmax``, by the negative of a cross entropy, in place. Return
+    whether it was replaced: nothing else may read the ``log_softmax``, and one element of each row must be gathered.
 
-    ``node``: the ``gather``. ``build`` appends operators.
+    ``build`` appends operators to the graph.
     """
     logs, dim, index = node.args[:3]
     assert isinstance(logs, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node), node
@@ -357,10 +360,11 @@ def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
 
 
 def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
-    """Return the node of the scores whose ``log_softmax`` along ``dim`` is ``logs``, in the shape of ``logs``.
+    """Return a node with the scores of which ``logs`` is the ``log_softmax`` along ``dim``, in the shape of ``logs``.
+    Reshapes and slices that lie between the ``log_softmax`` and ``logs``, and that leave ``dim`` whole, are applied to
+    the scores.
 
-    Return ``None`` if ``logs`` is no such value or has another reader. Reshapes and slices behind the ``log_softmax``
-    that leave the class dim whole are applied to the scores.
+    Return ``None`` if ``logs`` was not computed in this way, or if more than one operator reads it.
     """
     if len(logs.users) > 1:
         return None

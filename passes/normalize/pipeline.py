@@ -92,9 +92,10 @@ def refuse_unsupported_nodes(graph: fx.Graph) -> None:
 
 
 def _check_types(node: fx.Node) -> None:
-    """Raise :class:`InputsError` if ``node`` is a product or an attention whose operands have different dtypes.
+    """Raise :class:`InputsError` if ``node`` is a matrix product or an attention whose operands have different dtypes.
 
-    Torch refuses these, but only when it computes with real numbers, not while tracing.
+    Torch refuses such operands only when it computes with real numbers, not while tracing, so the error would come
+    late.
     """
     count = _ONE_TYPE.get(getattr(node.target, "overloadpacket", None), 0)
     found = [a.meta["val"].dtype for a in node.args[:count] if isinstance(a, fx.Node)]
@@ -116,10 +117,12 @@ RULES = {**SHAPES, **STRIDES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM, 
 
 
 def normalize(captured: Captured) -> Captured:
-    """Return the captured model in normal form: its graph rewritten so that each computation has one form.
+    """Return the captured model with its graph rewritten so that each kind of computation has one form, for which later
+    passes have rules: composite operators are decomposed, and losses, indices and views are rewritten.
 
-    Loops over experts become products by expert, and separate modules of equal experts become stacked weights. Raise
-    :class:`UnsupportedError` or :class:`InputsError` if no plan can execute the model.
+    Loops over mixture-of-experts experts become one product in which each row is multiplied by the matrix of its
+    expert, and separate modules of equal experts become stacked weights. Raise :class:`UnsupportedError` or
+    :class:`InputsError` if no plan can execute the model.
     """
     try:
         for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
@@ -158,8 +161,10 @@ def _normalize_graph(captured: Captured) -> Captured:
 
 def _unflatten_captured(captured: Captured) -> Captured:
     """Return the captured model ``captured`` with flattened dims, such as ``batch * positions``, as separate dims
-    again, and with reads and writes by index rewritten where possible. The index rules come last, so that indices that
-    route rows to experts have been rewritten before."""
+    again, and with reads and writes by index rewritten where possible.
+
+    Indices that route rows to experts have rewrites of their own, which must have run before.
+    """
     graph, results = captured.graph, _list_result_names(captured.graph)
     unflatten_dims(graph)
     moved = _deduplicate_results(graph, results)
@@ -175,9 +180,11 @@ def _list_result_names(graph: fx.Graph) -> list[str]:
 
 
 def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
-    """Remove repeated results from the output node of ``graph``, in place. Return a map from each name in ``results``
-    to the name of the node that has this result now. ``results``: names of the nodes that were the graph's results
-    before a pass, in the order of its outputs."""
+    """Remove repeated nodes from the output node of ``graph``, in place, so that each result is returned once. Return a
+    dict from each name in ``results`` to the name of the node that has this result now.
+
+    ``results``: the names of the nodes that the graph returned before a pass changed it, in the order of its outputs.
+    """
     output: Any = graph.output_node()
     found = dict(zip(results, _list_result_names(graph), strict=True))
     output.args = (tuple(dict.fromkeys(output.args[0])),)

@@ -69,7 +69,8 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
-    """Return the object by which a formula draws its random numbers and appends operators to the graph.
+    """Return a :class:`Sampler` that appends to the graph of ``build``. The function that rewrites a random operator of
+    torch gets it, draws random numbers with it and appends operators to the graph.
 
     ``given``: the arguments of torch's random operator by name. ``made``: a meta tensor of its result's shape and
     dtype.
@@ -181,12 +182,12 @@ def rewrite_attention_dropout(
     is_causal: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """Rewrite attention with dropout as matrix products and a softmax, because dropout needs the weights as a tensor.
-    Return the node of the result, or ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
+    """Rewrite attention with dropout as matrix products and a softmax, because dropout needs the attention weights as a
+    tensor. Return the node of the result, or ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
 
-    ``q``, ``k``, ``v``: queries, keys and values. ``mask``: boolean (true: shown) or added to the scores; ``None`` for
-    none. ``dropout_p``: the probability of zeroing a weight. ``is_causal``: hide keys behind the query. ``options``:
-    ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``.
+    ``q``, ``k``, ``v``: queries, keys and values. ``mask``: boolean (true where a query sees a key) or numbers to add
+    to the scores; ``None`` for none. ``dropout_p``: the probability of zeroing a weight. ``is_causal``: hide keys
+    behind the query. ``options``: ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``.
     """
     if not dropout_p:
         return KEEP
@@ -247,8 +248,9 @@ def _is_random_draw(node: fx.Node) -> bool:
 
 
 def _create_draw_error(node: fx.Node) -> UnsupportedError:
-    """Return the error to raise for the random operator ``node``, which has no form whose numbers are equal under all
-    plans."""
+    """Return the error to raise for the random operator ``node``, which no rule could rewrite so that it draws the same
+    numbers under every plan. The message names the operator, its location and what to do instead.
+    """
     whole = "random" in str(node.target) or "randint" in str(node.target)
     instead = "give whole bounds that are at most 2**40 apart, or " if whole else ""
     return UnsupportedError(

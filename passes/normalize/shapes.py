@@ -110,7 +110,8 @@ def rewrite_padding(
 
 
 def rewrite_detach(build: Builder, x: fx.Node) -> Any:
-    """Return ``KEEP`` (the ``detach`` stays) if its operand ``x`` can carry a gradient; otherwise return ``x``."""
+    """Rewrite a ``detach`` of ``x``: return ``KEEP`` (the operator stays) if a gradient could flow to ``x``, which the
+    ``detach`` stops; otherwise return ``x``, because the ``detach`` has no effect."""
     return KEEP if is_differentiable(get_node_tensor(x)) else x
 
 
@@ -120,8 +121,10 @@ def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
 
 
 def rewrite_overwrite(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
-    """Return the node of ``x`` after all of its elements were set to ``value``: ``value`` in the dtype and sizes of
-    ``x``.
+    """Rewrite an operator that overwrites all elements of ``x``, such as ``copy`` or ``fill``: return the node of
+    ``value`` in the dtype and sizes of ``x``.
+
+    ``value``: the new elements, as a node that broadcasts to ``x``, or one number.
     """
     if not isinstance(value, fx.Node):
         return _create_full_tensor(build, value)
@@ -348,8 +351,11 @@ def written_piece(target: Any) -> Rule:
 
     def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
         """Append the write of ``source`` into a slice of the complex tensor ``x`` and return its node; return ``KEEP``
-        (the operator stays) for a real ``x``. ``dim``: the dim of the slice. ``place``, ``named``: its index, or start,
-        end and step."""
+        (the operator stays) for a real ``x``.
+
+        ``dim``: the dim along which the slice is taken. ``place``, ``named``: the further arguments of the operator:
+        the index for ``select_scatter``, or start, end and step for ``slice_scatter``.
+        """
         if not get_node_tensor(x).dtype.is_complex:
             return KEEP
         parts = [build(aten.view_as_real.default, value) for value in (x, source)]

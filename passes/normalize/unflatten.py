@@ -25,9 +25,10 @@ _FLAT = (aten.reshape.default, aten.repeat.default)
 
 
 def unflatten_dims(graph: fx.Graph) -> None:
-    """Rewrite ``graph`` in place so that dims which were flattened for an operator stay separate dims.
+    """Rewrite ``graph`` in place so that dims, such as batch and positions, that the model flattens into one dim for an
+    operator and splits again behind it, stay separate dims. Each of them can then be sharded by itself.
 
-    Every view must be a ``reshape``, and biases must be separate additions.
+    In ``graph``, every view must be a ``reshape``, and biases must be separate additions.
     """
     for node in list(graph.nodes):
         if node.target is aten.reshape.default:
@@ -38,8 +39,11 @@ def unflatten_dims(graph: fx.Graph) -> None:
 
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace, in ``graph``, a matrix product of flattened rows, a bias and the reshape ``node`` that splits the rows
-    again by a product of unflattened rows. Any other reshape is left unchanged."""
+    """Replace a matrix product of rows that are flattened dims by a product that keeps these dims separate, in place.
+
+    ``node``: the ``reshape`` that splits the rows of the product, to which a bias may have been added, into the dims;
+    the new product takes its place. Any other ``reshape`` is left unchanged.
+    """
     sizes = list_node_sizes(node)
     value: Any = node.args[0]
     bias: Any = None
@@ -77,8 +81,11 @@ def _is_bias(bias: Any, size: int) -> bool:
 
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace, in ``graph``, a transpose of flattened dims and the reshape ``node`` that splits them again by a
-    permutation of the separate dims. Any other reshape is left unchanged."""
+    """Replace a transpose of flattened dims by a permutation of the separate dims, in place.
+
+    ``node``: the ``reshape`` that splits the flattened dims behind the transpose; the permutation takes its place. Any
+    other ``reshape`` is left unchanged.
+    """
     moved: Any = node.args[0]
     order = _find_transpose_order(moved)
     flat = moved.args[0] if order is not None else None
@@ -100,10 +107,11 @@ def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _unflatten_elementwise(graph: fx.Graph, node: fx.Node) -> None:
-    """Move the reshape ``node`` from the result of an elementwise operator to its operands.
+    """Replace an elementwise operator and the ``reshape`` ``node`` of its result, which splits dims, by reshapes of the
+    operands and the operator on the split dims, in place.
 
-    This is done if each operand was itself flattened or repeated for the operator, or broadcasts over the split dims,
-    so that at most views are added.
+    This is done only if it adds no more than views: each operand must come from a ``reshape`` or ``repeat``, or have
+    size 1 in the dims that are split, or they are not split in it.
     """
     value: Any = node.args[0]
     if not _is_elementwise(value) or len(value.users) > 1 or len(list_node_sizes(node)) <= len(list_node_sizes(value)):
@@ -140,11 +148,11 @@ def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -
 
 
 def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
-    """Return whether the dims of ``x`` can be split into the sizes ``parts`` (a list for each dim) at no cost beyond a
-    view.
+    """Return whether each dim of ``x`` can be split into the sizes in ``parts`` (for each dim, a list of sizes) by a
+    view, without a copy.
 
-    This is true if ``x`` comes from a ``reshape``, from a ``repeat`` whose number of copies is the first part of each
-    repeated dim, or if no dim is split.
+    This is true if ``x`` comes from a ``reshape``; if it comes from a ``repeat`` and the first size of each repeated
+    dim is the number of its copies; or if no dim is split into sizes other than 1.
     """
     if x.target is aten.repeat.default:
         of = _read_repeat_counts(x)

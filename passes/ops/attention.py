@@ -32,9 +32,9 @@ _ROWS = 512  # most queries of a tile that an end of a window crosses
 
 
 class Band(NamedTuple):
-    """The positions around its own whose keys a query of an attention sees.
+    """The range of positions, relative to a query's own position, at which the query sees keys in an attention.
 
-    ``before``, ``after``: the number of positions before and after its own; ``None`` means no limit.
+    ``before``, ``after``: the number of visible positions before and after its own; ``None`` means no limit.
     """
 
     before: int | None = None
@@ -245,11 +245,11 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})
 @dataclass
 class Attention:
     """Accumulates the attention of the queries ``q`` ``[..., heads, queries, d]`` over tiles (rectangles of queries and
-    keys).
+    keys), which are added one after another.
 
     ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
-    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: result and logsumexp of the
-    scores over the keys so far, in float32 for 16-bit types; ``None`` before the first tile.
+    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: the attention over the tiles so
+    far and the logsumexp of its scores, in float32 for 16-bit types; ``None`` before the first tile.
     """
 
     q: Tensor
@@ -293,10 +293,11 @@ class Attention:
 
     def _accumulate_tile_rows(self, rows: slice, out: Tensor, lse: Tensor, all_out: Tensor, all_lse: Tensor) -> None:
         """Merge the attention over one tile (a rectangle of queries and keys) into the attention over all tiles so far,
-        in place. Queries that have both are weighted by the logsumexp of their scores.
+        in place. For queries of earlier tiles, the two results are averaged, weighted by the sums of exponentials of
+        their scores; for others, the tile's result is stored.
 
-        ``rows``: the range of the tile's queries. ``out``, ``lse``: the tile's result and logsumexp. ``all_out``,
-        ``all_lse``: those over all tiles so far.
+        ``rows``: the range of the tile's queries. ``out``, ``lse``: the tile's result, and the logsumexp of its scores.
+        ``all_out``, ``all_lse``: the same over all tiles so far, for all queries.
         """
         if any(start < rows.stop and rows.start < stop for start, stop in self._seen):
             before = all_lse[..., rows]
@@ -577,7 +578,8 @@ def band_of(before: int, after: int) -> Band:
 
 
 def limits_of(band: Band) -> tuple[int, int]:
-    """Return ``band`` as two integers: how many positions a query sees before and after its own; -1 means no limit."""
+    """Return ``band``, a range of positions around a query's own, as two integers for an operator's arguments: how many
+    positions the query sees before and after its own; -1 means no limit."""
     return -1 if band.before is None else band.before, -1 if band.after is None else band.after
 
 

@@ -183,14 +183,14 @@ class DocumentGradients:
 
 @lru_cache(maxsize=1024)
 def count_document_pairs(lengths: tuple[int, ...], queries: int, num_ranks: int, zigzag: bool, band: Band) -> float:
-    """Return the number of query-key pairs that attention within documents computes in one row of the batch, on the
-    rank that has most. It is a mean over rows.
+    """Return the number of query-key pairs that attention within documents computes for one row of the batch, on the
+    rank that has most of them; the mean if rows differ. The cost model uses it.
 
-    ``lengths``: the numbers of positions of typical documents, in order. If whole rows can be made of them, the pairs
-    of each rank are counted; otherwise a row has as many pairs per position as these documents have, and ranks have
-    equal shares. ``queries``: the number of queries of each of the ``num_ranks`` ranks that share the sequence.
-    ``zigzag``: each rank has one range of positions from each end of the sequence. ``band``: the positions around its
-    own that a query sees.
+    ``lengths``: the numbers of positions of typical documents, in order. If these documents, joined, fill a whole
+    number of rows and none crosses a row's end, the pairs of each rank are counted exactly. Otherwise each position is
+    assumed to have the documents' mean number of pairs, and each rank an equal share. ``queries``: the number of
+    queries of each of the ``num_ranks`` ranks that share the sequence. ``zigzag``: each rank has one range of positions
+    from each end of the sequence. ``band``: the positions around its own that a query sees.
     """
     total, row = sum(lengths), queries * num_ranks
     starts = np.cumsum([0, *lengths[:-1]])
@@ -215,20 +215,22 @@ def _count_row_pairs(
     row: int,
     band: Band,
 ) -> int:
-    """Return the number of query-key pairs of the queries at the positions ``places`` of one row of packed documents.
+    """Return the number of query-key pairs that attention within documents computes for some queries of one row of
+    packed documents.
 
-    ``ids``: for each position of the row, the index of its document. ``starts``, ``lengths``: for each document, where
-    it starts in the joined rows, and its length, in positions. ``row``: the number of positions of a row. ``band``: the
-    positions around its own that a query sees.
+    ``places``: the positions of the queries in the row. ``ids``: for each position of the row, the index of its
+    document. ``starts``, ``lengths``: for each document, its start in the sequence of all rows one after another, and
+    its length, in positions. ``row``: the number of positions of a row. ``band``: the positions around its own that a
+    query sees.
     """
     mine = ids[places]
     return _count_band_pairs(places - starts[mine] % row, np.asarray(lengths)[mine], band)
 
 
 def _count_band_pairs(places: np.ndarray[Any, Any], lengths: Any, band: Band) -> int:
-    """Return the summed number of keys that some queries see within their documents. ``places``: the position of each
-    query in its document, from 0. ``lengths``: the number of positions of these documents; one number, or one for each
-    query. ``band``: the positions around its own that a query sees."""
+    """Return the number of query-key pairs of some queries, if each sees the keys of its own document within ``band``,
+    the positions around its own. ``places``: the position of each query in its document, from 0. ``lengths``: the
+    length of the document of each query, in positions; one number if all have the same."""
     last = lengths - 1
     ends = np.broadcast_to(last, places.shape) if band.after is None else np.minimum(places + band.after, last)
     begins = np.zeros_like(places) if band.before is None else np.maximum(places - band.before, 0)
@@ -321,10 +323,12 @@ def _split_rows(x: Tensor, batch: int) -> Tensor:
 
 
 def _describe_window(band: Band, longest: int) -> dict[str, int]:
-    """Return the keyword arguments by which torch's flash kernel gets a sliding window, ``window_size_left`` and
-    ``window_size_right`` in positions; empty if a query sees all keys, or all up to its own position. ``band``: the
-    positions around its own that a query sees. ``longest``: the number of positions of the longest document, which
-    stands for no limit."""
+    """Return the sliding window of an attention as the keyword arguments of torch's flash kernel: ``window_size_left``
+    and ``window_size_right``, in positions; an empty dict if a query sees all keys, or all up to its own position.
+
+    ``band``: the positions around its own that a query sees. ``longest``: the length of the longest document, which is
+    the window's size on a side without a limit.
+    """
     if band.is_full or band.is_causal:
         return {}
     before, after = (longest if limit is None else limit for limit in band)

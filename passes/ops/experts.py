@@ -256,10 +256,11 @@ def grouped_traced() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """The form of an operator that multiplies rows, sorted by expert, by the matrices of their experts.
+    """The form of an operator that multiplies rows, sorted by expert, by the matrices of their experts. Its operands
+    are rows, weight and groups.
 
-    Its operands are rows, weight and groups. ``groups``: whether the third operand has the end of each expert's rows or
-    their number. ``transposed``: whether the weight is ``[e, n, k]`` instead of ``[e, k, n]``.
+    ``groups``: ``"ends"`` if the third operand has the index behind the last row of each expert, ``"sizes"`` if it has
+    each expert's number of rows. ``transposed``: whether the weight is ``[e, n, k]`` instead of ``[e, k, n]``.
     """
 
     groups: Literal["ends", "sizes"] = "ends"
@@ -287,11 +288,9 @@ def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: b
 
 
 def find_grouped_product(target: Any) -> GroupedProduct | None:
-    """Return the form of ``target``, a node target, if it is an operator that multiplies sorted rows by group; ``None``
-    if it is not.
-
-    These are the built-in operators and those declared with ``by_group``.
-    """
+    """Return the form (arguments) of ``target``, a node target, if it is an operator that multiplies rows, sorted by
+    expert, by the matrices of their experts: torch's, or one that the user has declared with ``by_group``. Return
+    ``None`` for any other target."""
     return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
@@ -311,11 +310,9 @@ def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, exp
 
 
 def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
-    """Return the operators that multiply each row by its expert's matrix. The value of each is a function that reads a
-    node's arguments.
-
-    The function returns the nodes of the rows, the weight and the expert numbers.
-    """
+    """Return a dict of the operators that multiply each row by the matrix of its expert, operator -> function. The
+    function takes a node of the operator, and returns its three operands: the nodes of the rows, of the weight and of
+    the expert numbers."""
     return _products
 
 

@@ -100,12 +100,12 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
 def _straight_through(
     run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
 ) -> Any:
-    """Return the dequantised values of ``places``, clamped to ``low`` to ``high``, with a gradient for the original
-    values ``x``. The gradient is 1 where nothing is clamped and 0 elsewhere.
+    """Return the values that quantised levels mean, clamped to the allowed levels, with a straight-through gradient:
+    that for ``x`` is 1 where nothing was clamped and 0 elsewhere.
 
-    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``fixed``: the values of
-    ``x`` without a gradient. ``places``: the quantised integer levels before clamping; ``low`` and ``high`` are the
-    smallest and largest level. ``scale``, ``zero_point``: those of the quantisation, numbers or tensors.
+    ``places``: the levels of the elements of ``x``, rounded but not yet clamped. ``low``, ``high``: the smallest and
+    largest allowed level. ``scale``, ``zero_point``: a level means ``(level - zero_point) * scale``. ``fixed``: ``x``
+    without a gradient. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
     """
     clamped = run(aten.clamp.default, places, low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, clamped, zero_point), scale)

@@ -330,11 +330,9 @@ DRAWS = frozenset(
 
 
 def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
-    """Return the int64 index of every element of a whole tensor of ``shape``, in row-major order, as a tensor of this
-    shape.
-
-    ``group``: the number of equal tensors in front of this one; their elements are counted first.
-    """
+    """Return the int64 index of every element of a tensor of ``shape``, in row-major order, as a tensor of this shape.
+    ``group``: the index, from 0, of the group of samples that the tensor belongs to. The elements of earlier groups,
+    whose tensors have this shape too, are counted first, so that no index occurs in two groups."""
     count = torch.Size(shape).numel()
     return torch.arange(group * count, (group + 1) * count, device=device).view(shape)
 
@@ -347,12 +345,11 @@ def draw_whole_tensor(
     group: int = 0,
     parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of this project's operators that draw
-    numbers.
+    """Return a tensor of ``shape`` of random numbers, which are those that a plan draws for the whole tensor.
 
-    ``at``: [seed, stream number]. ``group``: the index, from 0, of this group of samples; the elements of earlier
-    groups are counted first, so that each group has other numbers. ``parameters``: the distribution's own operands,
-    such as a rate.
+    ``distribution``: an operator that draws a number for each element index, such as ``partition::uniform``. ``at``:
+    [seed, stream number], from which the numbers follow. ``group``: the index, from 0, of the group of samples; each
+    group has other numbers. ``parameters``: the distribution's own operands, such as a rate.
     """
     places = (torch.tensor(v, device=device) for v in at)
     numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
@@ -377,11 +374,12 @@ _MOST_WHOLE = 1 << 40  # in a larger range that is no power of two, low integers
 
 @dataclass(frozen=True)
 class Sampler:
-    """What the formula of one of torch's random operators needs to draw its numbers, on tensors or on graph nodes.
+    """The means by which a formula, which computes what one of torch's random operators returns, draws its random
+    numbers, on tensors or on graph nodes.
 
     ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``numbers(distribution, sizes,
     *parameters)`` draws numbers that no other draw uses. ``given``: the arguments of torch's operator by name.
-    ``made``: the first tensor that it returns, a meta or real tensor, for its sizes and type.
+    ``made``: the first tensor that torch's operator returns, a meta or real tensor, for its sizes and type.
     """
 
     run: Run
@@ -625,7 +623,8 @@ _FORMULAS: dict[str, Formula] = {
 
 
 def list_drawing_operators() -> list[torch._ops.OpOverload]:
-    """Return torch's random operators that have a formula in this module and do not write to their arguments."""
+    """Return those of torch's random operators for which this module has a function that computes the same from numbers
+    of a :class:`Sampler`, without the variants that write to their arguments."""
     names = [*_FORMULAS, "normal_functional", "rrelu_with_noise_functional"]
     found = (getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads())
     return [target for target in found if not target._schema.is_mutable]
@@ -641,7 +640,8 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
     """
 
     def refused(name: str) -> Callable[..., Any]:
-        """Return a replacement, which raises an error, of the function ``name`` of torch that sets its generator."""
+        """Return a function that raises :class:`UnsupportedError`. It replaces the torch function ``name`` that sets
+        the state of torch's generator, such as ``manual_seed``."""
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise UnsupportedError(
@@ -662,11 +662,10 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
 
 
 class _Generators(TorchFunctionMode):
-    """Torch function mode that raises :class:`UnsupportedError` if a traced forward draws from a generator of its own.
-
-    It also writes ``random_`` with two bounds in a form that torch.export supports. ``line_now`` returns the current
-    source line of the model, for messages.
-    """
+    """Torch function mode for a trace of forward that raises :class:`UnsupportedError` if an operator draws from an
+    explicitly given ``torch.Generator``. It also replaces ``tensor.random_(low, high)``, which torch.export cannot
+    write, by ``random_(high - low)`` plus ``low``. ``line_now`` returns the current source line of the model, for
+    messages."""
 
     def __init__(self, line_now: Callable[[], str]) -> None:
         super().__init__()
@@ -690,8 +689,9 @@ class _Generators(TorchFunctionMode):
 
 
 def _gamma_rsample(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
-    """Return a draw of the shape ``sample_shape`` + the distribution's own, in place of ``Gamma.rsample`` during a
-    trace. The in-place clamp of torch's method is written as a sum."""
+    """Return a sample of the gamma ``distribution``, of the shape ``sample_shape`` + the distribution's own, in place
+    of ``Gamma.rsample`` during a trace. Torch's method clamps the sample in place; here the difference is added, with
+    the same gradient."""
     shape = distribution._extended_shape(torch.Size(sample_shape))
     value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     clamped = value.detach().clamp(min=torch.finfo(value.dtype).tiny)

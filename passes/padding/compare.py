@@ -29,9 +29,10 @@ def operator_name(node: fx.Node) -> str:
 
 
 def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None:
-    """Return each node of ``main``'s graph with the node of ``other``'s graph that does the same.
+    """Return a dict from each node of ``main``'s graph to the corresponding node of ``other``'s graph.
 
-    The two graphs are those of one model for two batch sizes. ``None`` if they differ in more than sizes.
+    The two graphs are those of one model for two batch sizes. Return ``None`` if they do not have the same operators,
+    connected in the same way.
     """
     ours, theirs = list(main.graph.nodes), list(other.graph.nodes)
     if len(ours) != len(theirs):
@@ -49,8 +50,11 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
 
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:
     """Return whether an argument of the operator ``node`` depends on the batch size, such as the factor ``1 / batch``
-    of a mean. ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the
-    result do not count."""
+    of a mean. If so, the graph for this batch size gives other results for a smaller batch that is padded to it.
+
+    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result do
+    not count.
+    """
     name, end = operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):
         return False

@@ -57,9 +57,9 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
 
 
 def _number_of(argument: Any, known: dict[fx.Node, float | None]) -> float | None:
-    """Return the number that stands for an operator's ``argument``: the argument itself if it is a constant number, or
-    the entry of ``known`` if it is a node; ``None`` if there is none. ``known``: the known number of each operand node.
-    """
+    """Return the number that every element of an operator's ``argument`` has: the argument itself if it is a number, or
+    the entry of ``known`` if it is a node; ``None`` if it is neither or has no entry. ``known``: for each operand node,
+    the number of its elements that are considered (such as padded ones); ``None`` if unknown."""
     if isinstance(argument, fx.Node):
         return known.get(argument)
     return float(argument) if isinstance(argument, bool | int | float) else None

@@ -38,11 +38,12 @@ class AxisPadding:
 
 
 def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], sizes: Sizes) -> AxisPadding:
-    """Return how the inputs of a model in normal form can be padded along one axis of the batch (samples or positions).
+    """Return how the inputs of a model in normal form can be padded along one axis of the batch (samples or positions)
+    so that the real elements of every output, the loss, and every update of a buffer are those without padding.
 
-    ``main``, ``other``: the model's graphs for two batch sizes along the axis, ``sizes``. ``dims``: path of an input ->
-    its dim of the axis. The padding leaves the real elements of every output, the loss, and every update of a buffer as
-    they are without padding. This holds for every weight, so it holds for gradients, too.
+    ``main``, ``other``: the model captured for two batch sizes along this axis. ``sizes``: these two sizes. ``dims``:
+    path of an input -> the index of its dim along the axis. The padding is correct for every value of the weights, so
+    gradients are unchanged, too.
     """
     pairs = pair_nodes(main, other)
     if pairs is None:
@@ -61,10 +62,12 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
 
 @dataclass(frozen=True)
 class _Axis:
-    """A padding of the inputs along one axis of the batch that is tried.
+    """A candidate way to pad the model's inputs along one axis of the batch (samples or positions). The graph is
+    followed with it to find out whether results change.
 
-    ``dims``: path of an input -> its dim of the axis. ``fills``: path of an input -> the number in its new elements
-    (``None``: a copy of the last). ``sizes``: the sizes of the axis in the two graphs of the model.
+    ``dims``: path of an input -> the index of its dim along the axis. ``fills``: path of an input -> the number in its
+    new elements (``None``: a copy of the last element). ``sizes``: the sizes of the axis in the two captured graphs of
+    the model.
     """
 
     dims: Mapping[str, int]
@@ -146,10 +149,10 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> 
 
 def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
     """Yield descriptions of the values of ``main`` that padding must not change: the loss, new values of buffers, and
-    outputs.
+    outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
 
-    ``values``: the description of each node's results under padding. A loss that grows with the batch is yielded again,
-    with a fault (a reason why padding may change it).
+    ``values``: the description of each node's results under padding. If the loss has a dim that grows with the batch,
+    it is yielded a second time, with a fault, because padding would add terms to it.
     """
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
@@ -176,11 +179,12 @@ def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[
 
 
 def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
-    """Yield the possible choices of numbers in the new elements of the padded inputs of ``main``, the safest first. A
-    choice is a dict from the path of an input to the number.
+    """Yield the choices of numbers for the new elements of the padded inputs of ``main``, as dicts from the path of an
+    input to its number, in the order in which they should be tried.
 
-    Each input has a copy of its last element (``None``), a number that marks an ignored target, or zero. ``dims``: path
-    of an input -> the dim that is padded.
+    Every input is first a copy of its last element (``None``). Then integer inputs that the graph compares with a
+    number that marks ignored elements, such as -100, get this number, and other inputs zero. ``dims``: path of an input
+    -> the dim that is padded; other inputs are left out.
     """
     inputs = {i.value: i for i in main.inputs if i.path in dims}
     options: list[list[float | None]] = []

@@ -75,9 +75,9 @@ def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVal
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Return whether the description ``value`` of a tensor fits its shape: for each dim, the sizes of its parts
-    multiply to the dim's size, at both batch sizes. ``shape``, ``other``: the shapes of the tensor in the graphs for
-    the batch sizes ``sizes``."""
+    """Return whether the description ``value`` of a tensor fits its shape at both batch sizes: for each dim, the sizes
+    of the parts that describe it (a flattened dim has several) must multiply to the dim's size. ``shape``, ``other``:
+    the shapes of the tensor in the model's graphs for the two batch sizes ``sizes``."""
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -89,8 +89,9 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """Return the number that all elements of the result of the operator ``node`` have; ``None`` if they may differ.
-    ``operands``: descriptions of the operands, which say the same of these."""
+    """Return the number that every element of the result of the operator ``node`` has, padded or not; ``None`` if
+    elements may differ or it is not known. ``operands``: descriptions of the operands, which may have such a number
+    (``uniform``)."""
     name = operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")
@@ -115,9 +116,10 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 def _by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return a tuple with a description of each result of the operator ``node``, if the batch is padded. It follows
-    from the operator's factor rule, which says which dims of operands and results are one loop. A result gets a fault
-    (a reason why padding may change other elements) if the operator mixes padded elements with others.
+    """Return a tuple with a description of each result of the operator ``node`` if the batch is padded: which dims
+    grow, and which numbers padded elements have. It follows from the operator's sharding rule, which names its loop
+    dimensions (factors) and says which dims of operands and results run over each. A result gets a fault (a reason why
+    real elements may change) if the operator mixes padded elements with others.
 
     ``operands``: the descriptions of the operands. ``others``: the shapes of the results in the graph for another batch
     size. ``sizes``: the two batch sizes.
@@ -147,9 +149,10 @@ def _by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """Return a dict from the name of each factor (a loop of the operator, such as ``b``) to the parts of it that the
-    operand described by ``value`` has; ``None`` if the operand's parts do not fit the factors. ``dims``: the factors of
-    each dim of the operand. ``sizes``: the size of each factor."""
+    """Return a dict from the name of each factor (a loop dimension of an operator, such as ``b``) of one operand to the
+    tuple of the parts (size, and whether it grows with the batch) that make it up; ``None`` if sizes do not fit or a
+    growing part would be cut. ``value``: the operand's description, with the parts of each dim. ``dims``: the factors
+    of each dim of the operand. ``sizes``: the size of each factor."""
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
         if not any(p.grows for p in parts):
@@ -163,10 +166,11 @@ def _map_factors(
 
 
 def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
-    """Return whether an operand, described by ``value``, is zero wherever its key index, along ``factor``, exceeds its
-    query index, which the result has. Padded keys then add nothing for a query of the batch.
+    """Return whether an operand, such as attention weights under a causal mask, is zero wherever its key index exceeds
+    its query index, so that a sum over keys adds nothing from padded keys for a real query. ``value``: the operand's
+    description. ``factor``: the operator's loop dimension over keys, which is summed over.
 
-    ``operand``: the operand's index, from 0. ``rule``: which dims of operands and results are one loop (a factor).
+    ``operand``: the operand's index, from 0. ``rule``: which dims of operands and results run over each loop dimension.
     """
     if value.causal is None or value.causal[2] != 0:
         return False
@@ -179,11 +183,11 @@ def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor
 def _check_entrywise(
     node: fx.Node, rule: OpFactors, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> str:
-    """Return why an operator mixes padded elements with others; empty if it works element by element, or adds up padded
-    zeros.
+    """Return in words why the operator ``node`` mixes padded elements with others; empty if it does not, because it
+    works element by element along the dims that grow, or the padded elements that it adds up are zero.
 
-    ``rule``: which dims of operands and results are one loop (a factor). ``held``: each operand's parts of dims by
-    factor.
+    ``rule``: the operator's sharding rule by factors (named loop dimensions). ``held``: for each operand, a dict from
+    factor to the parts (size, whether it grows) of its dims. ``operands``: the operands' descriptions.
     """
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
@@ -207,11 +211,12 @@ def _build_result(
     other: Sequence[int],
     sizes: Sizes,
 ) -> PaddedValue:
-    """Return the description of the result with the index ``index`` (from 0) of the operator ``node`` under padding, by
-    the operator's factor rule ``rule``, which says which dims of operands and results are one loop.
+    """Return the description (which dims grow with the batch, which numbers padded elements have) of the result number
+    ``index`` (from 0) of the operator ``node`` if the batch is padded.
 
-    ``held``: for each operand, the parts of its dims by factor (loop). ``operands``: the descriptions of the operands.
-    ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes.
+    ``rule``: the operator's sharding rule by factors (named loop dimensions). ``held``: for each operand, a dict from
+    factor to the parts (size, whether it grows) of its dims. ``operands``: the descriptions of the operands. ``other``:
+    the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes.
     """
     known: dict[str, Parts] = {}
     for of in held:
@@ -246,9 +251,9 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
-    """Return the description of a dim of the result of ``node`` that follows from no growing dim of an operand.
-    ``size``, ``other``: the dim's sizes in the graphs for the batch sizes ``sizes``. The dim grows with the batch only
-    if ``node`` is a ``slice`` from the start of a longer dim whose length follows the batch."""
+    """Return the description of a dim of the result of ``node`` along which no operand grows with the batch. It grows
+    only if ``node`` is a ``slice`` from index 0, as long as the batch, of a longer dim, such as a table of positions.
+    ``size``, ``other``: the dim's sizes in the graphs for the two batch sizes ``sizes``."""
     created = find_created_part(size, other, sizes)
     first = operator_name(node) == "slice" and not get_node_argument(node, "start")
     return created if first and created is not None else Part(size)
@@ -257,11 +262,12 @@ def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Pa
 def _find_fill(
     node: fx.Node, factor: str, index: int, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> float | None:
-    """Return the number in the padded elements of a result along part ``index`` (from 0) of ``factor``; ``None`` if not
-    known.
+    """Return the number in the padded elements of a result of the operator ``node`` along one part of one dim; ``None``
+    if it is not known or they differ.
 
-    A factor is a loop of the operator, and has one or more parts. ``held``: each operand's parts of dims by factor.
-    ``operands``: the described operands.
+    ``factor``: the loop dimension of the operator that the dim belongs to, and ``index`` (from 0) one of its parts, of
+    which a flattened dim has several. ``held``: for each operand, a dict from factor to the parts of its dims.
+    ``operands``: the descriptions of the operands.
     """
     name = operator_name(node)
     numbers = [
@@ -318,9 +324,10 @@ def _with_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return 1 or 0 if a comparison of distances with ``number`` holds or fails for every key behind its query;
-    ``None`` if it depends on the distance. ``name``: the comparison, such as ``lt``. ``sign``: 1 if a distance is key
-    index minus query index (at least 1), -1 if it is the negative (at most -1)."""
+    """Return the result (1 for true, 0 for false) of comparing a distance with ``number`` if it is the same for every
+    key behind its query; otherwise ``None``. ``name``: the comparison: ``lt``, ``le``, ``gt`` or ``ge``. ``sign``: 1 if
+    the distance is key index minus query index (at least 1 for such keys), -1 if it is query minus key index (at most
+    -1)."""
     if not isinstance(number, int | float):
         return None
     if sign < 0:  # as of the distance with its sign turned
@@ -336,11 +343,10 @@ ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge":
 def _combine_causal(
     node: fx.Node, operands: Sequence[PaddedValue], homes: Sequence[Mapping[int, int]]
 ) -> Causal | None:
-    """Return (dim of queries, dim of keys, number) for the result of the pointwise operator ``node``: it has this
-    number at every element whose key index is larger than its query index. Return ``None`` if there is no such number
-    or it is not known.
+    """Return (dim of queries, dim of keys, number) if the result of the pointwise operator ``node`` has one known
+    number at every element whose key index is larger than its query index, as a causal mask has; otherwise ``None``.
 
-    ``operands``: the descriptions of the operands. ``homes``: for each operand, its dims -> dims of the result.
+    ``operands``: the descriptions of the operands. ``homes``: for each operand, a dict from its dims to the result's.
     """
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
@@ -354,7 +360,8 @@ def _combine_causal(
 
 
 def _is_short(node: fx.Node) -> bool:
-    """Return whether the cast ``node`` gives a dtype that cannot represent every index of a sequence exactly."""
+    """Return whether the cast ``node`` gives a dtype, such as bfloat16, in which larger indices are not exact, so that
+    elements that were indices no longer are."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
 
@@ -377,9 +384,9 @@ def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
-    """Return ``pair`` with the dims of an operator's result in place of those of an operand; ``None`` if it is ``None``
-    or the result lacks one of the dims. ``pair``: (dim of queries, dim of keys, number) of the operand. ``to``: dim of
-    the operand -> dim of the result."""
+    """Convert ``pair``, (dim of queries, dim of keys, number) of an operand, to the dims of the operator's result, and
+    return it; ``None`` if it is ``None`` or the result lacks one of the dims. ``to``: dim of the operand -> dim of the
+    result."""
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]
@@ -389,9 +396,10 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``slice`` node ``node`` if the batch is padded; ``None`` if no part
-    of the sliced dim grows with the batch. ``operands``: the descriptions of the operands. The result has a fault (a
-    reason why padding may change other elements) if the slice takes elements whose place depends on the padding."""
+    """Return what padding the batch does to the result of the ``slice`` node ``node`` (which dims grow, which numbers
+    padded elements have); ``None`` if the sliced dim does not grow. ``operands``: the same of the operands. The result
+    has a fault (a reason why real elements may change) if the slice has a step or a tensor as bound, or cuts a
+    flattened dim."""
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -409,9 +417,9 @@ def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
 
 
 def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``constant_pad_nd`` node ``node`` if the batch is padded.
-    ``operands``: the descriptions of the operands. The result has a fault (a reason why padding may change other
-    elements) if other numbers are written behind padded elements."""
+    """Return what padding the batch does to the result of the ``constant_pad_nd`` node ``node`` (which dims grow, which
+    numbers padded elements have), never ``None``. ``operands``: the same of the operand. The result has a fault (a
+    reason why real elements may change) if the node writes other numbers behind the elements that pad the batch."""
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
     number = get_node_argument(node, "value", 0)
@@ -439,9 +447,9 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``cat`` node ``node`` if the batch is padded; ``None`` if no operand
-    is padded along its dim. ``operands``: the descriptions of the operands. The result has a fault (a reason why
-    padding may change other elements) unless only the last operand is padded there."""
+    """Return what padding the batch does to the result of the ``cat`` node ``node`` (which dims grow, which numbers
+    padded elements have); ``None`` if no operand grows along the joined dim. ``operands``: the same of the operands.
+    The result has a fault (a reason why real elements may change) if another operand than the last grows along it."""
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -455,9 +463,9 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``select`` node ``node`` if the batch is padded; ``None`` if its dim
-    is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding may
-    change other elements) unless the first element is selected."""
+    """Return what padding the batch does to the result of the ``select`` node ``node`` (which dims grow, which numbers
+    padded elements have); ``None`` if its dim does not grow. ``operands``: the same of the operands. The result has a
+    fault (a reason why real elements may change) unless index 0 is selected; others may be those of padded elements."""
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -468,9 +476,9 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``slice_scatter`` node ``node`` if the batch is padded; ``None`` if
-    its dim is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding
-    may change other elements) unless the written slice ends with the dim."""
+    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node`` (which dims grow, which
+    numbers padded elements have); ``None`` if its dim does not grow. ``operands``: the same of the operands. The result
+    has a fault (a reason why real elements may change) unless the written slice reaches the end of the dim."""
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -486,9 +494,10 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``select_scatter`` node ``node`` if the batch is padded; ``None`` if
-    its dim is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding
-    may change other elements) unless the first element is written."""
+    """Return what padding the batch does to the result of the ``select_scatter`` node ``node`` (which dims grow, which
+    numbers padded elements have); ``None`` if its dim does not grow. ``operands``: the same of the operands. The result
+    has a fault (a reason why real elements may change) unless index 0 is written; others may be those of padded
+    elements."""
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -498,9 +507,9 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``cumsum`` or ``diff`` node ``node`` if the batch is padded; ``None``
-    if its dim is not padded. ``operands``: the descriptions of the operands. Padded elements come last, so the results
-    before them do not depend on them."""
+    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node`` (which dims grow,
+    which numbers padded elements have); ``None`` if the dim along which it works does not grow. ``operands``: the same
+    of the operands. Padded elements come last along this dim, so the results of real ones do not depend on them."""
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -512,9 +521,9 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``gather`` node ``node`` if the batch is padded. ``operands``: the
-    descriptions of the source and the index. The result has a fault (a reason why padding may change other elements)
-    unless the source is not padded along its dim, or each element reads itself."""
+    """Return what padding the batch does to the result of the ``gather`` node ``node`` (which dims grow, which numbers
+    padded elements have), never ``None``. ``operands``: the same of source and index. The result has a fault (a reason
+    why real elements may change) if the read dim of the source grows, unless each element reads its own position."""
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
     fault, itself = x.fault or index.fault, False
@@ -539,8 +548,9 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of ``where`` if its condition has one value everywhere, which is that of the
-    chosen operand; ``None`` if the condition may differ. ``operands``: the descriptions of the operands."""
+    """Return the description, under padding, of the result of the ``where`` node ``node`` if its condition is known to
+    be true everywhere or false everywhere: that of the operand which is then chosen. Otherwise, return ``None``.
+    ``operands``: the descriptions of the operands."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -550,9 +560,10 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``softmax`` node ``node`` if the batch is padded; ``None`` if its dim
-    is not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why padding may
-    change other elements) unless padded elements have very low scores or are hidden by a causal mask."""
+    """Return what padding the batch does to the result of the ``softmax`` node ``node`` (which dims grow, which numbers
+    padded elements have); ``None`` if the dim of the softmax does not grow. ``operands``: the same of the operand. The
+    result has a fault (a reason why real elements may change) unless padded elements have very low scores or are hidden
+    by a causal mask."""
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -568,10 +579,10 @@ def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return the description of the result of the attention ``node`` if the batch is padded. ``operands``: the
-    descriptions of the operands. The result has a fault (a reason why padding may change other elements) unless padded
-    keys are masked: by their number in the mask, or by a causal mask, because they are behind every query of the batch.
-    """
+    """Return what padding the batch does to the result of the attention ``node`` (which dims grow, which numbers padded
+    elements have). ``operands``: the same of queries, keys, values and, if given, mask or document ids. The result has
+    a fault (a reason why real elements may change) unless padded keys get no weight: the mask hides them, or it is
+    causal and they are behind every real query."""
     query, key, value, *masks = operands
     rank = len(query.dims)
     fault = next((o.fault for o in operands if o.fault), "")
@@ -600,9 +611,9 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _fits_rows(ids: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether the dims of document ids ``[batch, positions]`` grow with the batch exactly where the rows of the
-    queries and the positions of the keys do. ``ids``, ``query``, ``key``: descriptions of these tensors under padding.
-    """
+    """Return whether document ids ``[batch, positions]`` grow with the batch in the same dims as queries and keys do:
+    dim 0 as the batch dim of the queries, dim 1 as the positions of the keys. ``ids``, ``query``, ``key``: descriptions
+    of these tensors under padding."""
     pairs = zip(ids.dims, (query.dims[0], key.dims[-2]), strict=True)
     return all([p.kind for p in own if p.grows] == [p.kind for p in of if p.grows] for own, of in pairs)
 
@@ -619,9 +630,9 @@ def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> boo
 
 
 def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
-    """Return, for each dim of attention operands in front of positions and features (such as batch and heads), the
-    tuple of parts that it consists of; ``None`` if a dim grows differently in queries, keys and values. ``operands``:
-    descriptions of the three under padding."""
+    """Return, for each dim of an attention's result but the last two (such as batch and heads), the tuple of parts that
+    describe it (sizes, and whether they grow with the batch); ``None`` if it grows differently in queries, keys and
+    values. ``operands``: descriptions of these three under padding."""
     dims: list[Parts] = []
     for d, parts in enumerate(operands[0].dims[:-2]):
         kinds = {tuple(p.kind for p in o.dims[d] if p.grows) for o in operands}
@@ -632,9 +643,9 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
-    """Return whether the mask of the attention ``node`` hides padded keys from every query of the batch. ``mask``: its
-    description under padding. ``ordered``: queries and keys grow alike, so that a causal mask also hides padded keys.
-    """
+    """Return whether the mask of the attention ``node`` hides padded keys from every real query. ``mask``: its
+    description under padding. ``ordered``: whether queries and keys are padded alike, so that a causal mask hides
+    padded keys."""
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)
     if part is None or mask.fault:
@@ -646,9 +657,10 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description of the result of the ``any`` or ``all`` node ``node`` if the batch is padded; ``None`` if
-    its dims are not padded. ``operands``: the descriptions of the operands. The result has a fault (a reason why
-    padding may change other elements) unless padded elements are false (``any``) or true (``all``)."""
+    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node`` (which dims grow, which
+    numbers padded elements have); ``None`` if no reduced dim grows. ``operands``: the same of the operand. The result
+    has a fault (a reason why real elements may change) unless padded elements are false (for ``any``) or true (for
+    ``all``)."""
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0
     dims = as_dims(get_node_argument(node, "dim"), len(x.dims))

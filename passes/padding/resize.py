@@ -109,9 +109,12 @@ def _resize_number(main: int, other: int, line: Line) -> int:
 
 
 def _resize_argument(main: Any, other: Any, line: Line) -> Any:
-    """Return an operator's argument for a third batch size, by linear interpolation of the integers in ``main`` and
-    ``other``, which are the argument for two other ones. ``line``: the three batch sizes, that of the result last.
-    Raise :class:`_UnevenError` if the arguments differ in anything but integers, or a result is not an integer."""
+    """Return an operator's argument in the graph for a third batch size, by linear interpolation of the integers in
+    ``main`` and ``other``, the same argument in the graphs for two other batch sizes.
+
+    ``line``: three batch sizes: of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if the
+    arguments differ in anything but integers, or a result is not an integer.
+    """
     if isinstance(main, fx.Node):
         return main
     if isinstance(main, list | tuple) and isinstance(other, list | tuple):

@@ -27,8 +27,9 @@ class Part:
     fill: float | None = None
 
     def at(self, sizes: tuple[int, int]) -> int:
-        """Return the number of elements of this part of a dim if the batch has ``sizes[1]`` elements along the padded
-        axis instead of ``sizes[0]``."""
+        """Return the number of elements that this part of a dim has in the model's graph for another batch size.
+        ``sizes``: the number of elements along the padded axis in the batch that the part describes, and in the other
+        batch."""
         return self.size - sizes[0] + sizes[1] if self.grows else self.size
 
     @property
@@ -74,14 +75,16 @@ class PaddedValue:
         return parts[0] if len(parts) == 1 and parts[0].grows else None
 
     def with_dim(self, dim: int, part: Part) -> PaddedValue:
-        """Return a copy of this description of a tensor in which ``part`` makes up the dim ``dim``. What is known of
-        the tensor's elements is dropped, except a number that all of them have."""
+        """Return a copy of this description of a tensor in which ``part`` alone makes up the dim ``dim``. What is known
+        of the tensor's elements from their indices is dropped. A number that all elements have is kept if the padded
+        elements of ``part`` have it, too."""
         dims = tuple((part,) if d == dim else parts for d, parts in enumerate(self.dims))
         return PaddedValue(dims, self.fault, self.uniform if part.fill == self.uniform else None)
 
     def with_fault(self, fault: str) -> PaddedValue:
-        """Return a copy of this description of a padded tensor with ``fault``, a reason in words why elements may
-        differ from those without padding; a reason that is there already stays."""
+        """Return a copy of this description of a padded tensor with the fault ``fault``, which says in words why
+        padding may change elements that are not padded ones. If the description already has a fault, that one is kept.
+        """
         return replace(self, fault=self.fault or fault)
 
 
@@ -92,10 +95,11 @@ def plain_value(shape: Sequence[int], fault: str = "") -> PaddedValue:
 
 
 def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | None:
-    """Return the part of ``size`` elements that has ``other`` elements if the batch has ``sizes[1]`` elements instead
-    of ``sizes[0]``.
+    """Return the part of a dim that has ``size`` elements if the batch has ``sizes[0]`` elements along the padded axis,
+    and ``other`` elements if the batch has ``sizes[1]``.
 
-    It grows with the batch if the differences are equal. ``None`` if the size depends on the batch in another way.
+    The part grows with the batch if its size exceeds that of the batch by the same number in both cases; it is fixed if
+    both sizes are equal. Return ``None`` if the size depends on the batch in another way.
     """
     if size == other:
         return Part(size)
@@ -105,10 +109,11 @@ def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | N
 
 
 def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
-    """Distribute the parts of a dim over the dims into which it is split, and return the parts of each.
+    """Distribute the parts of a dim, such as batch and positions of a flattened dim, over the dims into which a reshape
+    splits it. Return, for each new dim, the tuple of its parts.
 
-    ``parts``: outermost first. ``sizes``: the sizes of the new dims. ``None`` if the sizes do not fit or a part that
-    grows with the batch would be cut.
+    ``parts``: outermost first; each has a size and may grow with the batch. ``sizes``: the sizes of the new dims.
+    Return ``None`` if the sizes do not fit or a part that grows with the batch would be cut.
     """
     left = [p for p in parts if p.size > 1 or p.grows]
     found: list[Parts] = []

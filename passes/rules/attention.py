@@ -121,8 +121,8 @@ def within_band(node: fx.Node) -> OpFactors:
 def within_documents(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``partition::document_attention``, where a query sees only keys of its document.
 
-    Batch and heads may be sharded, and the sequence in the forms of context parallelism. The document ids ``[b, s]``
-    are sharded as the rows and the sequence are.
+    Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
+    exchange keys and values. The document ids ``[b, s]`` are sharded along ``b`` and ``s`` in the same way.
     """
     found = within_band(node)
     ids = tuple(f for f in ("b",) if f in found.sizes), ()
@@ -181,9 +181,9 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def _context_forms(node: fx.Node) -> dict[str, Form]:
-    """Return a dict from the name of an algorithm to the way in which it runs the attention ``node`` over the ranks. In
-    each, queries, keys and values are sharded along the sequence (dim 2), and document ids, if the attention has them,
-    along dim 1."""
+    """Return a dict from the name of an algorithm (``all_gather`` or ``ring``) to the :class:`Form` by which it runs
+    the attention ``node`` with a sequence that is sharded over the ranks: queries, keys and values are sharded along
+    dim 2, and document ids, if the attention has them, along dim 1."""
     ids = (1,) * (node.target is document_ops.document_attention.default)
     return {name: Form("q", (2, 2, 2, *ids), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 
@@ -333,11 +333,12 @@ def shard_all_to_all(node: fx.Node) -> OpFactors:
 
 
 def _shard_cut_or_join(node: fx.Node, cut: int | None, joined: int | None) -> OpFactors:
-    """Return the sharding rule of a collective that splits dim ``cut`` of its operand over its ranks, or concatenates
-    the ranks' tensors along dim ``joined`` of its result; ``None`` if it does not.
+    """Return the sharding rule of a collective over one mesh axis whose operand or result is to be sharded along
+    another axis, too. Every dim may be.
 
-    All dims may be sharded along another mesh axis. A dim that is split or joined counts as n pieces of the shorter
-    size, where n is the collective's number of ranks.
+    ``cut``: the dim of the operand that the collective splits over its ranks. ``joined``: the dim of the result along
+    which it concatenates the ranks' tensors. Each is ``None`` if it does not do that. The rule treats the longer form
+    of such a dim as (number of ranks) x (size of one rank's piece), and only the second factor may be sharded.
     """
     before, after = get_meta_shape(operands_of(node)[0]), tuple(node.meta["val"].shape)
     names = NAMES[: len(before)]

@@ -56,10 +56,11 @@ class Lowering:
     """The local operators that replace an operator if one of its factors (named loop dimensions) is sharded and the
     operator itself, run on the shards, would compute a wrong result.
 
-    ``build`` appends them to the graph and returns the last node. ``result``: the layout of a result without the
-    factor. ``collectives``: the name and the number of elements per rank of each collective that forward and backward
-    add. ``sections``: whether the factor may be cut into parts that are each divided over all ranks. ``divides_work``:
-    whether each rank does only its share of the work although the tensor shapes do not show it.
+    ``build`` appends them to the graph and returns the last node. ``result``: the layout of those results that have no
+    dim of the sharded factor, such as the result of a sum over it. ``collectives``: the name and the number of elements
+    per rank of each collective that forward and backward add. ``sections``: whether the factor may be cut into parts
+    that are each divided over all ranks. ``divides_work``: whether each rank does only its share of the work although
+    the tensor shapes do not show it.
     """
 
     build: Callable[[Local], fx.Node]
@@ -87,11 +88,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Spans:
-    """Says which part of one loop dimension each tensor of an operator has, as in ``split`` and ``cat``.
+    """Says which part of one loop dimension (factor) each tensor of an operator covers, as in ``split`` and ``cat``,
+    where the pieces cover parts of the whole dim.
 
-    ``factor``: the name of the loop dimension. ``sections``: the lengths of the consecutive pieces into which the ends
-    of all parts cut it. ``operands`` and ``results``: the part that each tensor has, as (start, length) in elements;
-    ``None`` for all of it. If it is sharded, each of these pieces, or a finer one, is divided over all ranks by itself.
+    ``factor``: the factor's name. ``operands`` and ``results``: the part that each tensor covers, as (start, length) in
+    elements; ``None`` for all of it. ``sections``: the lengths of the consecutive pieces into which the starts and ends
+    of all parts cut the factor. To shard the factor, each of these pieces, or of finer ones, is divided over all ranks,
+    so that a rank has matching shares of all tensors.
     """
 
     factor: str
@@ -332,12 +335,13 @@ def build_factor_rule(
     dimension).
 
     ``operands`` and ``results``: for each tensor, the name of each dim's factor; ``None`` for a dim that is never
-    sharded. Factor sizes are taken from the tensors. Dims of size 1 have no factor. A name that has two different
-    sizes, as in a gather whose index is shorter than its source, is dropped.
+    sharded. Factor sizes are taken from the tensors, and dims of size 1 have no factor. If dims of one name differ in
+    size, as in a gather whose index is shorter than its source, all dims of this name are never sharded.
 
     ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands
     of one set are partial sums, so are the results. ``lower``: factor -> special operators that run if it is sharded.
-    ``local``: appends the operator for the shapes on one rank. ``spans``: a factor that some tensors have in part.
+    ``local``: appends the operator for the shapes on one rank. ``spans``: a factor of which some tensors cover only a
+    part.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}
@@ -364,5 +368,5 @@ def build_factor_rule(
 
 
 def everything_whole(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of the operator call ``node`` that no tensor may be sharded."""
+    """Return a sharding rule for the operator call ``node`` that allows no sharding of any tensor."""
     return OpFactors({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)))

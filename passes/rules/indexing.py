@@ -77,10 +77,10 @@ def _embedding_sharded(local: Local) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """Return, for each dim, its factor name if all ``operands`` have the same size there, and ``None`` (must not be
-    sharded) for the others and for ``dim``.
+    """Return, for each dim of the tensors ``operands``, the factor name (dims of one name are sharded together) if all
+    of them have the same size there, and ``None`` (must not be sharded) if they differ, or for the dim ``dim``.
 
-    A smaller size is not a broadcast here: the operator reads a part.
+    If sizes differ, the operator, such as ``gather``, uses a part of the larger tensor, which ranks could not match.
     """
     sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]
@@ -152,11 +152,10 @@ def _zero_rows(local: Local, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
 
 
 def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list[str | None], list[int]]:
-    """Describe ``x[indices]``. ``indices``: one entry for each dim of ``x``; ``None`` means a dim without an index.
-    ``rank``: the number of dims of ``x``.
+    """Return three values that describe the result of ``x[indices]``: the position in it of the first dim that comes
+    from the indices; a name for each dim of the broadcast indices; and the list of the dims of ``x`` that are indexed.
 
-    Return the position of the first index dim in the result, a name for each dim of the broadcast indices, and the dims
-    of ``x`` that are indexed.
+    ``indices``: one entry for each dim of ``x``; ``None`` means a dim without an index. ``rank`` is not read.
     """
     indexed = [d for d, i in enumerate(indices) if i is not None]
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))

@@ -67,7 +67,8 @@ def _count_result_elements(node: fx.Node) -> int:
 
 
 def factors_along(node: fx.Node) -> frozenset[str]:
-    """Return the names that sharding rules give to the dims in the operator's argument ``dim``."""
+    """Return the names of the factors (loop dimensions in a sharding rule) of the dims over which the operator ``node``
+    works, those in its argument ``dim``; all dims if it has none."""
     return frozenset(NAMES[d] for d in dims_of(node))
 
 

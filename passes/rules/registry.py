@@ -334,9 +334,8 @@ def _text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], 
     parsed = {len(t.operands): t for t in (TextRule.parse(text, name, linear) for text in texts)}
 
     def look_up(node: fx.Node) -> OpFactors:
-        """Return the sharding rule of the operator call ``node``. Raise :class:`RuleError` if no text has its number of
-        operands.
-        """
+        """Return the sharding rule of the operator call ``node``. Raise :class:`RuleError` if none of the texts of the
+        rule has as many operands as the call."""
         count = len(operands_of(node))
         if count not in parsed:
             raise RuleError(

@@ -197,9 +197,9 @@ def shard_movedim(node: fx.Node) -> OpFactors:
 
 @register_family("expand", "expand_copy", "broadcast_to", "expand_as")
 def shard_expand(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``expand``: every dim of the result may be sharded. The operand is sharded with it,
-    but whole on every rank if the dim is added or expanded.
-    """
+    """Return the sharding rule of ``expand``: every dim of the result may be sharded. If the dim has its full size in
+    the operand, the operand is sharded with it; if the dim is new or was expanded from size 1, every rank has the whole
+    operand."""
     x, *like = operands_of(node)
     names = NAMES[: len(node.meta["val"].shape)]
     unread: list[tuple[None, ...]] = [(None,) * len(get_meta_shape(o)) for o in like]
@@ -213,9 +213,8 @@ def _local_expand(local: Local) -> fx.Node:
 
 @register_family("repeat", "tile")
 def shard_repeat(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``repeat``: a dim may be sharded by its elements, or by the copies of all
-    elements.
-    """
+    """Return the sharding rule of ``repeat``. A dim of the result is (number of copies) x (elements of the operand's
+    dim), and may be sharded by either: each rank has some elements of every copy, or some of the copies."""
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     if 0 in result:
@@ -246,9 +245,8 @@ def _local_repeat(local: Local) -> fx.Node:
 
 @register_family("repeat_interleave.self_int")
 def repeat_interleave(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``repeat_interleave`` with a fixed number of repeats: a dim may be sharded by its
-    elements or by the copies of each element.
-    """
+    """Return the sharding rule of ``repeat_interleave`` with a fixed number of repeats. A dim of the result is
+    (elements of the operand's dim) x (copies of each), and may be sharded by either."""
     (x,) = operands_of(node)
     if 0 in tuple(node.meta["val"].shape):
         return everything_whole(node)

@@ -63,10 +63,10 @@ def shard_split(node: fx.Node) -> OpFactors | None:
 
 
 def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
-    """Return ``names`` (the factor name of each dim of a tensor) with ``None``, which means not sharded, at index
-    ``dim`` if ``size`` is 0.
+    """Return ``names``, the names of a tensor's dims in a sharding rule, with ``None`` (not sharded) in place of that
+    of ``dim`` if the tensor is empty along it.
 
-    ``dim``: the dim along which a tensor is cut or joined. ``size``: the size of the piece along it.
+    ``dim``: the dim along which the operator cuts or joins tensors. ``size``: the size of this tensor along it.
     """
     return [n if size or d != dim else None for d, n in enumerate(names)]
 

@@ -71,13 +71,15 @@ def needs_gradient(node: fx.Node) -> bool:
 def enumerate_strategies(
     node: fx.Node, num_ranks: int, wanted: Wanted | None = None, lengths: Collection[int] = NO_SIZES
 ) -> list[Strategy]:
-    """Return all ways to run the operator ``node`` on an axis of ``num_ranks`` ranks, the unsharded way first.
+    """Return all ways to run the operator ``node`` on an axis of ``num_ranks`` ranks, the unsharded way first. Each way
+    (strategy) states the layouts of all operands and results.
 
-    ``wanted``: sharded layouts with sections (parts of a dim that are each divided over all ranks) that neighbouring
-    operators prefer; key ``i`` is operand ``i``, ``~k`` is result ``k``. Each of them that the operator can keep gives
-    another strategy. A dim that the operator itself cuts, as ``split``, ``slice`` and ``cat`` do, is sharded in these
-    pieces or finer ones. ``lengths``: lengths of the sequences that the axis shards. Dims of these sizes may also be
-    sharded zigzag (a rank has one piece from each end), and an attention may be sharded along its sequence.
+    ``wanted``: layouts that neighbouring operators prefer and that are sharded with sections (parts of a dim that are
+    each divided over all ranks); key ``i`` is operand ``i``, ``~k`` is result ``k``. For every preferred layout that is
+    possible here, there is a strategy with it. If the operator itself cuts or joins a dim, as ``split`` and ``cat`` do,
+    the dim is sharded in sections that end where its pieces end. ``lengths``: lengths of the sequences that the axis
+    shards; dims of these sizes may also be sharded zigzag (a rank has one piece from each end), and an attention may be
+    sharded along its sequence.
 
     Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
     """
@@ -184,11 +186,12 @@ def _in_forms(
     num_ranks: int,
 ) -> list[Strategy]:
     """Return the strategies of an operator that shard several dims at once, such as attention with sharded queries and
-    keys. Each is offered with contiguous shards and with zigzag shards (one piece from each end), if the sizes are
-    divisible.
+    keys. Each is returned with contiguous shards and with zigzag shards (one piece from each end), unless the sizes are
+    not divisible.
 
-    ``factors``: the operator's sharding rule. ``nodes``, ``results``: its operands and result tensors. ``reads``: the
-    layout of each operand that is not sharded. ``num_ranks``: the number of ranks that share them.
+    ``factors``: the operator's sharding rule, whose ``forms`` state these strategies. ``nodes``, ``results``: its
+    operands and result tensors. ``reads``: the layout to use for each operand that a strategy does not shard.
+    ``num_ranks``: the number of ranks.
     """
     found = []
     for name, form in factors.forms.items():
@@ -215,13 +218,13 @@ def _shard_factor(
     places: Sequence[Place],
     zigzag: bool = False,
 ) -> Strategy | None:
-    """Return the strategy that shards ``factor`` (a named loop dimension) in all dims ``places``; ``None`` if a tensor
-    cannot be sharded in this way.
+    """Return the strategy (the layouts of all operands and results) that shards ``factor``, a named loop dimension, in
+    all dims that belong to it; ``None`` if a tensor cannot be sharded in this way.
 
-    ``places``: each dim as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the dim's
-    factors). ``reads``: the layout of each operand, used for those without the factor. ``sections``: sizes of the parts
-    of the factor that are each divided over all ranks; empty for one part. ``zigzag``: whether each rank has one piece
-    from each end.
+    ``places``: these dims, each as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the
+    dim's factors). ``reads``: for each operand, the layout that it gets if it has no dim of the factor. ``sections``:
+    sizes of the parts of the factor that are each divided over all ranks; empty for one part. ``zigzag``: whether each
+    rank has one piece from each end.
     """
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)
@@ -279,12 +282,12 @@ def refine_sections(first: Sections, second: Sections) -> Sections:
 
 
 def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
-    """Return the useful ways to cut ``factor`` (a named loop dimension) into sections, parts that are each divided over
-    all ranks. Each way is a tuple of sizes, ``()`` for one part.
+    """Return the useful ways to cut ``factor`` (a named loop dimension) into sections, which are parts that are each
+    divided over all ranks. Each way is a tuple of sizes, ``()`` for one part.
 
-    They have the borders that the operator itself needs and, in further choices, those of each of ``wanted`` and of all
-    of them together. ``wanted``: the sections that neighbouring operators prefer. ``factors``: the operator's sharding
-    rule. Ways with a section that is not divisible by ``num_ranks`` are left out.
+    The first way has only the borders at which the operator itself cuts or joins the dim. Further ways add those of one
+    of ``wanted``, and the last those of all. ``wanted``: the sections that neighbouring operators prefer. ``factors``:
+    the operator's sharding rule. Ways with a section that is not divisible by ``num_ranks`` are left out.
     """
     spans = factors.spans
     if not wanted and spans is None:
@@ -304,11 +307,12 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
 
 
 def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
-    """Return a dict from each factor (named loop dimension) of the sharding rule ``factors`` to the list of its
-    sections that give the layouts which neighbouring operators prefer.
+    """Convert the layouts that neighbouring operators prefer for this operator's tensors to the factors (named loop
+    dimensions) of its sharding rule ``factors``. Return a dict from a factor to the list of its sections, the sizes of
+    the parts that are each divided over all ranks; one entry for each layout.
 
-    Sections are the sizes of the parts of a dim that are each divided over all ranks. ``wanted``: the preferred
-    layouts; key ``i`` is operand ``i``, ``~k`` is result ``k``. Layouts that no sections give are left out.
+    ``wanted``: the preferred layouts; key ``i`` is operand ``i``, ``~k`` is result ``k``. Layouts without sections, and
+    those that no sections of a factor give, are left out.
     """
     found: dict[str, list[Sections]] = {}
     for position, layouts in wanted.items():

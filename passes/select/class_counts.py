@@ -68,11 +68,12 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
 
 
 def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
-    """Append ``one_hot`` of ``numbers`` with a fixed number of classes and return its node; if the model's number
-    depends on the data, note a mask of the classes that the model has. Raise :class:`Unselectable` if no bound is
-    known.
+    """Append ``one_hot`` of ``numbers`` with a fixed number of classes and return its node. If the model takes the
+    number of classes from the data, the result has as many as there can be, and a mask of those that the model has is
+    recorded in ``build``. Raise :class:`Unselectable` if no upper bound of the classes is known.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``build``: the rewriter, to whose graph operators are appended. ``node``: the call in the exported graph.
+    ``numbers``: the class of each element.
     """
     size, bound = _known_size(node), bound_of(node.args[0])
     if size is None and bound is None:
@@ -85,11 +86,12 @@ def _count_occurrences(
     build: SelectedRows, node: fx.Node, numbers: fx.Node, weights: fx.Node | None = None, minlength: int = 0
 ) -> fx.Node:
     """Append operators that count how often each class occurs in ``numbers``, as ``bincount`` does, and return the node
-    of the counts; if the model's number of classes depends on the data, note a mask of those that it has.
+    of the counts. If the model takes the number of classes from the data, there are counts for all possible classes,
+    and a mask of those that the model has is recorded in ``build``.
 
+    ``build``: the rewriter, to whose graph operators are appended. ``node``: the call in the exported graph.
     ``weights``: the addend of each element, 1 if ``None``. ``minlength``: the smallest number of counts that the model
-    gets. Raise :class:`Unselectable` if no upper bound of the classes is known. ``build``: the rewriter, to whose graph
-    operators are appended.
+    gets. Raise :class:`Unselectable` if no upper bound of the classes is known.
     """
     least = minlength if isinstance(minlength, int) else 0
     size, bound = _known_size(node), bound_of(node.args[0])
@@ -129,10 +131,10 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
 
 
 def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
-    """Note that in the model the last dim of ``made`` has only the classes for which ``mask`` is true, and return
-    ``made``. Raise :class:`Unselectable` if ``made`` already has a mask for another dim.
+    """Record in ``build.rows`` that in the model the last dim of ``made`` has only the classes for which ``mask`` is
+    true, and return ``made``. Raise :class:`Unselectable` if another mask is already recorded for ``made``.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``build``: the rewriter. ``made``: the node of counts or of one-hot vectors, with all possible classes.
     """
     if made in build.rows:  # rows that a mask selects, of classes of which another tells how many
         raise Unselectable
@@ -150,9 +152,8 @@ def _known_size(node: fx.Node) -> int | None:
 
 
 def _takes_first(user: fx.Node, most: int) -> bool:
-    """Return whether the operator ``user``, which reads the result of a count, needs at most its first ``most``
-    entries, or only asserts how many there are.
-    """
+    """Return whether the operator ``user``, which reads the counts of a ``bincount``, is a slice that takes at most the
+    first ``most`` of them, or only serves to assert their number. The counts behind these are then not needed."""
     if user.target is not aten.slice.Tensor:
         return _is_asserted(user)
     end = get_node_argument(user, "end")
@@ -226,9 +227,9 @@ def _all_below(*given: Any) -> int | None:
 
 
 def _below_either(node: fx.Node) -> int | None:
-    """Return an integer that is greater than all elements of one of the first two operands of ``node``, the smaller if
-    both have a known bound; ``None`` if none has.
-    """
+    """Return an integer that is greater than all results of the operator ``node``, such as ``minimum``, whose results
+    do not exceed either of its first two operands: the smaller known bound of the two. Return ``None`` if neither has
+    one."""
     found = [b for b in map(_bound_by_origin, node.args[:2]) if b is not None]
     return min(found) if found else None
 

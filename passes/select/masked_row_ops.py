@@ -76,9 +76,8 @@ class MaskCoordinate:
 
 @dataclass(frozen=True)
 class MaskedRowCount:
-    """The number of rows that ``mask`` selects, in place of a size that the model asks for and that depends on the
-    data. ``int()`` gives the number of all rows.
-    """
+    """A size of a tensor that in the model is the number of rows that ``mask`` selects, and so depends on the data. It
+    is used as an operator's argument in the rewritten graph, where all rows are kept: ``int()`` gives their number."""
 
     mask: fx.Node
 
@@ -93,12 +92,12 @@ class Unselectable(Exception):
 
 
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
-    """Rewrite ``torch.where(condition)`` or ``nonzero``: return nodes with the coordinates of all elements of
-    ``condition``, marked as rows that it selects. Raise :class:`Unselectable` if ``condition`` is itself such a
-    selection, or has no dims.
+    """Rewrite ``torch.where(condition)`` or ``nonzero`` with static shapes: return nodes with the coordinates of all
+    elements of ``condition``, true or not, and record in ``build`` that the model has only those of the true ones.
 
     ``as_tuple``: return one node for each dim; otherwise one node whose last dim has the coordinates. ``build``: the
-    rewriter, to whose graph operators are appended.
+    rewriter, to whose graph operators are appended. Raise :class:`Unselectable` if ``condition`` itself has only rows
+    that another mask selects, or has no dims.
     """
     if condition in build.rows or not condition.meta["val"].dim():
         raise Unselectable
@@ -116,11 +115,10 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
 
 def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
     """Append one node for each dim of ``condition`` with that coordinate of every element, in row-major order. Return
-    the nodes.
+    the nodes, which take the place of the results of ``torch.where(condition)``.
 
-    ``mask``: the flattened ``condition``. The nodes stand for the results of ``torch.where(condition)``: it is noted
-    that the model has only the rows that ``mask`` selects. ``build``: the rewriter, to whose graph operators are
-    appended.
+    ``mask``: the flattened ``condition``. It is recorded in ``build``, the rewriter to whose graph operators are
+    appended, that the model has only the coordinates for which ``mask`` is true.
     """
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
@@ -137,15 +135,14 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Return nodes with the coordinates of the true elements of ``condition``, which tests the expert numbers that a
-    router chose, in the memory order of these choices.
+    """Return nodes with the coordinates of the elements of ``condition``, which tests whether a mixture-of-experts
+    router chose a given expert, in an order in which the k choices of a token are adjacent. The rows can then be
+    sharded by tokens, even if ``condition`` is transposed. Return an empty list if ``condition`` is no such test, or
+    has this order already.
 
-    In this order the choices of a token are adjacent even if ``condition`` is transposed, so that the rows can be
-    sharded by tokens. If ``condition`` tests whether any of a token's k choices is a given expert, there is a row for
-    each of the k choices; the choices are distinct, so every token is selected at most once, in the same order. The
-    list is empty if ``condition`` does not test a router's choices, or is in this order already.
-
-    ``build``: the rewriter, to whose graph operators are appended.
+    If ``condition`` tests whether any of a token's k choices is the expert, there is a row for each of the k choices.
+    The choices of a token are distinct, so every token is selected at most once. ``build``: the rewriter, to whose
+    graph operators are appended, and in which the mask of the true elements is recorded.
     """
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:
@@ -170,8 +167,8 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
 
 
 def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
-    """Rewrite ``x[indices]``, where a boolean mask, or coordinates of the true elements of one, select rows. Return the
-    new node, which keeps all rows, and note its mask.
+    """Rewrite ``x[indices]``, where a boolean mask, or coordinates of the true elements of one, select rows, with
+    static shapes. Return a node with all rows, and record in ``build.rows`` the mask of those that the model has.
 
     ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index. Return ``None`` if no mask is
     involved. Raise :class:`Unselectable` if there is no form that keeps all rows. ``build``: the rewriter, to whose
@@ -214,8 +211,9 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
-    """Rewrite an index into ``x``, rows that a mask selects: by a further mask, or by one element of dim 1 for each
-    row. Return the new node, which keeps all rows.
+    """Rewrite an index into ``x``, which has all rows although the model has only those that a mask selects:
+    ``x[mask2]``, or ``x[arange(rows), columns]``, which takes one element of dim 1 for each row. Return a node with all
+    rows, and record in ``build.rows`` the mask of those that the model has.
 
     ``given``: the indices, each as (the dim of ``x`` that it indexes, its node). Raise :class:`Unselectable` for other
     indices. ``build``: the rewriter, to whose graph operators are appended.
@@ -241,8 +239,8 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
 
 
 def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
-    """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by values that the same mask selects.
-    Return the new node, which keeps all rows.
+    """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by values that the same mask selects, with
+    static shapes. Return a node with all rows, and record in ``build.rows`` the mask of those that the model has.
 
     ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index. Raise :class:`Unselectable` for
     other indices. ``build``: the rewriter, to whose graph operators are appended.
@@ -260,9 +258,11 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
-    """Rewrite ``masked_select(x, mask)``: broadcast ``x`` and ``mask``, and flatten them into one dim. Return the new
-    node, which keeps all elements, and note its mask in ``build``. Raise :class:`Unselectable` if ``x`` or ``mask`` are
-    rows that another mask selects, unless both have one dim of the same size.
+    """Rewrite ``masked_select(x, mask)`` with static shapes: broadcast ``x`` and ``mask``, and flatten them into one
+    dim. Return a node with all elements, and record in ``build.rows`` the mask of those that the model has.
+
+    Raise :class:`Unselectable` if ``x`` or ``mask`` has only rows that another mask selects, unless both have one dim
+    of the same size. ``build``: the rewriter, to whose graph operators are appended.
     """
     if x in build.rows or mask in build.rows:
         if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
@@ -287,8 +287,9 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
 
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
-    """Rewrite ``index_copy``, or ``index_fill`` with one number, at rows that a mask selects. Return the new node;
-    ``None`` if the operands have another form. Raise :class:`Unselectable` if there is no form with static shapes.
+    """Rewrite ``index_copy``, or ``index_fill`` with one number, where a mask selects the rows that are written, with
+    static shapes. Return the new node; ``None`` if ``index`` is not one-dimensional or ``x`` has no dims. Raise
+    :class:`Unselectable` if there is no form with static shapes.
 
     Args:
         build: the rewriter, to whose graph operators are appended.
@@ -314,8 +315,8 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
 
 
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
-    """Return ``indices`` with 0 in place of the entries of rows that the mask does not select, so that every index is
-    valid. Entries without a mask, and ``None``, are unchanged.
+    """Return ``indices`` with 0 in place of those entries that belong to rows which the model does not have, because a
+    mask does not select them. Every index is then in range. Indices without a mask, and ``None``, are unchanged.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -325,12 +326,12 @@ def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
 def _match_mask_coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Return the shape of the mask whose true elements ``indices`` are coordinates of, and, for each of ``indices``,
-    the dim of the mask that it indexes.
+    """Return the shape of the mask of which ``indices`` are the coordinates of the true elements, and the list of the
+    mask's dims that they index, one for each index. Return ``((), [])`` if they are no such coordinates of one mask, or
+    if the sizes of the mask's dims are not those of the dims of ``x`` that are indexed.
 
-    ``first``: the dim of ``x`` at which the indexed dims begin. Both results are empty unless the mask's dims have the
-    sizes of ``x`` from dim ``first`` on. If they do, each row has a fixed position, and no index operator is needed.
-    ``build``: the rewriter, to whose graph operators are appended.
+    With such indices each row of the mask belongs to one fixed position of ``x``, so that no index operator is needed.
+    ``first``: the dim of ``x`` at which the indexed dims begin. ``build``: the rewriter, which knows the coordinates.
     """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
@@ -363,10 +364,11 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
 
 
 def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
-    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, where a mask selects the rows ``values`` and
-    their places. Return the new node. Raise :class:`Unselectable` if there is no form with static shapes.
+    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, with static shapes, where a mask selects which
+    rows are written and from which row of ``values``. Return the new node. Raise :class:`Unselectable` if there is no
+    form with static shapes.
 
-    ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index; the others are a boolean mask, or
+    ``indices``: one entry for each dim of ``x``: ``None`` for a dim without an index, otherwise a boolean mask, or
     coordinates of its true elements. ``build``: the rewriter, to whose graph operators are appended.
     """
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
@@ -415,10 +417,11 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
 
 
 def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
-    """Rewrite ``index_add(x, dim, index, source)``, where one mask selects the rows of both ``index`` and ``source``.
-    Return the new node. Raise :class:`Unselectable` if the operands have another form.
+    """Rewrite ``index_add(x, dim, index, source)`` with static shapes, where one mask selects the rows of both
+    ``index`` and ``source``. Return the new node, in which rows that the mask does not select add nothing. Raise
+    :class:`Unselectable` if the operands have no such common mask.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``kwargs``: further arguments of ``index_add``. ``build``: the rewriter, to whose graph operators are appended.
     """
     if x in build.rows or build.find_common_rows(index).mask is not build.find_common_rows(source).mask:
         raise Unselectable
@@ -436,8 +439,9 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
 def _at_places(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
-    """Append operators that sum the rows of ``source`` at each position of ``x`` to which ``indices`` point, and return
-    the node of the sums. Rows that the mask does not select count as zero. ``None`` if this needs an index operator.
+    """Append operators that add up the rows of ``source`` that ``indices`` put at the same position of ``x``, and
+    return the node of the sums. Rows that the mask does not select count as zero. Return ``None`` if a reshape and a
+    sum cannot compute this, because the sizes of the mask are not those of ``x``.
 
     Args:
         build: the rewriter, to whose graph operators are appended.
@@ -463,11 +467,11 @@ def _at_places(
 def _permute_coordinates(
     build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False
 ) -> fx.Node:
-    """Append a permutation of the dims of ``value`` from ``first`` on, which stand for dims of a mask: from ascending
-    order into the order ``along``. Return the new node, or ``value`` if ``along`` is ascending.
+    """Append a permutation of the dims of ``value`` from ``first`` on, which stand for dims of a mask in ascending
+    order, into the order ``along``. Return the new node, or ``value`` if ``along`` is ascending.
 
-    ``along``: the indices of the mask's dims in the wanted order. ``back``: permute from this order into ascending
-    order instead. ``build``: the rewriter, to whose graph operators are appended.
+    ``along``: the indices of the mask's dims in the wanted order. ``back``: permute from the order ``along`` to the
+    ascending order instead. ``build``: the rewriter, to whose graph operators are appended.
     """
     if along == sorted(along):
         return value
@@ -523,10 +527,10 @@ def _at_most_one(condition: fx.Node, dim: int) -> bool:
 
 
 def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """Return the other addend if ``values`` is ``x[indices]`` plus another value, which can then be added to ``x``
-    itself; ``None`` if ``values`` has another form.
+    """Return the node ``b`` if ``values`` is ``x[indices] + b``; ``None`` if it has another form. Writing ``values``
+    back at ``indices`` of ``x`` is then adding ``b`` to ``x`` there, without reading ``x``.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``build``: the rewriter, which knows which nodes are ``x[indices]``.
     """
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:

@@ -63,10 +63,9 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``masked_scatter(x, mask, source)`` where another mask selects the rows of ``source``. The operator reads
-    the rows in order, so the selected ones are sorted to the front. Return the new node.
-
-    Raise :class:`Unselectable` if the operands have another form.
+    """Rewrite ``masked_scatter(x, mask, source)`` with static shapes, where another mask selects the rows of ``source``
+    that the model has. The operator takes the rows in order, so these are sorted to the front. Return the new node.
+    Raise :class:`Unselectable` if ``source`` has no such mask along dim 0, or ``x`` or ``mask`` has one.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -189,14 +188,14 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
 
 
 def _make_reshape_rule(target: Any) -> Callable[..., Any]:
-    """Return a function that rewrites calls of the reshape ``target`` which merge the dim of rows that a mask selects
-    with other dims, or split it. The function reshapes the mask, too, and returns the new node.
-    """
+    """Return a function that rewrites a reshape of a value that has all rows although the model has only those that a
+    mask selects. It is for reshapes that merge the dim of the rows with other dims, or split it; the function reshapes
+    the mask, too. ``target``: the reshape operator."""
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
-        """Append the reshape of ``x``, note the mask and the dim of the rows in the result, and return the node. Raise
-        :class:`Unselectable` if the rows have no dim of their own in the result.
-        """
+        """Append the reshape of ``x`` and return its node, after recording in ``build.rows`` the mask and the dim of
+        the rows in the result. Raise :class:`Unselectable` if the rows have no dim of their own in the result.
+        ``args``: the further arguments of the reshape."""
         try:
             return build.by_rule(target, (x, *args), {})
         except Unselectable:
@@ -272,8 +271,8 @@ _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # stri
 
 
 class SelectedRows:
-    """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a boolean mask selects:
-    the copies keep all rows, and the mask of each is noted.
+    """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a boolean mask selects,
+    so that shapes are static: a copy has all rows, and the mask of those that the model has is recorded.
 
     ``rows`` maps each such copy to its mask and the dim of its rows. ``places`` maps nodes that hold coordinates of a
     mask's true elements to a description. ``key`` returns equal integers for nodes that compute the same value.
@@ -301,8 +300,8 @@ class SelectedRows:
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``node`` must be rewritten, because it selects rows by a mask, or reads selected rows or a
-        number that the model computes from the data.
+        """Return whether ``node`` must be rewritten, because its result has a data-dependent size, as after a selection
+        by a mask, or because it reads selected rows or a number that the model computes from the data.
 
         ``env``: maps original nodes to their copies.
         """
@@ -313,8 +312,8 @@ class SelectedRows:
         )
 
     def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``node`` selects rows by a mask, or reads selected rows or their number. A number that forward
-        takes out of a tensor by ``item()`` does not count.
+        """Return whether ``node`` selects rows by a mask, or reads selected rows or their number. Unlike
+        :meth:`concerns_node`, a number that forward takes out of a tensor by ``item()`` does not count.
 
         ``env``: maps original nodes to their copies.
         """
@@ -324,12 +323,13 @@ class SelectedRows:
         )
 
     def copy_node(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
-        """Append the rewritten form of ``node`` to the graph and return what stands for its result: a node, a tuple of
-        nodes, or a data-dependent number. Raise :class:`Unselectable` if the operator has no form that keeps all rows.
+        """Append the rewritten form of ``node`` to the graph and return the result of the new operators, to be used in
+        place of the original result: a node, a tuple of nodes, or a data-dependent number. Raise :class:`Unselectable`
+        if the operator has no form that keeps all rows.
 
         Args:
             node: a node of the original graph.
-            env: maps original nodes to what stands for their results.
+            env: maps original nodes to the results that are used in their place.
             where: metadata (module path, source line, module stack) of the new nodes.
         """
         self._where = where
@@ -375,8 +375,9 @@ class SelectedRows:
         return self.by_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
-        """Rewrite an operator as the simpler operators of the graph ``parts``, which computes the same. Return what
-        stands for its result: a node, a tuple of nodes, or a data-dependent number.
+        """Rewrite an operator as the simpler operators of the graph ``parts``, into which it decomposes. Return the
+        result of the new operators, to be used in place of the operator's: a node, a tuple of nodes, or a
+        data-dependent number.
 
         ``operands``: the operator's operands in the new graph, one for each placeholder of ``parts``. ``where``:
         metadata (module path, source line, module stack) of the new nodes.
@@ -400,12 +401,11 @@ class SelectedRows:
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
     def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
-        """Append the operator ``target``, which works on each row by itself according to its sharding rule (see
-        ``passes/rules``), and return its result: a node or a tuple of nodes, whose mask is noted. Raise
-        :class:`Unselectable` if the operator combines rows other than by a sum.
+        """Append the operator ``target`` on values with all rows, if its sharding rule (see ``passes/rules``) says that
+        it works on each row by itself. Return its result, a node or a tuple of nodes, after recording the mask of the
+        rows that the model has. Raise :class:`Unselectable` if the operator combines rows other than by a sum.
 
-        ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: whether the result is a value
-        without a mask even if an operand has one.
+        ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: record no mask for the result.
         """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
@@ -442,8 +442,8 @@ class SelectedRows:
         return self._mark_selected_rows(made, mask, dims)
 
     def _row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
-        """Return the set with the dim of the results along which the selected rows lie; ``None`` if the operator sums
-        over the rows. Raise :class:`Unselectable` if it combines rows in another way.
+        """Return a set with one element, the dim of the results along which the rows lie that a mask selects; ``None``
+        if the operator ``target`` sums over the rows. Raise :class:`Unselectable` if it combines rows in another way.
 
         ``made``: a node of the operator ``target`` on values with all rows. ``operands``: the operands of ``made``.
         """
@@ -471,9 +471,9 @@ class SelectedRows:
         raise Unselectable
 
     def _mark_selected_rows(self, made: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
-        """Note that ``mask`` selects the rows of ``made`` along the one dim in ``dims``. Return ``made``, or a tuple of
-        its results if it has several. Raise :class:`Unselectable` if ``dims`` has not exactly one element.
-        """
+        """Record that the model has only those rows of ``made`` along the one dim in ``dims`` for which ``mask`` is
+        true. Return ``made``, or a tuple of its results if it has several. Raise :class:`Unselectable` if ``dims`` has
+        not exactly one element."""
         if len(dims) != 1:
             raise Unselectable
         (dim,) = dims
@@ -497,9 +497,8 @@ class SelectedRows:
         return made
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
-        """Return the node of the one-dimensional mask with all elements of ``condition``. Conditions that compute the
-        same value share one mask.
-        """
+        """Return the node of the mask ``condition`` flattened into one dim. Calls with conditions that compute the same
+        value return the same node."""
         condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
             condition = skip_inverse_squeezes(condition.args[0])
@@ -539,9 +538,8 @@ class SelectedRows:
         return self.make_once(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
 
     def narrow_mask(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return the node of a mask that is true where both ``mask`` and ``condition`` are, which have an element for
-        each row.
-        """
+        """Return the node of a mask that is true for the rows for which both masks, ``mask`` and ``condition``, are
+        true. Each has one element for each row."""
         found = self.make_once(
             mask, ("and", self.key(condition)), lambda: self.insert_call(aten.logical_and.default, mask, condition)
         )
@@ -565,8 +563,8 @@ class SelectedRows:
         return self._ordered_as(found, mask)
 
     def _ordered_as(self, mask: fx.Node, other: fx.Node) -> fx.Node:
-        """Return the mask ``mask``, after noting that its rows are in another order than in the model if those of the
-        mask ``other`` are."""
+        """Return ``mask``. If the rows of the mask ``other``, from which it was made, are known to be in another order
+        than in the model, record the same for the rows of ``mask``."""
         if other in self.unordered:
             self.unordered.add(mask)
         return mask
@@ -602,9 +600,8 @@ class SelectedRows:
         return left_out if shape == [shape[0]] else self.insert_call(aten.reshape.default, left_out, shape)
 
     def zero_unselected(self, value: fx.Node) -> fx.Node:
-        """Return the node of ``value`` with zeros in the rows that its mask does not select. The result counts as a
-        value without a mask.
-        """
+        """Return the node of ``value`` with zeros in the rows that its mask does not select. No mask is recorded for
+        the result, because rows of zeros may take part in a sum."""
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
@@ -621,9 +618,8 @@ _SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.defau
 
 
 def _spread_over_last(condition: fx.Node) -> fx.Node | None:
-    """Return the node of the mask with one element for each row from which ``condition`` is expanded to every element
-    of a row; ``None`` if ``condition`` is no such expansion.
-    """
+    """Return the boolean node with one element for each row if ``condition`` is this node expanded to every element of
+    a row; ``None`` if ``condition`` was not made in this way."""
     source: Any = condition.args[0] if condition.target in _SPREADS else None
     if source is None or source.meta["val"].dtype != torch.bool:
         return None
@@ -634,18 +630,16 @@ def _spread_over_last(condition: fx.Node) -> fx.Node | None:
 
 
 def _list_row_sizes(condition: fx.Node) -> list[int]:
-    """Return the sizes of the last dims of ``condition``, a mask that is expanded from one element for each row to
-    every element of a row.
-    """
+    """Return the sizes of those last dims of the boolean node ``condition`` along which it only repeats its elements,
+    because it was expanded from one element for each row to all elements of a row."""
     source: Any = condition.args[0]
     before, after = source.meta["val"].shape, condition.meta["val"].shape
     return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` reads rows that a mask selects in their order, so that another order would
-    change its result.
-    """
+    """Return whether the result of the operator ``node``, such as a split into pieces, depends on the order of the rows
+    that it reads, and the number of these rows depends on the data, because a mask selects them."""
     given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
     return any(_is_open(n.meta.get("val")) for n in given)
 

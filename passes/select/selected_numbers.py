@@ -135,11 +135,11 @@ def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
 
 def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Append the operator of ``node`` with 0-dimensional tensors in place of arguments that are data-dependent numbers,
-    and return its node. ``None`` if there is no such argument.
+    such as the number of rows that a mask selects, and return its node. Return ``None`` if it has no such argument.
 
-    ``args``, ``kwargs``: the arguments of ``node`` in the new graph. Numbers in lists, which are shapes, stay. Raise
-    :class:`Unselectable` if the operator has no form for tensors. ``build``: the rewriter, to whose graph operators are
-    appended.
+    ``args``, ``kwargs``: the arguments of ``node`` in the new graph. Numbers in lists, which are shapes, are not
+    replaced. Raise :class:`Unselectable` if the operator has no form for tensors. ``build``: the rewriter, to whose
+    graph operators are appended.
     """
     if not any(is_number(a) for a in (*args, *kwargs.values())):
         return None

@@ -95,8 +95,9 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         *,
         correction: float | None = None,
     ) -> Any:
-        """Append the variance or deviation of ``x`` over ``dims`` (all if ``None``), and return its node, with that of
-        the mean if the operator returns it; ``None`` if it is not over the selected rows.
+        """Append the variance or standard deviation of ``x`` over ``dims`` (all if ``None``), counting only selected
+        rows, and return its node, or a tuple of it and the node of the mean if the operator returns both. Return
+        ``None`` if ``dims`` do not include the dim of the rows.
 
         ``unbiased``: subtract 1 from the number of elements; ``correction``: subtract this number instead. ``keepdim``:
         whether the reduced dims stay with size 1.
@@ -213,8 +214,8 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
 
 
 def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
-    """Append a node that converts row indices in ``place`` to indices among the rows that the mask of ``x`` selects,
-    and return it.
+    """Append and return a node that converts ``place``, indices of rows of ``x``, which has all rows, to the indices
+    that these rows have in the model, which has only those that the mask of ``x`` selects.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -289,9 +290,9 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
     """
 
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
-        """Append the loss, and return the node of the reduced loss, followed by the operator's other results if it has
-        any; ``None`` if the loss is not reduced.
-        """
+        """Append the loss with the arguments ``args``, ``kwargs`` of the operator, as one term for each element, and
+        its reduction over selected elements. Return the node of the reduced loss, or a tuple of it and the operator's
+        other results if it has any; ``None`` if the loss is not reduced."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:
@@ -357,11 +358,11 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
 
 
 def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
-    """Rewrite ``broadcast_tensors`` where a mask selects the rows of some ``operands``; return the nodes of the
-    results, which all have this mask. Raise :class:`Unselectable` if the operands have different masks, or if one has
-    all rows.
+    """Rewrite ``broadcast_tensors`` where some of ``operands`` have all rows although the model has only those that one
+    mask selects. Return a tuple of the broadcast nodes, for all of which this mask is recorded.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    Raise :class:`Unselectable` if the operands have different masks, or if the model has all rows of an operand that is
+    not broadcast. ``build``: the rewriter, to whose graph operators are appended.
     """
     shape = torch.broadcast_shapes(*(o.meta["val"].shape for o in operands))
     wide = []

@@ -46,11 +46,11 @@ _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.arg
 
 @contextmanager
 def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
-    """Return a context for tracing in which masks that are computed by the same operators on the same inputs select the
-    same symbolic number of rows.
+    """Return a context for a trace in which masks that are computed by the same operators on the same inputs select the
+    same symbolic number of rows, so that torch can compare the sizes of what they select.
 
-    If one of torch's own functions requires that a data-dependent number of classes equals an integer, this is assumed.
-    ``is_users``: returns whether a source file is neither torch's nor this package's.
+    In it, where one of torch's own functions needs a data-dependent number of classes to equal an integer, torch
+    assumes that it does. ``is_users``: returns whether a source file is neither torch's nor this package's.
     """
     selections = _Selections(is_users)
     plain = ShapeEnv.evaluate_expr
@@ -72,8 +72,9 @@ def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
 
 
 class _Selections(TorchFunctionMode):
-    """A torch function mode that gives equal masks the same symbolic number of selected rows, and runs torch functions
-    that read values only to check them without the check.
+    """A torch function mode for a trace of forward. It gives masks that are computed in the same way the same symbolic
+    number of selected rows. It also runs functions of torch that read values only for a check, such as
+    ``gaussian_nll_loss``, without the check, because a trace has no values.
 
     ``is_users``: returns whether a source file is neither torch's nor this package's.
     """
@@ -120,16 +121,17 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _by_where(self, input: Tensor, mask: Tensor) -> Any:
-        """Return ``masked_select(input, mask)``, computed as an index of the broadcast tensors."""
+        """Return ``masked_select(input, mask)`` in a trace, computed as ``input[mask]`` after broadcasting both to one
+        shape, so that equal masks select the same symbolic number of elements."""
         if input.shape != mask.shape:
             shape = torch.broadcast_shapes(input.shape, mask.shape)
             input, mask = (v if v.shape == shape else v.expand(shape) for v in (input, mask))
         return self._by_mask(Tensor.__getitem__, (input, mask), {})
 
     def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func``, which selects rows by a mask among its arguments, and return its result. The mask's symbolic
-        number of rows is that of an earlier equal mask, if there is one, and is noted.
-        """
+        """Run ``func``, which selects rows by a boolean mask among its arguments, and return its result. If a mask with
+        the same values was used before, torch is given the symbolic number of rows that was created for it; otherwise
+        the new number is recorded for later masks."""
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
@@ -147,9 +149,8 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _key_of(self, node: fx.Node) -> int:
-        """Return an integer for ``node`` that is equal for nodes of the present trace that compute the same value. A
-        new trace starts anew.
-        """
+        """Return an integer for ``node`` that is equal for nodes of the current trace that compute the same value. If
+        ``node`` is of another trace than in the last call, all records of the last trace are dropped first."""
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, Numbers(), {}
         return self.key(node)

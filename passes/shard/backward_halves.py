@@ -26,12 +26,12 @@ from partitioner.passes.ir.collectives import collective_name
 def choose_saved_nodes(
     saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
 ) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Choose which forward nodes to save for backward instead of ``saved``, and which ones backward computes again.
-    Return (list of saved nodes in the order of ``nodes``, set of nodes to compute again).
+    """Decide which forward results to save for backward and which ones backward computes again. Return (list of the
+    forward nodes to save, in the order of ``nodes``; set of the nodes to compute again).
 
-    ``saved``: the forward nodes that backward reads. ``again``: nodes that should be computed again rather than saved;
-    their views and copies are not saved either. ``nodes``: the forward nodes in order. ``results``: nodes that are
-    never computed again.
+    ``saved``: the forward nodes whose results backward reads, all of which would be saved otherwise. ``again``: nodes
+    whose results should not be saved, nor should views or copies of them. ``nodes``: the forward nodes in order.
+    ``results``: nodes that are never computed again, such as the outputs.
     """
     again = again.difference(n for n in results if n is not None)
     for node in nodes:
@@ -54,11 +54,12 @@ def choose_saved_nodes(
 
 
 def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the operators ``body`` with the forward nodes that they need computed again, each right before the first
-    operator that reads it, so that it is in memory only briefly.
+    """Return ``body``, operators of backward in order, with the recomputation of forward results inserted: each forward
+    node that is computed again comes right before the first operator that reads it, so that its result is in memory
+    only briefly.
 
-    ``body``: operators of backward, in order. ``remade``: all forward nodes that backward computes again. ``order``:
-    the nodes of the graph of forward and backward, in order.
+    ``remade``: all forward nodes that backward computes again. ``order``: the nodes of the graph of forward and
+    backward, in order.
     """
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
@@ -72,9 +73,8 @@ def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order
 
 
 def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of ``remade`` (forward nodes that backward computes again) that ``readers`` depend on through
-    nodes of ``remade`` alone.
-    """
+    """Return the forward nodes that must be computed again before ``readers`` can run: the nodes of ``remade`` that
+    they read, and those that these read in turn. ``remade``: all forward nodes that backward computes again."""
     found: set[fx.Node] = set()
     stack = [o for n in readers for o in n.all_input_nodes if o in remade]
     while stack:
@@ -86,10 +86,10 @@ def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) 
 
 
 def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
-    """Return whether backward may compute the forward node ``node`` again instead of reading its saved result. It must
-    be in ``again``, the nodes that should not be saved.
+    """Return whether backward may compute the forward node ``node`` again instead of reading its saved result: whether
+    it is in ``again``, the nodes whose results should not be saved, and its result is a tensor.
 
-    One of several results can be computed again only if its operator is in ``again``, too.
+    For a ``getitem``, which selects one of an operator's results, the operator must be in ``again``, too.
     """
     if node.target is operator.getitem:
         source = node.args[0]
@@ -98,8 +98,9 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether ``node`` is a view of a saved value or of a placeholder, so that computing it again costs nothing.
-    ``kept``: the nodes whose values are saved for backward; ``node`` is not among them."""
+    """Return whether ``node`` is a view of a saved value or of a placeholder. Backward then makes the view again, which
+    costs nothing, instead of saving ``node``, too. ``kept``: the nodes whose results are saved; false if ``node``
+    itself is one of them or a placeholder."""
     if node in kept or node.op == "placeholder":
         return False
     while node not in kept and node.op == "call_function" and _is_view(node):
@@ -139,9 +140,9 @@ class JointHalves:
     """Forward and backward of one piece of the model in one graph. :meth:`cut` divides backward into gradients of
     inputs and gradients of parameters.
 
-    ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of each part. ``remade``: forward nodes that
-    backward computes again. ``start``: the values that are given to backward: saved nodes of forward and the gradients
-    of the outputs.
+    ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of each of the two. ``remade``: forward nodes
+    that backward computes again. ``start``: the nodes whose values backward gets when it starts: the saved forward
+    nodes and the gradients of the outputs.
     """
 
     nodes: Sequence[fx.Node]
@@ -182,11 +183,11 @@ class JointHalves:
 
 
 def is_early(size: int, summed: int) -> bool:
-    """Return whether the half of backward that computes input gradients should also compute a weight gradient, because
-    it is at most a quarter of the size of what it sums over.
+    """Return whether a weight gradient should be computed in the first half of backward, which computes the gradients
+    of inputs, instead of in the second: it has at most a quarter of the size of the tensors that it sums over.
 
-    ``size``: the bytes or elements of the gradient. ``summed``: those of the values that are summed, which would
-    otherwise be kept for the second half of backward.
+    ``size``: the size of the gradient. ``summed``: the size of these tensors, in the same unit (bytes or elements).
+    They would otherwise stay in memory until the second half runs.
     """
     return _SMALL * size <= summed
 
@@ -215,7 +216,8 @@ def _sum_storage_bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def collect_ancestor_nodes(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Return ``nodes`` and all nodes that they depend on, without nodes in ``known`` and what only these depend on."""
+    """Return ``nodes`` and all nodes that they depend on. The search does not go beyond the nodes ``known``, which are
+    left out."""
     seen: set[fx.Node] = set()
     stack = [n for n in nodes if n is not None]
     while stack:

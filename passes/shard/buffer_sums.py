@@ -37,10 +37,13 @@ Part = tuple[
 
 
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
-    """Return the model with buffers that are sums over the batch computed as a sum of addends, one for each microbatch.
+    """Return the model with each buffer whose new value is a sum over the batch, such as a count of tokens, changed so
+    that every microbatch computes one addend of it. The runtime adds the addends up, so no collective is needed in each
+    microbatch. The graphs are changed in place.
 
-    ``axis``: the mesh axis whose ranks stand for the parts (rank and microbatch) of the global batch. ``parts``: the
-    number of parts. Graphs are changed in place. A buffer whose new value is not such a sum is left alone.
+    ``axis``: the mesh axis along which the model of one microbatch is split; its ranks stand for the parts of the
+    global batch, one for each pair of rank and microbatch. ``parts``: the number of parts. A buffer whose new value is
+    not such a sum is left unchanged.
     """
     if not model.updates:
         return model
@@ -63,18 +66,19 @@ class _NotLinear(Exception):
 
 
 class _Accumulation:
-    """Rewrites the graphs of a model of one microbatch so that a buffer whose new value is a sum over the batch gets
+    """Rewrites the graphs of a model of one microbatch so that each buffer whose new value is a sum over the batch gets
     one addend from each microbatch.
 
-    ``axis``: the mesh axis whose ranks stand for the parts (rank and microbatch) of the global batch. ``parts``: the
-    number of parts. ``meeting``: the nodes whose values depend on samples of several parts. A value is handled as a
-    pair of nodes: the addend of a microbatch, and a term that is added once.
+    ``axis``: the mesh axis whose ranks stand for the parts of the global batch, one for each pair of rank and
+    microbatch. ``parts``: their number. ``meeting``: the nodes whose values depend on samples of several parts, and so
+    must be split. Each is split into two nodes: the addend of one microbatch, and a term that is the same for all and
+    is added only once.
     """
 
     def __init__(self, model: FoldedModel, axis: str, parts: int) -> None:
         """Copy the dicts of ``model``, so that they can be changed, and find the nodes that depend on samples of
-        several parts of the global batch. ``axis``: the mesh axis whose ranks stand for these parts. ``parts``: their
-        number."""
+        several parts of the global batch. ``axis``: the mesh axis whose ranks stand for the parts, one for each pair of
+        rank and microbatch. ``parts``: the number of parts."""
         self.model, self.axis, self.parts = model, axis, parts
         self.blocks, self.calls, self.values = dict(model.blocks), list(model.calls), dict(model.values)
         self.producer = {v: (c.block, k) for c in self.calls for k, v in enumerate(c.outputs)}
@@ -110,11 +114,11 @@ class _Accumulation:
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
     def add_up(self, name: str, place: int) -> bool:
-        """Replace one output of the graph ``name`` of a piece of the model by the addend of one microbatch; return
-        whether it was replaced.
+        """Replace an output of a block, which is a sum over the batch that is stored in a buffer, by one microbatch's
+        addend of it. Return whether it was replaced: it is not if its value is equal in every microbatch, or if it is
+        no sum over microbatches.
 
-        ``place``: the index of the output. It is not replaced if it is equal in every microbatch, or if it is not a
-        sum.
+        ``name``: the name of the block (graph of a piece of the model). ``place``: the index of the output, from 0.
         """
         block = self.blocks[name]
         node = block.outputs[place]
@@ -142,10 +146,10 @@ class _Accumulation:
         return self.model.with_(blocks=self.blocks, calls=self.calls, values=self.values, keeps=keeps)
 
     def _drop_unread(self, passed: Collection[str]) -> bool:
-        """Remove from the graphs those inputs and outputs with the values ``passed`` that nothing reads; return whether
-        any was removed.
+        """Remove from the graphs those inputs and outputs that nothing reads any more, after a value that was passed
+        between graphs was replaced by its addends. Return whether any was removed.
 
-        ``passed``: names of values of which addends are now passed on instead.
+        ``passed``: the names of the values that were replaced in this way; other values are never removed.
         """
         read = {v for c in self.calls for v in c.inputs} | set(self.model.updates.values())
         read |= {o.value for o in self.model.outputs if o.value is not None} | {self.model.loss or ""}
@@ -173,8 +177,9 @@ class _Accumulation:
         return dropped
 
     def _build_microbatch_addend(self, name: str, node: fx.Node) -> fx.Node:
-        """Return the node of one microbatch's addend of ``node``; that of the first microbatch includes the term that
-        is added once. Raise :class:`_NotLinear` if ``node`` is not a sum over microbatches.
+        """Return a node with what one microbatch adds to the value of ``node``, which is a sum over microbatches. For
+        the first microbatch this includes the term that is equal for all microbatches and added only once. Raise
+        :class:`_NotLinear` if ``node`` is not such a sum.
 
         ``name``: the name of the block (graph) that contains ``node``.
         """
@@ -201,10 +206,11 @@ class _Accumulation:
         return build
 
     def _find_node_part(self, name: str, node: fx.Node) -> Part:
-        """Return the two parts of the value of ``node``: the node of the addend of a microbatch, and that of the term
-        that is added once; ``None`` for a part that is zero. Raise :class:`_NotLinear` if it is no such sum.
+        """Write the value of ``node`` as a sum over microbatches. Return two nodes: the addend of one microbatch, and a
+        term that is equal for all microbatches and added only once; ``None`` for one that is zero. Raise
+        :class:`_NotLinear` if the value is no such sum.
 
-        ``name``: the name of the block (graph) that contains ``node``.
+        ``name``: the name of the block (graph) that contains ``node``. Results are cached.
         """
         if node not in self.meeting:
             return None, node
@@ -219,9 +225,9 @@ class _Accumulation:
         return self._found[node]
 
     def _compute_node_part(self, name: str, node: fx.Node) -> Part:
-        """Append operators for the two parts of the value of ``node``, the addend of a microbatch and the term that is
-        added once, and return their nodes; ``None`` for a part that is zero. Raise :class:`_NotLinear` if it is no such
-        sum.
+        """Append operators that write the value of ``node`` as a sum over microbatches. Return two nodes: the addend of
+        one microbatch, and a term that is equal for all microbatches and added only once; ``None`` for one that is
+        zero. Raise :class:`_NotLinear` if the value is no such sum.
 
         ``name``: the name of the block (graph) that contains ``node``.
         """
@@ -252,11 +258,11 @@ class _Accumulation:
         return _rebuild_with_operands(node, added, build), _rebuild_with_operands(node, terms, build) if some else None
 
     def _with_number(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
-        """Return the nodes of the two parts (addend of a microbatch, term that is added once) of the operator ``node``,
-        which is ``x`` plus or minus a number.
+        """Write the operator ``node``, which is ``x + number`` or ``x - number``, as a sum over microbatches. Return
+        two nodes: the addend of one microbatch, which is that of ``x``, and a term that is added only once, which
+        includes the number.
 
-        ``part``: the two parts of ``x``. The number goes to the term that is added once. ``build`` appends an operator
-        to the graph.
+        ``part``: the two nodes of ``x``. ``build`` appends an operator to the graph.
         """
         adds, once = part
         assert adds is not None, node
@@ -358,12 +364,12 @@ class _Accumulation:
         return build(aten.index_add.default, whole, dim, places, mine)
 
     def _passed_in(self, name: str, node: fx.Node) -> Part:
-        """Return the nodes of the two parts (addend of a microbatch, term that is added once) of a value that earlier
-        calls compute.
+        """Write a value that earlier calls (runs of blocks) compute as a sum over microbatches. Return two new
+        placeholders: of the addend of one microbatch, and of the term that is added only once. The earlier calls get
+        the two as further outputs.
 
-        ``name``: the name of a block (graph). ``node``: the placeholder by which it reads the value. The earlier calls
-        get the two parts as further outputs, and this block as further inputs. Raise :class:`_NotLinear` if some call
-        reads a value that is equal for all microbatches.
+        ``name``: a block, the graph of one or more calls. ``node``: the placeholder by which it reads the value. Raise
+        :class:`_NotLinear` if one of the calls of the block reads a value that is equal for all microbatches.
         """
         place = self.blocks[name].inputs.index(node.name)
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
@@ -384,18 +390,19 @@ class _Accumulation:
         return self.blocks[block].outputs[place]
 
     def _find_further_output(self, value: str, further: int) -> str:
-        """Return the name of one part of ``value``, as the call that computes the value returns it. ``further``: 0 for
-        the addend of a microbatch, 1 for the term that is added once.
-        """
+        """Return the name of one of the two further outputs with which a call returns the parts of ``value``, one of
+        its outputs. ``further``: 0 for the part that is the addend of one microbatch, 1 for the term that is added only
+        once."""
         source = self.producer[value]
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]
 
     def _pass_on(self, output: tuple[str, int]) -> None:
-        """Add two outputs to a block (a graph) and all its calls: the addend of a microbatch, and the term that is
-        added once.
+        """Let a block (a graph) and all its calls return the two parts of one of its outputs, as two further outputs:
+        the addend of one microbatch, and the term that is added only once. Later blocks can then compute with the
+        parts.
 
-        ``output``: (name of the block, index of the output that is their sum).
+        ``output``: (name of the block, index of the output that is the sum of the two).
         """
         if output in self._passed:
             return

@@ -80,9 +80,8 @@ _BOTH = frozenset((aten.add.Tensor, aten.sub.Tensor))
 
 
 def take_out_zeros(graph: fx.Graph) -> None:
-    """Remove values of ``graph`` that are always zero, such as ``x - x``, in place; replace a sum with such a value by
-    its other operand. No node may be an alias of another.
-    """
+    """Remove operators of ``graph`` whose results are always zero, such as ``x - x``, in place; a sum of such a result
+    and another value is replaced by the other value. The caller ensures that no node is an alias of another."""
     zeros: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not node.args or not isinstance(node.meta.get("val"), Tensor):
@@ -184,9 +183,8 @@ class JointGraph:
     with_grad: tuple[int, ...]
 
     def cut(self, again: Collection[str] = ()) -> Differentiated:
-        """Return the forward and backward functions of the block. ``again``: names of forward nodes whose results
-        backward computes again instead of reading saved ones.
-        """
+        """Return the forward and backward functions of the block, cut out of the joint graph. ``again``: names of
+        forward nodes whose results backward computes again (activation recomputation) instead of reading saved ones."""
         return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
 
 
@@ -288,8 +286,8 @@ def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
 
 
 def _trace_function(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
-    """Return the graph of plain operators that ``function`` runs when it is called with the tensors ``arguments``, as a
-    graph module with an input for each of them."""
+    """Call ``function`` with the tensors ``arguments`` and record the operators that it runs (``make_fx``). Return them
+    as a graph module with one input for each argument."""
     return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
 
 
@@ -386,8 +384,9 @@ def _fused_attention(
 
 
 def _settle_sizes(graph: fx.Graph) -> None:
-    """Replace, in ``node.meta["val"]`` of the nodes of ``graph``, sizes that depend on the routing of rows to experts
-    by the sizes under even routing, in place. ``node.meta["open"]`` is set to whether a node had such a size."""
+    """Make the shapes in ``node.meta["val"]`` of all nodes of ``graph`` static, in place: a size that depends on how
+    many rows a mixture-of-experts router sends to each rank is replaced by the size for equal numbers.
+    ``node.meta["open"]`` is set to whether a result of the node had such a size."""
     even: dict[Any, int] = {}
     for node in graph.nodes:
         if collective_name(node.target) == "route":
@@ -398,9 +397,8 @@ def _settle_sizes(graph: fx.Graph) -> None:
         return int(size.node.expr.xreplace(even)) if isinstance(size, torch.SymInt) else size
 
     def settle(value: Any) -> Any:
-        """Return ``value``, a size, a tensor or several, with sizes under even routing in place of those that depend on
-        the routing.
-        """
+        """Return ``value``, a size, a tensor or a list or tuple of them, with static sizes. A size that depends on the
+        routing of rows to experts becomes the size if the routing is even."""
         if isinstance(value, tuple | list):
             return type(value)(map(settle, value))
         if isinstance(value, Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):

@@ -29,10 +29,11 @@ _SHARED = "shared"
 
 
 def fold(captured: Captured) -> FoldedModel:
-    """Return the model of a captured graph as blocks and calls of them. The captured graph is changed in place.
+    """Divide the graph of a captured model into blocks and calls, and return it as a :class:`FoldedModel`. The captured
+    graph is changed in place.
 
     A block is a piece of the model with one graph, such as a layer; a call is one run of a block with its own
-    parameters and inputs. Equal layers share one block.
+    parameters and inputs. Equal layers are calls of one block.
     """
     graph = captured.graph
     for node in graph.nodes:
@@ -73,7 +74,9 @@ def fold(captured: Captured) -> FoldedModel:
 
 
 def _join_results(graph: fx.Graph) -> None:
-    """Move each ``getitem`` of ``graph``, in place, next to the operator with several results that it reads."""
+    """Move each ``getitem`` of ``graph``, which selects one of an operator's results, directly behind that operator, in
+    place, and give it the operator's module path. When the graph is cut into layers, both then lie in the same layer.
+    """
     last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem:
@@ -83,8 +86,9 @@ def _join_results(graph: fx.Graph) -> None:
 
 
 def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
-    """Insert into ``graph`` a copy of each parameter or buffer that the model returns unchanged. Return a dict from the
-    name of the parameter's or buffer's node to the name of the copy."""
+    """Insert into ``graph`` a copy of each parameter or buffer that the model returns unchanged, in place, because only
+    an operator's result can be a result of a layer. Return a dict from the name of the parameter's or buffer's node to
+    the name of the copy."""
     output = graph.output_node()
     moved: dict[str, str] = {}
     for node in output.all_input_nodes:
@@ -100,7 +104,8 @@ def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
 
 # --- values of inputs and constants alone -----------------------------------------------------------------------------
 def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the operators of ``graph`` that depend on no parameter and on no matrix product."""
+    """Return the operators of ``graph`` that depend on no parameter and on no matrix product, such as masks and
+    position indices. Several layers may read them, so that they are no part of one layer."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -113,8 +118,11 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
-    """Merge those of the operators ``free`` of ``graph`` that compute the same, in place; return a dict from the name
-    of each removed node to the name of the kept one."""
+    """Merge those operators in ``free`` that compute the same value, in place, so that each is computed once. Return a
+    dict from the name of each removed node to the name of the one that replaces it.
+
+    ``free``: operators of ``graph``; the removed ones are removed from it, too.
+    """
     seen: dict[Any, fx.Node] = {}
     merged: dict[str, str] = {}
     for node in list(graph.nodes):
@@ -142,11 +150,12 @@ def _freeze_argument(argument: Any) -> Any:
 
 
 def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[fx.Node]], list[Unit]]:
-    """Distribute the operators ``free`` (those that depend on no parameter and on no matrix product, in order) over
-    ``units``, groups of operators that each become one call of the model.
+    """Distribute the operators ``free``, such as those of masks and position indices, over ``units``, the groups of
+    operators (such as layers) that each become one call of the model.
 
-    An operator that only one unit reads moves into that unit. Return the other operators of ``free`` as connected
-    groups, each in order, and the new units.
+    An operator that only one unit reads is added to that unit. Return two lists: the other operators of ``free``, as
+    connected groups in order, which become calls that several units read; and the extended units. ``free`` is in the
+    order of the graph.
     """
     if not units:
         return [], [Unit("", list(free))] if free else []

@@ -45,11 +45,11 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 
 @dataclass(frozen=True)
 class _RepeatedDim:
-    """Describes a tensor that was repeated along one dim, and where in it the copies are.
+    """Describes a tensor that was repeated along one dim, in which each of several equal slices of the dim is followed
+    by its copies.
 
     ``shape``: the shape of the tensor without copies. ``dim``: the index of the repeated dim. ``outer``: the number of
-    slices into which the dim is cut. ``inner``: the number of elements of a slice along the dim. ``times``: how often
-    each slice appears, one copy after the other.
+    slices. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice appears.
     """
 
     shape: tuple[int, ...]
@@ -74,8 +74,8 @@ class RepeatedHeads:
     times: int
 
     def build(self, graph: fx.Graph) -> fx.Node:
-        """Append to ``graph`` the operators that compute these keys or values without copies of their heads, and return
-        the last node."""
+        """Append to ``graph`` the operators that compute the keys or values from ``source`` by ``steps``, without
+        copies of their heads. Return the last node."""
         made, given = self.source, self.source.meta.get("grad")
         for step in self.steps:
             if isinstance(step, fx.Node):
@@ -160,9 +160,9 @@ def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
-    """Return where the copies of slices are in a repeated tensor after a reshape to the sizes ``after``; ``None`` if a
-    dim of the result splits the copies. ``place``: where they are before the reshape.
-    """
+    """Return where in a tensor the repeated slices and their copies are after a reshape to the sizes ``after``;
+    ``None`` if no dim of the result contains a slice together with all of its copies. ``place``: where they are before
+    the reshape."""
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
     for dim, size in enumerate(after):
@@ -177,8 +177,8 @@ def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _Repeate
 
 
 def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
-    """Return, among ``node`` and the nodes that it was reshaped from, the one of shape ``dims``; ``None`` if there is
-    none."""
+    """Return the node of shape ``dims`` from which ``node`` was made by reshapes alone, or ``node`` itself if it has
+    this shape; ``None`` if there is none."""
     while get_meta_shape(node) != dims:
         if node.op != "call_function" or node.target not in _RESHAPES:
             return None
@@ -203,29 +203,29 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def exchanged_times(heads: int, times: int, tp: int) -> int:
-    """Return how many copies of each key head must remain so that the heads split evenly over ``tp`` ranks: the
-    smallest such divisor of ``times``, or ``times`` itself.
+    """Return how many copies of each key head are needed so that all heads together split evenly over ``tp`` ranks: the
+    smallest divisor of ``times`` for which they do; ``times`` itself if there is none.
 
-    ``heads``: the number of key heads including copies. ``times``: the number of copies of each. ``tp``: the number of
-    ranks that share the heads.
+    ``heads``: the number of key heads including the copies that the model makes. ``times``: the number of these copies
+    of each head. ``tp``: the number of ranks that share the heads.
     """
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
 
 
 def group_queries(block: Block, tp: int = 1) -> Block:
-    """Reduce, in the graph of ``block``, the copies of key and value heads that attention over a sharded sequence
-    reads, and return ``block``. The fewest copies remain with which the heads split evenly over ``tp`` ranks.
-    """
+    """Reduce, in the graph of ``block`` and in place, the number of copies of key and value heads that attention over a
+    sharded sequence reads, to the fewest with which the heads split evenly over ``tp`` ranks. The ranks then exchange
+    less. Return ``block``."""
     _read_once(block, ops.context_attention.default, tp)
     _read_once(block, ops.context_document_attention.default, tp)
     return block
 
 
 def read_heads_once(block: Block) -> bool:
-    """Remove the copies of key and value heads in the graph of ``block``, in place, for every attention that can read
-    each head once. Return whether anything changed.
-    """
+    """Change the graph of ``block``, in place, so that attention reads keys and values whose heads are not repeated
+    (grouped-query attention), wherever the model repeats them and the attention can read each head once. Return whether
+    anything changed."""
     targets = (
         aten.scaled_dot_product_attention.default,
         ops.band_attention.default,
@@ -236,9 +236,9 @@ def read_heads_once(block: Block) -> bool:
 
 
 def _read_once(block: Block, target: Any, tp: int) -> bool:
-    """Reduce the copies of key and value heads that attention operators of the kind ``target`` read in the graph of
-    ``block``, in place, to the fewest that split evenly over ``tp`` ranks. Return whether anything changed.
-    """
+    """Let attention operators of the kind ``target`` in the graph of ``block`` read keys and values with fewer copies
+    of their heads, in place: the fewest with which the heads split evenly over ``tp`` ranks. Return whether anything
+    changed."""
     changed = False
     for node in list(block.graph.nodes):
         if node.op != "call_function" or node.target is not target:

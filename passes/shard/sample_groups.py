@@ -35,11 +35,12 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """How forward changes the buffers of the model in one step, which is a mean over groups of samples.
+    """What a training step does to the buffers that forward changes, if the step is computed as a mean over groups of
+    samples.
 
-    ``updates``: for the name of each buffer that forward changes, the name of the node with its new value or, if the
-    groups' values add up, with one group's addend. ``keeps``: for each buffer that is such a sum, the number by which
-    its old value is multiplied over the whole step.
+    ``updates``: for the name of each such buffer, the name of the node with its new value or, if it is a sum over the
+    groups, with the addend of one group. ``keeps``: for each buffer that is such a sum, the number by which its old
+    value is multiplied, once per step, before the addends are added.
     """
 
     updates: dict[str, str] = field(default_factory=dict)
@@ -47,12 +48,13 @@ class Recurrences:
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite, in place, the buffer updates in the graph of ``group``, the model of one group of samples, so that the
-    values of all groups can be summed in any order. Return the updates.
+    """Rewrite, in place, the buffer updates in the graph of ``group``, the model of one group of samples, so that
+    groups need not run one after the other: a buffer that becomes ``a * old + b`` gets an addend from each group, which
+    may be added in any order. Return the updates.
 
     ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
-    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose update needs the result
-    of the previous group in another way.
+    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value has another
+    form, or whose old value forward uses for anything else.
     """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
@@ -103,9 +105,8 @@ _KIND = "what the groups leave in it, of type {kind}, cannot be added up"
 
 
 def _format_buffer_refusal(state: ModelState, why: str) -> str:
-    """Return the text of the error that the buffer ``state`` cannot be kept exact over groups of samples. ``why``: the
-    reason.
-    """
+    """Return the text of the error that the value of the buffer ``state`` would be wrong if groups of samples were
+    computed at the same time instead of one after the other. ``why``: the reason."""
     return (
         f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
         f"the one before, and {why}; plan with couple='batch', or keep it as it is (model.eval())"
@@ -208,8 +209,8 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape of an input of the model for ``count`` groups of samples together; its dim of samples is
-        ``count`` times as large as in the graph of one group. ``path``: the place of the input in forward's arguments.
+        """Return the shape of an input of the model for ``count`` groups of samples together: its dim of samples is
+        ``count`` times as large as in the graph of one group. ``path``: the path of the input in forward's arguments.
         """
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
@@ -276,13 +277,13 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
 
 
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
-    """Return the layout that says how the results that groups of samples have for the output ``node`` combine: sharded
-    means joined along a dim, partial means summed, whole means equal. Raise :class:`UnsupportedError` if they do not
-    combine.
+    """Return the layout of the model's output ``node`` over groups of samples, which says how the results of the groups
+    become the result of the batch: sharded means joined along a dim, partial means added, whole means equal in all
+    groups. Raise :class:`UnsupportedError` if they do not combine.
 
-    ``path``: the place of ``node`` in the model's result, for messages. ``larger``: the sizes that ``node`` has with
-    twice the samples, where the dim of samples is larger; ``None`` if they are not known. ``apart``: whether ``node``
-    depends on samples.
+    ``path``: the position of ``node`` in forward's result, for messages. ``larger``: the sizes that the output has with
+    twice the samples, so that the dim of samples is the one that differs; ``None`` if they are not known. ``apart``:
+    whether ``node`` depends on samples.
     """
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
@@ -323,8 +324,9 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Offset the element indices that random operators of ``graph`` read by the index of the group of samples, in
-    place, so that every group draws other numbers. ``num_groups``: the number of groups in a step."""
+    """Make random operators of ``graph`` draw other numbers for each group of samples, in place. Their numbers follow
+    from element indices, so the number of elements of all earlier groups is added to the indices. ``num_groups``: the
+    number of groups in a step."""
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:
             continue

@@ -71,9 +71,9 @@ def _build_shape_key(node: fx.Node) -> Any:
 
 
 def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
-    """Return the most frequent distances between consecutive equal elements of ``tokens``, most frequent first.
-    ``tokens``: an integer for each operator, equal for equal operators.
-    """
+    """Return the most frequent distances between consecutive equal elements of ``tokens``, most frequent first. They
+    are candidates for the number of operators in a repeated layer. ``tokens``: an integer for each operator, equal for
+    equal operators."""
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for position, token in enumerate(tokens.tolist()):
@@ -99,9 +99,8 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
 
 
 def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, for each position in ``nodes`` (and the end), how many values are computed before it and read at or after
-    it.
-    """
+    """Return, for each position in ``nodes`` and for the end, how many values are computed before it and read at or
+    after it. The fewest values pass between two pieces if the graph is cut where this number is small."""
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
@@ -126,9 +125,9 @@ _DOMINANT = 0.5  # share of a module's work that repeated children must do to co
 class Unit:
     """Consecutive operators that become one call of the model, such as the run of one layer.
 
-    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: whether they belong to no
-    module that is a unit and read no parameter. ``leaf``: whether they are one module without submodules that have
-    parameters.
+    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: whether they lie between
+    the modules that become calls of their own, and read no parameter; such operators are later added to a neighbouring
+    unit. ``leaf``: whether they are one module without submodules that have parameters.
     """
 
     path: str
@@ -170,7 +169,9 @@ class _ModuleCall:
 
     @property
     def parts(self) -> list[_ModuleCall]:
-        """Return those of this module call's calls of submodules that read parameters."""
+        """Return the calls of submodules inside this module call whose operators read parameters, as a list in
+        order.
+        """
         return [c for c in self.children.values() if c.parameters]
 
 
@@ -240,8 +241,11 @@ def is_product(node: fx.Node) -> bool:
 
 # --- which module calls are units -------------------------------------------------------------------------------------
 def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -> None:
-    """Append to ``atoms`` those module calls inside ``call`` that each become one call of the model's graph, such as
-    the run of one layer. ``is_root`` is not read.
+    """Choose the module calls inside ``call`` that each become one unit of the model's graph, such as the run of one
+    layer, and append them to ``atoms``. A submodule that contains the repeated layers is searched instead of being
+    chosen.
+
+    ``is_root`` is not read.
     """
     parts = call.parts
     for part in parts:
@@ -261,8 +265,9 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bo
 
 
 def _is_unit_container(call: _ModuleCall) -> bool:
-    """Return whether ``call``, the call of a module that occurs once, is divided into its submodules, which become
-    calls of the model's graph, instead of being one such call."""
+    """Return whether the module of ``call``, which occurs once in the model, only contains the layers, so that its
+    submodules become units of the graph instead of the module as a whole. This is so if it holds a list of modules that
+    run one after the other, or a submodule does."""
     parts = call.parts
     if not parts:
         return False
@@ -332,9 +337,10 @@ def _own_path(node: fx.Node) -> str:
 
 
 def _merge_glue(units: list[Unit]) -> list[Unit]:
-    """Return ``units`` (groups of operators, such as layers) with the operators between modules added to neighbouring
-    groups, so that equal groups stay equal.
-    """
+    """Return ``units`` (consecutive groups of operators, such as layers) with the groups that lie between modules
+    (``glue``) merged into a neighbour: into the group before it if that is not one of several equal ones or is usually
+    followed by the same glue, otherwise into the group behind it if that is not one of several equal ones. Equal layers
+    stay equal in this way. Other glue becomes a group of its own."""
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
     repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]

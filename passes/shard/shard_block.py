@@ -185,8 +185,11 @@ class _Rewriter:
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """Append a reordering of a gathered dim from the order of ranks to the dim's own order, and return the node.
-        ``local``: the node of the gathered tensor. ``layout``: its layout before the gather; ``local`` itself is
-        returned unless this has sections (parts that are each divided over all ranks) or is zigzag."""
+
+        ``local``: the node of the gathered tensor. ``layout``: the layout before the gather. Only a layout with
+        sections (parts that are each divided over all ranks) or a zigzag layout needs the reordering; otherwise
+        ``local`` is returned.
+        """
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)

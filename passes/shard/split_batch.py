@@ -77,9 +77,9 @@ def couples_samples(model: FoldedModel) -> bool:
 
 
 def _extract_totals(model: FoldedModel) -> FoldedModel:
-    """Move sums over the global batch that depend on inputs alone into calls that run before the pipeline. Return the
-    new model; its other calls read the sums as inputs.
-    """
+    """Move sums over the global batch that depend on no parameter, such as the number of targets of a loss, into new
+    calls that run once, before the microbatches. Return the new model, in which the other calls read the sums as
+    inputs."""
     producers = {v: (i, k) for i, c in enumerate(model.calls) for k, v in enumerate(c.outputs)}
     prologue: list[Call] = []
     blocks, values = dict(model.blocks), dict(model.values)
@@ -105,11 +105,11 @@ def _extract_totals(model: FoldedModel) -> FoldedModel:
 def _is_independent_total(
     model: FoldedModel, call: Call, node: fx.Node, producers: Mapping[str, tuple[int, int]]
 ) -> bool:
-    """Return whether ``node``, a sum over the batch in ``call``, depends on no parameter and on no other sum over the
-    batch.
+    """Return whether ``node``, a sum over the batch, depends on no parameter and on no other collective, so that it can
+    be computed before the first layer runs.
 
-    ``call``: the run of a block (a graph) that contains ``node``. ``producers``: for each value by name, the index of
-    the call that computes it, and the value's index among the call's outputs. ``model``: has all calls.
+    ``call``: the run of a block (a graph) that contains ``node``. ``model``: has all calls. ``producers``: for each
+    value by name, the index of the call that computes it, and the value's index among the call's outputs.
     """
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
@@ -142,8 +142,9 @@ def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
 def _totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-    """Return a new block (a graph) that computes the operands of the sums ``totals``, the names of the states
-    (parameters, buffers, constants) that it reads, and those of its inputs.
+    """Return three values: a new block (a graph) that computes the operands of the sums ``totals`` from the model's
+    inputs; the names of the states (parameters, buffers, constants) that it reads; and the names of the inputs that it
+    reads.
 
     ``call``: the run of a block that contains the nodes ``totals``. ``name``: the new block's name. ``producers``: for
     each value by name, the index of the call that computes it, and the value's index among the call's outputs.
@@ -223,9 +224,8 @@ class _CallInliner:
 
 
 def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
-    """Return a copy of ``block`` with the nodes ``totals`` (sums over the batch) as additional inputs, after the
-    others, instead of computed values.
-    """
+    """Return a copy of ``block`` that reads the values of the nodes ``totals`` (sums over the batch) as additional
+    inputs, after its other inputs, instead of computing them."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in block.placeholders:
@@ -242,11 +242,12 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 
 
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
-    """Move collectives in the graphs of ``model`` from the axis ``data`` (all parts of the global batch) to ``dp`` (the
-    data-parallel ranks) if each rank runs one microbatch, in place.
+    """Replace the axis ``data``, which stands for all parts of the global batch, in the collectives of ``model`` by
+    what each rank runs, in place.
 
-    ``num_microbatches``: the number of microbatches of each rank. With several, replace slices by an index of the
-    microbatch, and raise :class:`UnsupportedError` for a collective that communicates.
+    If each rank runs one microbatch, the axis becomes ``dp``, the data-parallel ranks. With several
+    (``num_microbatches``), slices of the batch become look-ups by the index of the microbatch, and a collective that
+    communicates raises :class:`UnsupportedError`, because microbatches of one rank do not run at the same time.
     """
     for block in model.blocks.values():
         for node in list(block.graph.nodes):

@@ -152,10 +152,12 @@ def _is_cast(value: Any) -> bool:
 
 
 def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[], str]) -> Any:
-    """Return the dtype to which autocast casts the operands of an operator; ``None`` if it does not cast them; the
-    constant ``_APART`` if the operator must be decomposed and its parts traced, because autocast casts inside of it.
+    """Return the dtype to which autocast casts the operands of an operator: ``None`` if it does not cast them; the
+    constant ``_APART`` if it casts inside of the operator, so that the caller must trace the operators that it
+    decomposes into.
 
-    Raise :class:`UnsupportedError` for an operator that autocast changes in another way.
+    Raise :class:`UnsupportedError` if the effect of autocast on the operator cannot be found or traced, for example
+    because sizes depend on data.
 
     Args:
         func: the operator.
@@ -196,9 +198,9 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
 
 
 def _format_autocast_refusal(func: Any, asked: Asked, line: Callable[[], str], why: str) -> str:
-    """Return the text of the error that the operator ``func`` cannot be kept exact in an autocast region. ``asked``:
-    (device type, narrow dtype) of the region. ``line``: returns the present line of forward. ``why``: the reason.
-    """
+    """Return the text of the error that a plan would not compute the same as the operator ``func`` in an autocast
+    region. ``asked``: (device type, narrow dtype) of the region. ``line``: returns the present line of forward.
+    ``why``: the reason."""
     return (
         f"{func.name()}{line()} in a region of torch.autocast({asked[0]!r}, {asked[1]}) cannot be kept exact ({why}): "
         "take it out of the region, or cast its operands yourself within autocast(enabled=False)"
@@ -275,9 +277,8 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
 
 def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
     """Return whether autocast has a rule neither for the operator ``func`` nor for the operators that it decomposes
-    into.
-
-    It is run on fake CPU tensors, because some operators cannot be run for a GPU on a machine without one.
+    into. The decomposition is found by running ``func`` on fake CPU tensors, because some operators cannot be run for a
+    GPU on a machine without one.
 
     Args:
         func: the operator.
@@ -296,9 +297,12 @@ def _is_listed(name: str, device: str) -> bool:
 
 
 def _log_operator_run(*call: Any, on: bool) -> Any:
-    """Run an operator on fake tensors and return (record of the operators that computed something, floating-point
-    dtypes of its results). ``call``: the operator, its flattened arguments, their structure, the (device type, dtype)
-    of autocast, and the dtype to cast operands to. ``on``: whether autocast is on.
+    """Run an operator on fake tensors, and return two values: for each operator that this runs and that computes
+    something, (operator, floating-point dtypes that it reads, those that it returns), as a list; and the floating-point
+    dtypes of the results.
+
+    ``call``: the operator, its flattened arguments, their structure, the (device type, dtype) of autocast, and the
+    dtype to which operands are cast. ``on``: whether autocast is on.
     """
     log, made = _run_with_cast_operands(*call, on=on)
     return log.entries, made

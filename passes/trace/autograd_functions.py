@@ -221,8 +221,8 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
-    """Return a 0-dimensional tensor that is zero if ``change`` is zero, and whose gradient with respect to ``change``
-    is ``constant``."""
+    """Return a 0-dimensional tensor whose gradient with respect to ``change`` is ``constant``, and whose value is zero
+    because ``change`` is. Added to the loss, it adds ``constant`` to a gradient and changes nothing else."""
     if change.is_complex():
         return (constant.conj() * change).real.sum()
     return (constant * change).sum()
@@ -415,11 +415,11 @@ _GLOBAL_FORWARD = {"_global_forward_hooks": (MODEL, GIVEN, GIVEN), "_global_forw
 
 
 def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
-    """Return a note for the user on each hook of ``model`` that a plan does not call: the hooks that only observe,
-    which return ``None`` and change nothing.
+    """Check the hooks of ``model``. Return a tuple of texts for the user, one for each hook that a plan will not call
+    because it only observes: it returns ``None`` and changes nothing.
 
-    Raise :class:`UnsupportedError` if a hook on gradients, or a forward hook on all modules, does more. Forward hooks
-    of single modules that do more are neither noted nor refused.
+    Raise :class:`UnsupportedError` if a hook on gradients, or a forward hook on all modules, does more than observe.
+    Forward hooks of single modules that do more are allowed, because they are traced with forward.
 
     Args:
         model: the model.
@@ -449,9 +449,9 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
 
 
 def _of_tables(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tuple[Any, tuple[HookValue, ...]]]:
-    """Return (hook, kinds of its arguments) for all hooks of ``owner``. ``tables``: for the name of each attribute with
-    hooks, the kinds of the arguments that these get, such as a module or a value.
-    """
+    """Return a list of all hooks of ``owner``, a module or ``torch.nn.modules.module``, each as (hook, kinds of its
+    arguments). ``tables``: for the name of each attribute in which ``owner`` stores hooks, the kinds (such as a module
+    or a value) of the arguments with which they are called."""
     return [(hook, given) for table, given in tables.items() for hook in getattr(owner, table).values()]
 
 
@@ -535,8 +535,9 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         """
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
-            """Note ``hook``, which forward wants to register on ``owner``, without registering it, and return a handle.
-            Raise :class:`UnsupportedError` if it may do more than observe."""
+            """Add a text for the user on ``hook``, which forward wants to register on ``owner``, to the notes, and
+            return a handle. The hook is not registered, because it only observes; if it may do more, raise
+            :class:`UnsupportedError`."""
             reason = what_it_does(hook, given)
             if reason is not None:
                 raise UnsupportedError(
@@ -555,7 +556,8 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         return refuse
 
     class WatchedNode:
-        """An autograd node (``tensor.grad_fn``) on which registering a hook raises :class:`UnsupportedError`."""
+        """Wrapper of an autograd node (``tensor.grad_fn``) that user code gets during a trace. Registering a hook on it
+        raises :class:`UnsupportedError`; all other attributes are those of the node."""
 
         register_hook, register_prehook = refused("grad_fn"), refused("grad_fn")
 
@@ -636,18 +638,17 @@ class LeftToPlan:
 
 @contextlib.contextmanager
 def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
-    """Return a context in which activation checkpointing and ``save_on_cpu`` in forward are noted in ``notes``.
-
-    ``save_on_cpu`` has no effect in it. Other hooks on tensors that are saved for backward raise
-    :class:`UnsupportedError`.
+    """Return a context for a trace of forward. Each place in forward that uses activation checkpointing or
+    ``save_on_cpu`` adds a text for the user to ``notes``, and ``save_on_cpu`` has no effect, because a plan decides
+    itself what to keep in memory. Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
     """
     left = LeftToPlan()
     enter, leave = graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__
     run_later, run_twice = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
 
     def entered(hooks: Any) -> Any:
-        """Replace ``saved_tensors_hooks.__enter__``: note ``save_on_cpu`` without entering it, and raise
-        :class:`UnsupportedError` for hooks of the user. ``hooks``: the context that is entered."""
+        """Replace ``saved_tensors_hooks.__enter__``. For ``save_on_cpu``, record the line of forward and do not enter
+        it; for hooks of the user, raise :class:`UnsupportedError`. ``hooks``: the context that is to be entered."""
         if isinstance(hooks, graph.save_on_cpu):
             left.offloaded.add(_format_user_line())
             return None
@@ -665,9 +666,8 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
             leave(hooks, *error)
 
     def noted(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note that ``function`` is checkpointed, and whether torch would give it no gradient; then checkpoint it with
-        ``run`` and return the result.
-        """
+        """Record the line of forward that checkpoints ``function``, and whether torch would give it no gradient. Then
+        call it by ``run``, torch's checkpoint function, and return the result."""
         name = _class_of(function)
         left.checkpointed.add(f"{name} at {_format_user_line()}" if name else _format_user_line())
         takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
@@ -719,9 +719,9 @@ _NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, typ
 
 @contextlib.contextmanager
 def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Return a context at whose end everything that forward hooks have stored outside of the model is restored to its
-    state before. ``notes``: receives a text on each hook that had stored something.
-    """
+    """Return a context at whose end everything outside of the model that its forward hooks have changed during the
+    context, such as a list to which they append, is restored. ``notes``: receives a text on each hook that had changed
+    something."""
     before = [
         (hook, name, _HookState.of(hook))
         for name, module in model.named_modules()
@@ -784,7 +784,7 @@ class _HookState:
 
 
 def _is_same_object(a: Any, b: Any) -> bool:
-    """Return whether ``a`` and ``b`` are one object, or pairs of the same two objects."""
+    """Return whether ``a`` and ``b`` are the same object, or two pairs, such as (key, value), of the same objects."""
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
         return a[0] is b[0] and a[1] is b[1]
     return a is b
@@ -799,12 +799,12 @@ def _is_set(cell: Any) -> bool:
 
 
 def with_terms_added(captured: Captured) -> Captured:
-    """Remove the ``partition::own`` operators from a captured graph, in place, and add their terms to the loss. Return
-    ``captured`` with outputs, loss and updates under their new node names.
+    """Remove the ``partition::own`` operators from a captured graph, in place, and return ``captured`` with outputs,
+    loss and updates under their new node names.
 
-    Such an operator is on the result of a ``torch.autograd.Function`` whose ``backward`` adds a part that does not
-    depend on the incoming gradient. Its terms have this part as gradient. They are added only if autograd reaches the
-    operator from the loss.
+    Such an operator marks the result of a user's ``torch.autograd.Function`` whose ``backward`` adds a part that does
+    not depend on the incoming gradient. It holds loss terms: values of zero, with this part as gradient. They are added
+    to the loss if autograd would reach the function from the loss, because only then would its ``backward`` run.
     """
     graph = captured.graph
     marks = [n for n in graph.nodes if n.target is OWN]
@@ -854,8 +854,8 @@ def _insert_call_like(
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of ``graph``, among ``marks`` and those that depend on them, that autograd reaches from
-    ``loss``, even by a zero gradient."""
+    """Return the set of ``loss`` and of those nodes of ``graph`` that autograd reaches from ``loss``, even by a zero
+    gradient, and that are in ``marks`` or depend on a node in it. ``marks``: ``partition::own`` operators."""
     behind = set(marks)
     for node in graph.nodes:
         if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

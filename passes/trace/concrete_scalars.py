@@ -45,13 +45,14 @@ def numbers_known(
     model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
 ) -> Iterator[None]:
     """Return a context in which forward of ``model``, while it is traced, may read tensors as numbers (``item``,
-    ``bool``) if they depend on no input, parameter or random number.
+    ``bool``) if they depend on no input, parameter or random number, such as a counter in a buffer.
 
     Args:
         model: the model.
         held: buffers with real numbers, by name.
-        asked: receives the names of the buffers that such a number depends on.
-        drawn: receives the names of the random operators that a number which could not be computed depends on.
+        asked: a set to which the names of the buffers are added on which a number that was read depends.
+        drawn: a list to which the names of random operators are added if a number cannot be computed because it depends
+            on them.
     """
     known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
 
@@ -78,9 +79,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
         self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
 
     def enter(self, model: nn.Module) -> None:
-        """Find the placeholders of the model's buffers in the trace that begins, and remember them; called at the start
-        of forward.
-        """
+        """Find which placeholders in the graph of the trace that begins stand for the model's buffers, and store this,
+        so that numbers that depend on buffers can be computed. It must be called at the start of forward."""
         self.placeholders, mode = {}, get_proxy_mode()
         if mode is None:
             return
@@ -136,8 +136,8 @@ def _suspend_tracing() -> Iterator[None]:
 
 
 def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
-    """Return the nodes that must run to compute the values of ``wanted``, in graph order, with those that write in
-    place to memory that is read.
+    """Return the nodes that must run to compute the values of ``wanted``, in graph order. Operators that write in place
+    to memory that one of these nodes uses are among them.
 
     ``given``: nodes whose values are known. Return ``None`` if a node is neither known nor computable from the model
     alone (an input, a parameter, a random operator), or if the values are too large.

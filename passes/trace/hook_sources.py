@@ -34,17 +34,19 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 
 @dataclass(frozen=True)
 class HookValue:
-    """What a value in a hook's source can be, as the analysis of hooks knows it without running the hook.
+    """What the analysis of a hook's source, which does not run the hook, knows of a value in it.
 
-    ``kind``: whether it is an argument of the hook or a view of one, a module or what it holds, one of ``objects``
-    (which exist already), a new value that the hook makes, ``None``, or unknown.
+    ``kind``: "given" for an argument of the hook or a view of one, "model" for a module or what it holds, "known" for
+    one of ``objects``, which exist already, "fresh" for a new value that the hook makes, "none" for ``None``, or
+    "unknown".
     """
 
     kind: Kind
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
     def joined(self, other: HookValue) -> HookValue:
-        """Return the kind of value that an expression has which is either this value or ``other``."""
+        """Return the kind of a value that is either this value or ``other``, depending on what happens when the hook
+        runs, as in ``a if c else b``."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -118,9 +120,9 @@ _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torc
 
 
 def _of_object(value: Any) -> HookValue:
-    """Return the kind of value that an existing object is for the analysis of hooks: that of ``None``, that of a new
-    value for a number, text or the like, else the object itself.
-    """
+    """Describe an existing object, such as a closure variable of a hook, for the analysis of the hook's source: return
+    the kind ``NONE`` for ``None``, the kind of a newly made value for a number, text or the like, which a hook cannot
+    change, and otherwise a kind that names the object itself."""
     if value is None:
         return NONE
     return FRESH if isinstance(value, _PLAIN) else HookValue("known", (value,))
@@ -273,10 +275,9 @@ def _join_value_elements(value: HookValue) -> HookValue:
 
 
 def _join_object_elements(owner: Any) -> HookValue:
-    """Return the kind of value that an element of the existing object ``owner`` can be for the analysis of hooks;
-    unknown for anything but a container with a limited number of elements (at least one). A tensor stands for its own
-    elements.
-    """
+    """Return the kind of value that an element of the existing object ``owner`` can be, for the analysis of a hook's
+    source. It covers all elements of a container, if it has at least one and not too many; for a tensor it is the
+    tensor itself, because its elements share its memory. For any other object the kind is "unknown"."""
     if isinstance(owner, Tensor):
         return HookValue("known", (owner,))
     held = (
@@ -319,8 +320,9 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
-        """Set the kind of value of each parameter of the analysed function. ``args``, ``named``: the kinds of the
-        positional and the keyword arguments; defaults count for the rest."""
+        """Set the kind of value of each parameter of the analysed function for one call. ``args``, ``named``: the kinds
+        of the call's positional and keyword arguments. A parameter without an argument gets the kind of its default, or
+        "unknown"."""
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -408,8 +410,11 @@ class _HookReader:
             self.names[name] = UNKNOWN if found is None else HookValue("known", (found,))
 
     def store_value(self, target: ast.expr, found: HookValue) -> None:
-        """Set the kind of value of what is assigned, ``target``, to ``found``, or to what both it and the former kind
-        can be. Raise :class:`_SideEffect` if the assignment may change an object that the hook has not made.
+        """Record an assignment in a hook's source, without running it. For a name, its kind of value becomes ``found``
+        or, if it already has another, a kind that covers both. Raise :class:`_SideEffect` for an assignment to an
+        attribute or element of an object that the hook has not made, or that is a part of training.
+
+        ``target``: the expression that is assigned to. ``found``: the kind of the assigned value.
         """
         match target:
             case ast.Name():
@@ -576,10 +581,9 @@ _DESCRIBING = {
 
 
 def _join_held_values(values: Sequence[HookValue]) -> HookValue:
-    """Return the kind of a value in a hook's source that is made of ``values`` or holds them, such as a list.
-
-    Known objects that are no part of training (modules, tensors, optimizers) count as harmless, newly created values.
-    """
+    """Return the kind of a new value in a hook's source that is made of ``values`` or holds them, such as a list. It
+    covers the kinds of all ``values``; an existing object that is no part of training (no module, tensor, optimizer)
+    counts as a value that the hook has made, which it may change."""
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
     ]

@@ -102,18 +102,18 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
 class _InnerGradients:
     """Replacements of torch's gradient functions during one trace of a model's forward.
 
-    ``line``: returns the present line of forward, for error messages. ``begun``: for each node whose tensor was set to
-    require a gradient, the number of nodes in the graph at that time. Autograd does not connect nodes before that with
-    it.
+    ``line``: returns the present line of forward, for error messages. ``begun``: for each node whose tensor forward has
+    set to require a gradient, the number of nodes that the graph had at that time. Operators before this point that
+    read the tensor pass no gradient to it, as in autograd.
     """
 
     line: Callable[[], str]
     begun: dict[fx.Node, int] = field(default_factory=dict)
 
     def request_gradient(self, tensor: Tensor, flag: bool = True) -> Tensor:
-        """Replace ``tensor.requires_grad_(flag)``: note where in the graph the tensor begins to require a gradient, and
-        return it.
-        """
+        """Set whether ``tensor`` requires a gradient, in place of ``tensor.requires_grad_(flag)``, and return
+        ``tensor``. If it begins to require one, the present length of the graph is stored in :attr:`begun`, because
+        earlier operators that read the tensor must pass no gradient to it."""
         tracer = _find_active_tracer()
         node = _node_of(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
@@ -121,8 +121,9 @@ class _InnerGradients:
         return _plain_requires_grad_(tensor, flag)
 
     def assign_requires_grad(self, tensor: Tensor, flag: bool) -> None:
-        """Replace the assignment ``tensor.requires_grad = flag``: note where in the graph the tensor begins to require
-        a gradient."""
+        """Set whether ``tensor`` requires a gradient, in place of the assignment ``tensor.requires_grad = flag``. If it
+        begins to require one, the present length of the graph is stored in :attr:`begun`, because earlier operators
+        that read the tensor must pass no gradient to it."""
         self.request_gradient(tensor, flag)
 
     def run_engine(
@@ -189,12 +190,12 @@ class _InnerGradients:
 
 @dataclass(frozen=True)
 class _GradientBody:
-    """The part of a trace that a gradient is taken of.
+    """The part of a trace through which a gradient is taken: the operators that lead from some tensors to others.
 
-    ``outputs``, ``inputs``: nodes of the tensors whose gradient is taken, and of those with respect to which; ``None``
-    for a tensor that is not in the trace. ``body``: the operators between them, in graph order. ``given``: the nodes
-    that the body reads from outside, and the inputs that do not depend on another input. ``tensors``: the outputs as
-    tensors.
+    ``outputs``, ``inputs``: the nodes of the tensors whose gradient is taken, and of those with respect to which it is
+    taken; ``None`` for a tensor that is not in the trace. ``body``: the operators between them, in graph order.
+    ``given``: the nodes that the body reads from outside, and the inputs that do not depend on another input.
+    ``tensors``: the outputs as tensors.
     """
 
     outputs: list[fx.Node | None]
@@ -254,9 +255,9 @@ class _GradientBody:
         reached: list[bool] = []
 
         def derivative(*flat: Tensor) -> list[Tensor]:
-            """Compute the body again from the values ``flat`` of the given nodes, followed by the gradients of the
-            outputs. Return the gradients of the inputs that have one, and the outputs.
-            """
+            """Compute the operators between inputs and outputs again. ``flat``: the values of the nodes ``given``,
+            which these operators read from outside, followed by the gradients of the outputs. Return a list of the
+            gradients of those inputs that have one, and the outputs."""
             env: dict[fx.Node, Any] = dict(zip(self.given, flat, strict=False))
             for node in self.inputs:
                 if node in env:
@@ -297,8 +298,8 @@ class _GradientBody:
 
     @staticmethod
     def _read_again(tracer: Any, tensor: Tensor, again: Tensor) -> None:
-        """Make all later reads of ``tensor`` in the trace read ``again``, a tensor with equal values. ``tracer``:
-        records forward's operators."""
+        """Change the trace so that operators which are recorded from now on read the node of ``again`` where they use
+        ``tensor``. ``again``: a traced tensor with equal values. ``tracer``: records forward's operators."""
         track_tensor(tensor, get_proxy_slot(again, tracer).proxy, constant=None, tracer=tracer)
 
 
@@ -370,9 +371,9 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
 
 
 def _find_written_values(node: fx.Node) -> list[fx.Node]:
-    """Return the values that a chain of in-place operators ending in ``node`` writes to, which all are one tensor; the
-    last of them is the node that created it. Empty if ``node`` does not write in place.
-    """
+    """Return the nodes that are the same tensor as ``node`` before in-place operators wrote to it, if ``node`` is such
+    an operator: the operand of each, from ``node`` back to the node that created the tensor, which is last. Return an
+    empty list if ``node`` does not write in place."""
     found = []
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         node = node.args[0]  # type: ignore[assignment]

@@ -51,14 +51,15 @@ def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
 
 
 def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any], run: Callable[[], Any]) -> bool:
-    """Return whether ``model`` computes something else with generation (key/value) caches than without them.
+    """Return whether ``model`` computes something else with generation (key/value) caches than without them. Its
+    forward is run both ways on fake tensors, and its results are compared by the operations that they come from.
 
     Args:
         model: the model.
         mode: the fake tensor mode of the model's tensors.
         configs: configuration objects in which ``use_cache`` was set to False.
-        run: calls forward outside of the mode, and returns its result or the exception that it raises. If both runs
-            raise exceptions of one type, their last calls of torch functions are compared instead of results.
+        run: calls forward, and returns its result or the exception that it raises. If both runs raise exceptions of one
+            type, their last calls of torch functions are compared instead of results.
     """
     names: dict[Any, int] = {}
     for groups in (find_equal_layers(model, _LEAST), []):
@@ -88,11 +89,9 @@ def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
 def _name_output_tensors(
     model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
-    """Run forward, and return an integer identifier of each of its output tensors, by the tensor's path in the output,
-    and forward's last call of a torch function. If forward raises an exception, it is returned in place of the
-    identifiers.
-
-    Tensors that were computed by the same operations have equal identifiers.
+    """Run forward and identify its results by how they were computed. Return two values: a dict from the path of each
+    output tensor to an integer, or the exception that forward raised; and a key of forward's last call of a torch
+    function. Tensors that were computed by the same operations have equal integers.
 
     Args:
         model: the model.
@@ -113,8 +112,8 @@ def _name_output_tensors(
 
 @contextmanager
 def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Iterator[None]:
-    """Return a context in which only the first call in each group of equal modules runs, for each kind of arguments.
-    Other calls return new tensors of the same shapes, identified by the call's operands.
+    """Return a context in which, of the calls of equal modules with arguments of the same shapes and types, only the
+    first is run. Other calls return new tensors of the same shapes; their identifiers depend on the call's operands.
 
     ``groups``: the groups of equal modules. ``named``: the mode that gives tensors identifiers.
     """
@@ -138,11 +137,12 @@ def _run_once_per_kind(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``forward`` of ``module`` and return its result; if an equal module was called with arguments of this kind
-    before, return new tensors of the same shapes instead, identified by the call's operands.
+    """Call ``forward`` of ``module`` and return its result. If an equal module was called before with arguments of the
+    same shapes and types, return new tensors of the shapes of its result instead, whose identifiers depend on the
+    operands.
 
-    ``first``: the result of the first call for each kind of arguments; it is added to. ``named``: the mode that gives
-    tensors identifiers.
+    ``first``: the result of the first call for each kind of arguments; a first call is added to it. ``named``: the mode
+    that gives tensors identifiers.
     """
     with torch._C.DisableTorchFunction():
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -164,11 +164,12 @@ def _run_once_per_kind(
 
 
 class _TensorNamingMode(TorchFunctionMode):
-    """Torch function mode that gives every tensor an integer identifier, which is equal for tensors that equal
-    computations make.
+    """Torch function mode that gives every tensor an integer identifier. Two tensors have the same identifier if they
+    were computed by the same operations from the same tensors.
 
     ``mode``: the fake tensor mode of the model's tensors. ``names``: the identifiers so far, by a key of the
-    computation; shared between runs that are compared. ``last``: the last call of a torch function, as a key.
+    computation; two runs of a model share it if their results are to be compared. ``last``: a key of the last call of a
+    torch function.
     """
 
     def __init__(self, mode: FakeTensorMode, names: dict[Any, int]) -> None:
@@ -193,9 +194,8 @@ class _TensorNamingMode(TorchFunctionMode):
         return tensor
 
     def of(self, tensor: Tensor) -> int:
-        """Return the identifier of the present value of ``tensor``, which takes in-place writes to its memory into
-        account. A tensor of unknown origin gets an identifier of its own.
-        """
+        """Return the identifier of the present value of ``tensor``. If a call has written in place to its memory, the
+        identifier depends on that call, too. A tensor of unknown origin gets an identifier of its own."""
         self.give(tensor, ("other", id(tensor)))
         name, written = self._by_id[id(tensor)], self._written.get(_identify_storage(tensor))
         return name if written is None else self._assign_key_number((name, written))
@@ -252,9 +252,9 @@ class _TensorNamingMode(TorchFunctionMode):
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
-        """Return a fake copy of ``tensor``, which replaces it in all later calls, because a value of unknown content
-        will be written into it. ``asked``: a key of the call that writes.
-        """
+        """Return a fake copy (without values) of ``tensor``, which takes its place in all later calls. It is needed
+        before a call writes values that are not known into ``tensor``. ``asked``: a key of this call, from which the
+        copy and other views of the memory get new identifiers."""
         fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
         self._by_id[id(fake)] = self.of(tensor)

@@ -108,12 +108,12 @@ def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
 
 
 def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
-    """Split ``members``, modules that are equal except for integer and text attributes, into groups that can be traced
-    as one, and yield each group of at least ``least`` modules.
+    """Split ``members``, modules that are equal except for integer and text attributes, into groups, and yield each
+    group of at least ``least`` modules. Attributes whose values differ between all members, such as a layer's index,
+    are named in the group; in all others, the members of a group are equal.
 
-    An attribute whose values differ between all members, such as a layer's index, is noted in the group. Members of one
-    group are equal in all other attributes. ``members``: each as (name, module, the values of its integer and text
-    attributes by (submodule path, attribute name)).
+    ``members``: each as (name, module, the values of its integer and text attributes by (submodule path, attribute
+    name)).
     """
     if len(members) < least:
         return
@@ -237,10 +237,11 @@ def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
 
 
 class _Frozen:
-    """Builds hashable keys of attribute values, equal for equal values; unknown objects are identified by their ``id``.
+    """Builds hashable keys of attribute values of one module, equal for equal values, so that modules can be compared.
 
-    ``inside``: the name of each submodule of the described module, by the submodule's ``id``; a reference to one is
-    keyed by its name.
+    ``inside``: the name of each submodule of that module, by the submodule's ``id``. A value that is such a submodule
+    is keyed by this name, so that it equals the corresponding submodule of another module; other unknown objects are
+    keyed by their ``id``.
     """
 
     def __init__(self, inside: dict[int, str]) -> None:
@@ -303,8 +304,9 @@ class ParkedParameterError(Unlike):
 
 
 class _ParkedParameterDict(dict[str, Any]):
-    """Empty replacement of a module's ``_parameters`` that raises :class:`ParkedParameterError` if it is listed, or
-    asked for a removed parameter, while the model runs.
+    """Empty dict that replaces a module's ``_parameters`` while the model is traced, because the parameters were
+    removed. While the model runs, it raises :class:`ParkedParameterError` if it is listed or a removed parameter is
+    read.
 
     ``names``: the names of the removed parameters. ``running``: returns whether the model runs.
     """
@@ -345,9 +347,10 @@ class _ParkedParameterDict(dict[str, Any]):
 class ParkedParameters:
     """Removes parameters of modules while the model is traced, because the time of a trace grows with their number.
 
-    ``names``: for the ``id`` of each such module, the names of its parameters in the order of its submodules, and
-    ``None`` for each buffer. ``numbers``: a number (from 0) for each such module, by its ``id``. ``parameters``: the
-    removed parameters, by name. ``model``: the model.
+    All dicts but ``parameters`` are by the ``id`` of the module. ``names``: the names of the parameters and buffers of
+    each module whose parameters are removed, in the order of its submodules, with ``None`` for a buffer, which stays.
+    ``numbers``: a number, from 0, for each such module. ``parameters``: the removed parameters, by name. ``model``: the
+    model.
     """
 
     model: nn.Module
@@ -383,9 +386,8 @@ class ParkedParameters:
         self._uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
 
     def by_number(self) -> dict[int, tuple[str | None, ...]]:
-        """Return, for the number of each module whose parameters are removed, the names of its parameters in order, and
-        ``None`` for each buffer.
-        """
+        """Return, for the number of each module whose parameters are removed, the names of its parameters and buffers
+        in order, with ``None`` for each buffer, because buffers are not removed."""
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def close(self) -> None:

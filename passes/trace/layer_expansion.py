@@ -56,8 +56,8 @@ def expand_layer_operators(
     copies of the operators of an equal layer, in place. Return ``captured`` with the node names, states and
     placeholders of the new graph. Raise :class:`Unrepeated` if it cannot be shown that the calls are equal.
 
-    ``away``: for the number of each module whose parameters were removed during the trace, its parameters and buffers
-    in order, with ``None`` for those that the trace saw.
+    ``away``: for modules whose parameters were removed during the trace, by number: the module's parameters and buffers
+    in order, with ``None`` for those that were not removed, such as buffers.
     """
     graph = captured.graph
     restored = _Restored(captured, away or {})
@@ -131,16 +131,15 @@ def in_order(captured: Captured, names: Iterable[str]) -> Captured:
 class _Restored:
     """Creates placeholders for the parameters of modules that were removed while the model was traced.
 
-    ``away``: for the number of each such module, its parameters and buffers in order; ``None`` for those that the trace
-    saw. ``states``: the removed parameters by name. ``placeholders``: the parameter's name for each new placeholder, by
-    the placeholder's name. ``nodes``: the new placeholders.
+    ``away``: for the number of each such module, its parameters and buffers in order; ``None`` for those that were not
+    removed, such as buffers. ``states``: the removed parameters by name. ``placeholders``: the parameter's name for
+    each new placeholder, by the placeholder's name. ``nodes``: the new placeholders.
     """
 
     def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
         """Start without placeholders. ``captured``: the model whose graph gets them. ``away``: for the number of each
-        module whose parameters were removed, its parameters and buffers in order; ``None`` for those that the trace
-        saw.
-        """
+        module whose parameters were removed during the trace, its parameters and buffers in order; ``None`` for those
+        that were not removed, such as buffers."""
         self.graph, self.away = captured.graph, away
         self.states = {state.name: state for of_module in away.values() for state in of_module if state is not None}
         self.placeholders: dict[str, str] = {}
@@ -277,8 +276,8 @@ def _build_value_spec(value: Any) -> Any:
 def _copy_layer_body(
     graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
 ) -> list[fx.Node]:
-    """Insert copies of a layer's operators before ``call``, the node that stands for the call of another layer. Return
-    the nodes of the results.
+    """Insert copies of the operators of a traced layer before ``call``, the ``partition::layer`` node of an equal layer
+    that was not traced. Return the nodes of the results, one for each result of the call.
 
     ``operands``: the nodes that the copies read. ``body``: the operators. ``classes``: class names by module path;
     those of the other layer's submodules are added.

@@ -140,7 +140,8 @@ class Journal(TorchFunctionMode):
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 
     def _keep_foreign_tensor(self, tensor: Tensor) -> int:
-        """Keep alive a tensor that neither is an operand nor was made by the recorded call, and return its ``id``."""
+        """Store a reference to a tensor that neither is an operand nor was made by the recorded call, so that its
+        ``id`` is not given to another object, and return the ``id``."""
         self._held.append(tensor)
         return id(tensor)
 
@@ -192,15 +193,15 @@ _library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member
 
 
 def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
-    """Return tensors of the shapes of a module call's results: the fake implementation of ``partition::layer``, an
-    operator that stands for the call in a graph that is being captured, and is never run.
+    """Return tensors of the shapes of the results of a module's call. This is the fake implementation of the operator
+    ``partition::layer``, which stands for the call in a graph that is being captured and is never run.
 
     Args:
         operands: parameters, buffers and tensor arguments that the call reads.
         results: the tensors that the call returned, if it was run; if empty, the shapes are those of an earlier equal
             call.
         memo: number of the group of equal calls.
-        member: number of a module whose parameters are removed and not among the operands; -1 if none are.
+        member: number of the module if its parameters are removed and so are not among the operands; otherwise -1.
     """
     specs = [(tuple(r.shape), r.stride(), r.dtype) for r in results] or _made_by[memo]
     return [operands[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in specs]
@@ -213,12 +214,14 @@ LAYER = torch.ops.partition.layer.default
 
 @dataclass
 class _CallMemo:
-    """Facts about equal calls: calls of modules of equal structure, with arguments of the same kind.
+    """What is known of a group of equal calls, that is calls of modules of equal structure with arguments of the same
+    kind.
 
-    ``number``: identifies the group of calls. ``shown``: how many calls were run in full. ``journal``: the torch
-    functions that the first call called. ``alone``: whether each call must be traced, because the first could not stand
-    for others. ``leaves``: for each value of the result, ("made", index of a new tensor), ("operand", index of an
-    operand that is returned unchanged) or ("plain", (type, value)). ``tree``: the structure of the result.
+    ``number``: identifies the group. ``shown``: how many of the calls were run in full. ``journal``: the record of the
+    torch functions that the first call used. ``alone``: whether every call must be traced, because the first has an
+    effect or a result, such as a write to an argument or a view of one, that one operator cannot represent. ``leaves``:
+    for each value of the result, ("made", index of a new tensor), ("operand", index of an operand that is returned
+    unchanged) or ("plain", (type, value)). ``tree``: the structure of the result.
     """
 
     number: int
@@ -231,10 +234,11 @@ class _CallMemo:
 
 @dataclass
 class Repeats:
-    """Groups of modules of equal structure, and what one trace found out about their calls.
+    """Groups of modules of equal structure, and what one trace found out about their calls. Only the first calls are
+    run; the operator ``partition::layer`` takes the place of others.
 
-    ``groups``: the groups. ``memos``: the facts about equal calls, by (index of their group, key of the call).
-    ``refused``: the groups of which each call must be traced. ``away``: the parameters that are removed during the
+    ``groups``: the groups. ``memos``: what is known of equal calls, by (index of their group, key of the call).
+    ``refused``: the groups in which every call must be traced. ``away``: the parameters that are removed during the
     trace; ``None`` if none are.
     """
 
@@ -248,13 +252,13 @@ class Repeats:
 
     @classmethod
     def of(cls, model: nn.Module) -> Repeats:
-        """Return a record of the groups of equal modules of ``model`` that are large enough to be traced once, without
-        facts about calls."""
+        """Find groups of equal modules of ``model``, such as its layers, of which only one needs to be traced. Return a
+        :class:`Repeats` with these groups, to be used for one trace."""
         return cls(find_equal_layers(model, _LEAST))
 
     def put_away(self, model: nn.Module) -> Repeats:
-        """Select the parameters of modules whose calls will not be traced, to be removed from ``model`` during the
-        trace. Return self.
+        """Select the parameters to be removed from ``model`` during the trace, which makes it faster: those of modules
+        whose calls will not be run, because an equal module is called before. Return self.
 
         The first members of each group of equal modules keep their parameters, because their calls are run.
         """
@@ -268,16 +272,14 @@ class Repeats:
         return self
 
     def without(self, refused: Sequence[ModuleGroup]) -> Repeats:
-        """Return an object for another trace of the model that has all these groups of equal modules except the
-        ``refused`` ones, and no facts about calls.
-        """
+        """Return a :class:`Repeats` for a new trace of the model, with the groups of equal modules of this one except
+        those in ``refused``, every call of which is then traced. It knows nothing of calls yet."""
         names = {group.names for group in refused}
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Note that each call of a group of equal modules must be traced. ``number``: the number by which a
-        :class:`_CallMemo` identifies calls of this group.
-        """
+        """Add a group of equal modules to :attr:`refused`, so that the next trace runs every call of it. ``number``:
+        the number that a :class:`_CallMemo` has given to equal calls of this group."""
         for (group, _), memo in self.memos.items():
             if memo.number == number:
                 self.refused.append(self.groups[group])
@@ -314,8 +316,12 @@ class Repeats:
         self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``module``, a member of the group number ``index`` of equal modules, with ``args`` and ``kwargs``, and
-        return its output. It is run or traced if this is one of the first calls or cannot stand for others; otherwise
-        the operator ``partition::layer`` stands for it. ``forward``: the module's own forward."""
+        return its output.
+
+        The first two of equal calls run ``forward``, the module's own. A later one only appends the operator
+        ``partition::layer`` to the graph. Calls that cannot be compared, or that have an effect or a result which such
+        an operator cannot represent, always run ``forward``.
+        """
         if self.away is not None and id(module) in self.away.names:
             return self._stand_in(self.away, index, module, args, kwargs)
         again = id(module) in self._called
@@ -357,14 +363,14 @@ class Repeats:
         own: tuple[tuple[str, str], ...],
         forward: Callable[[], Any],
     ) -> tuple[Any, list[Tensor] | None]:
-        """Run one of the two calls in a group of equal modules that stand for all others. Return its output and the
-        list of its result tensors that are in the graph (empty if the call was not traced); the list is ``None`` if the
-        first call cannot stand for others.
-
-        Raise :class:`Unlike` if the second call differs from the first.
+        """Run one of the first two of several equal module calls, from whose comparison it follows what the other calls
+        compute. Return its output and the list of its result tensors that are in the graph (empty if the call was not
+        traced). The list is ``None`` if this is the first call and it has an effect or a result, such as a write to an
+        argument or a view of one, because of which all calls must be traced. Raise :class:`Unlike` if the second call
+        differs from the first.
 
         Args:
-            memo: facts about these equal calls.
+            memo: what is known of these equal calls; it is updated.
             call: the tensors that the call reads.
             module: the module that is called.
             own: attributes in which the modules differ, as (path of a submodule, attribute name).
@@ -389,14 +395,15 @@ class Repeats:
         return output, results if traced else []
 
     def _run_once(self, memo: _CallMemo, call: _RepeatedCall, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run one of the two calls in a group of equal modules that stand for all others. Return its output and whether
-        its operators are in the graph.
+        """Run one of the first two of several equal module calls. Return its output and whether its operators are in
+        the graph.
 
-        The first is traced. The second is traced only if nothing else tells what it computes; otherwise it runs outside
-        of the graph, and :class:`Unlike` is raised if it calls other torch functions than the first.
+        The first is traced. The second runs outside of the graph, only to compare the torch functions that it calls
+        with those of the first; :class:`Unlike` is raised if they differ. It is traced as well if they do not show what
+        it computes, because sizes depend on data or autocast is on.
 
         Args:
-            memo: facts about these equal calls.
+            memo: what is known of these equal calls.
             call: the tensors that the call reads.
             forward: runs the module and returns its output.
         """

@@ -43,9 +43,10 @@ class Transposed:
     """Transpose of a function ``backward(g) = B g + c``, which maps gradients ``g`` of another function's results to
     gradients of its inputs. ``B`` is a matrix, and ``c`` does not depend on ``g``.
 
-    ``graph``: takes changes of the inputs and the tensors ``held`` that backward reads; returns ``num_results`` changes
-    of the results (by ``B`` transposed), then the parts ``c`` for the inputs at the indices ``constant``. ``complete``:
-    whether every result depends on every input and there is no ``c``.
+    ``graph``: takes a change of each of the other function's inputs, then the tensors ``held``, which backward reads.
+    It returns ``num_results`` changes of the results, computed by the transpose of ``B``, then the parts ``c`` for the
+    inputs at the indices ``constant`` (from 0). ``complete``: whether every result depends on every input and there is
+    no ``c``.
     """
 
     graph: fx.GraphModule
@@ -68,7 +69,8 @@ def transpose_backward(
     """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose.
     Raise :class:`NotAffine` if ``backward`` is not a linear function plus a part that does not depend on the gradients.
 
-    ``some``: whether ``backward`` can get ``None`` instead of gradients of zero, so that both must give the same.
+    ``some``: whether autograd may call ``backward`` with ``None`` in place of a gradient of zero. If so, it is also
+    checked that both give the same, and :class:`NotAffine` is raised if they do not.
     """
     seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
     changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
@@ -131,11 +133,11 @@ class _Traced:
         return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
 
     def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
-        """Return the changes of the results of a function, given ``changes`` of its inputs, by the transposed matrix of
-        its ``backward``; then, for each index in ``constant``, the part of the returned gradient that does not depend
-        on the incoming gradients.
+        """Multiply ``changes``, one for each input of a function, by the transpose of the matrix of its ``backward``.
+        Return the list of the products, one for each result of the function; then, for each index in ``constant``, the
+        part of the gradient that ``backward`` returns there which does not depend on the incoming gradients.
 
-        ``seeds``: tensors like the incoming gradients.
+        ``seeds``: tensors of the shapes and types of the incoming gradients.
         """
         grads = [g.detach().requires_grad_() for g in seeds]
         env: dict[fx.Node, Any] = {**self.held, **dict(zip(self.seeds, grads, strict=True))}
@@ -192,10 +194,11 @@ class _Expressions:
         self.numbers: dict[Any, int] = {}
 
     def of(self, traced: _Traced, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
-        """Return the identifiers of the results of the graph ``traced``; ``None`` for results that are zero.
+        """Return, for each result of the graph ``traced`` of a ``backward`` function, an identifier that is equal for
+        equal computations; ``None`` for a result that is zero.
 
-        ``names``: an identifier for each of the graph's gradient inputs, in order. ``zeros``: gradient inputs that are
-        taken to be zero.
+        ``names``: an integer for each incoming gradient, in order, that identifies it. ``zeros``: placeholders of
+        incoming gradients that are assumed to be zero.
         """
         held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
         parts = parts_of(traced.graph, zeros, held_zero)
@@ -329,9 +332,8 @@ def _trace_functional_graph(
 
 @cache
 def _spelled_out() -> dict[Any, Callable[..., Any]]:
-    """Return a decomposition into simpler operators for each backward operator that has no sharding rule, and for
-    ``convolution_backward``, by operator.
-    """
+    """Return a dict of decompositions, backward operator -> function that computes it with simpler operators. It has
+    each backward operator that torch can decompose and that has no sharding rule, and ``convolution_backward``."""
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
     table = {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
     return table | {aten.convolution_backward.default: _convolution_input_gradient}
@@ -383,10 +385,9 @@ class _KeepingValues(fx.Interpreter):
 
 
 def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
-    """Raise :class:`NotAffine` if ``graph`` has side effects: it draws random numbers, or writes in place to tensors
-    that it did not make. Remove the final writes to the placeholders ``seeds``, which a graph without other in-place
-    operators has at its end.
-    """
+    """Raise :class:`NotAffine` if ``graph`` has side effects: it draws random numbers, or writes in place to a tensor
+    other than ``seeds``, its placeholders of incoming gradients. Writes to these, which come last in a graph that was
+    made functional, are removed, because no result depends on them."""
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -399,7 +400,8 @@ def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    """Return whether the random operator ``node`` draws nothing, because it is a dropout that is switched off."""
+    """Return whether the random operator ``node`` draws no random numbers, because it is a dropout that is switched
+    off: its probability is 0, or it is not in training."""
     given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
     return bool(given.get("dropout_p", given.get("p")) == 0 or given.get("train", True) is False)
 
@@ -415,8 +417,9 @@ _SHAPE_ALONE = frozenset(
 
 
 def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
-    """Remove the first ``num_seeds`` placeholders from the graph ``made``, in place: the gradients that a linear
-    ``backward`` does not need to be transposed. Raise :class:`NotAffine` if their values are read.
+    """Remove the placeholders of incoming gradients, which are the first ``num_seeds`` placeholders, from ``made``, in
+    place. ``made``: the transpose of a ``backward`` function, which does not read their values if the function is
+    linear in them. Raise :class:`NotAffine` if it does; operators that read only their shape are changed to read zeros.
     """
     graph = made.graph
     for node in list(graph.nodes):

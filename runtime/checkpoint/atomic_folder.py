@@ -98,8 +98,10 @@ class CheckpointTarget:
 
     Args:
         final: the path of the complete checkpoint.
-        token: an identifier of this attempt, so that files of an earlier attempt are not mistaken for its files.
-        own: a regular expression of the file names that belong to a checkpoint; files with these names are replaced.
+        token: text that is part of the names of all temporary files of this save, and equal on all ranks, so that files
+            of an earlier, interrupted save are not mistaken for its files.
+        own: a regular expression of the file names that belong to a checkpoint; other files in a checkpoint that is
+            replaced are moved to the new one.
     """
 
     final: Path
@@ -154,11 +156,11 @@ class CheckpointTarget:
                 raise CheckpointError.of_another(f"the checkpoint {self.final} was not written: {told}")
 
     def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
-        """Wait until all ranks have written their parts. Return the paths of the files in which they confirm this, in
-        rank order.
+        """Wait until all ranks have written their parts of the checkpoint. Return the paths of the files in which they
+        confirm this, in rank order.
 
-        Raise :class:`CheckpointError` if a rank reports a failure, if its process on this host ends first, or after
-        ``timeout`` seconds. ``world_size``: number of ranks.
+        Raise :class:`CheckpointError` if a rank reports a failure, if the process of a rank on this host ends before it
+        has written its part, or after ``timeout`` seconds. ``world_size``: number of ranks.
         """
         records = [self.record(rank) for rank in range(world_size)]
         missing, next_look = list(records), time.monotonic() + _LOOK_S
@@ -191,10 +193,11 @@ class CheckpointTarget:
         return False
 
     def wait_until_complete(self, timeout: float) -> None:
-        """Wait until rank 0 has renamed the folder to its final name.
+        """Wait until rank 0 has renamed the folder of unfinished files to the final name of the checkpoint.
 
-        Raise :class:`CheckpointError` if a rank reports a failure, or after ``timeout`` seconds. Return early if the
-        main thread of this process has ended: this rank's part is written, and rank 0 may have been killed.
+        Raise :class:`CheckpointError` if a rank reports a failure, or after ``timeout`` seconds. If the main thread of
+        this process has ended, return without waiting: this rank has written its part, and rank 0 may never complete
+        the checkpoint.
         """
         for _ in _poll_with_backoff(timeout):
             if self.is_complete or not threading.main_thread().is_alive():
@@ -216,9 +219,8 @@ class CheckpointTarget:
         remove_path_atomically(self.old)
 
     def _keep_others(self) -> None:
-        """Move files that do not belong to a checkpoint from the old checkpoint folder, which is replaced, into the new
-        one.
-        """
+        """Move files that do not belong to a checkpoint, such as the user's notes, from the replaced checkpoint folder
+        into the new one, before the replaced one is removed. A file whose name exists there is not moved."""
         if self.old.is_dir() and self.final.is_dir():
             for path in self.old.iterdir():
                 if not re.fullmatch(self.own, path.name) and not (self.final / path.name).exists():
@@ -235,10 +237,10 @@ class CheckpointTarget:
             raise CheckpointError(f"{self.final} is {what}, which cannot be replaced: name a folder in it")
 
     def clean(self) -> None:
-        """Remove the unfinished folders and error files beside ``final`` that interrupted attempts left.
+        """Prepare the save of a checkpoint to ``final``: remove the unfinished folders and error files beside it that
+        interrupted saves left. If such a save had renamed a complete checkpoint away from ``final``, rename it back.
 
-        Also restore a checkpoint that such an attempt had renamed. One rank calls this before any rank writes. Raise
-        :class:`CheckpointError` if ``final`` cannot be replaced.
+        One rank calls this before any rank writes. Raise :class:`CheckpointError` if ``final`` cannot be replaced.
         """
         self.check_place()
         self.final.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +253,8 @@ class CheckpointTarget:
 
 
 def restore_replaced_checkpoint(final: Path) -> None:
-    """Give the checkpoint that an interrupted save had renamed its name ``final`` back, if nothing has this name now.
+    """Rename the checkpoint that an interrupted save had moved aside back to ``final``, its name before, unless
+    something else has this name now.
 
     Several ranks may call this at the same time.
     """

@@ -128,9 +128,9 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> None:
 class ShardReader:
     """Reads rectangular parts of tensors from the checkpoint in ``folder``.
 
-    ``tensors``: name -> shape, type and stored parts of each saved tensor. Raise ``OSError`` if the files are missing,
-    and :class:`DamagedCheckpointError` if ``.metadata`` is damaged, names other things than parts of tensors, or files
-    outside the folder.
+    ``tensors``: name -> shape, type and stored parts of each saved tensor. Raise ``OSError`` if files are missing, and
+    :class:`DamagedCheckpointError` if the file ``.metadata`` is damaged, describes anything but parts of tensors, or
+    names files outside of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -155,16 +155,16 @@ class ShardReader:
 
 
 def pack_record(written: Written, random: Mapping[str, Any], own: bytes) -> bytes:
-    """Return what a rank tells rank 0 of its part of a checkpoint, as bytes. ``written``: what it wrote. ``random``:
-    its states of random generators. ``own``: its other state, as :func:`pack_plain_data` returned it.
-    """
+    """Return the bytes that a rank writes to a file for rank 0 after it has written its part of a checkpoint.
+    ``written``: what it wrote. ``random``: its states of random generators. ``own``: its other state, as
+    :func:`pack_plain_data` returned it."""
     return pickle.dumps((written, pack_plain_data({"random": random}, "the random generators"), own))
 
 
 def unpack_record(content: bytes) -> tuple[Written, dict[str, Any], bytes]:
-    """Return what :func:`pack_record` got. Raise :class:`DamagedCheckpointError` if ``content`` was not written by it.
-    No code is run.
-    """
+    """Return the three arguments with which :func:`pack_record` made the bytes ``content``: what a rank wrote, its
+    states of random generators, and its other state, as bytes. Raise :class:`DamagedCheckpointError` if ``content`` was
+    not made by it. Unpickling runs no code."""
     found = load_plain_pickle(content, "the record of a rank")
     if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], Written)):
         raise DamagedCheckpointError("the record of a rank has another form than this version writes")
@@ -176,8 +176,8 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads pickled descriptions of tensors and refuses everything else, because a pickle can name any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class or type ``name`` of ``module``. Raise ``UnpicklingError`` if descriptions of tensors have
-        none of it."""
+        """Return the class or dtype ``name`` of the module ``module``, for the unpickler. Raise ``UnpicklingError``
+        unless it is one of those that occur in descriptions of tensors."""
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return pathlib.PurePosixPath
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -237,9 +237,9 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _find_metadata_problem(metadata: Metadata) -> str:
-    """Return what is wrong with the metadata of a checkpoint, as text; an empty string if nothing is. Every part of a
-    tensor must be in a file of the folder, which has at least as many bytes for it as the part has.
-    """
+    """Check the metadata of a checkpoint: every part of a tensor must lie in a file in the checkpoint's folder, with
+    enough bytes stored for its elements, and the parts must cover the tensor. Return a text that describes the first
+    error, such as a file outside of the folder; an empty string if there is none."""
     stored = metadata.storage_data
     for info in stored.values():
         if not is_file_name(info.relative_path):
@@ -283,9 +283,8 @@ class _SavePlanner(DefaultSavePlanner):
         self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor to write for ``write_item``. The memory pages of the previous one are released if it is on
-        disk.
-        """
+        """Return the tensor to write for ``write_item``. If the tensor of the call before is a file that is mapped into
+        memory, its memory pages are released, so that only one tensor at a time is in memory."""
         if self._last is not None:
             release_pages(self._last)
         self._last = self.content[write_item.index].tensor

@@ -24,11 +24,12 @@ _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 def describe_optimizers(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[dict[str, Any] | None] | None:
-    """Return, for each optimizer, a dict with its class name, the names of its defaults, and its parameter groups.
+    """Return, for each optimizer of this rank, a dict of what a checkpoint stores of it beside its state: its class
+    name, the names of its defaults, and its parameter groups with their hyperparameters, such as ``lr``.
 
-    A group has the model's names of its parameters and its hyperparameters, such as ``lr``. ``parameters``: name ->
-    parameter of this rank. An item is ``None`` if this rank has no such optimizer. The result is ``None`` if there is
-    no optimizer at all. ``given``: one optimizer, a list of optimizers, or ``None``.
+    A group names its parameters as in the model. ``given``: one optimizer, a list of optimizers, or ``None``.
+    ``parameters``: name in the program -> parameter of this rank. An item is ``None`` if this rank has no such
+    optimizer. The result is ``None`` if there is no optimizer at all.
     """
     optimizers = optimizers_of(given)
     return (
@@ -136,11 +137,11 @@ def _get_saved_kind(saved: Mapping[str, Any] | None) -> str:
 
 
 def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` if ``saved``, the saved description of an optimizer as a dict, is of another kind
-    of optimizer than ``optimizer``.
+    """Raise :class:`CheckpointError` if the state of the saved optimizer that ``saved`` describes cannot be loaded into
+    ``optimizer``, because their classes differ. ``saved``: a dict with its class name (``kind``) and the names of its
+    hyperparameters (``defaults``).
 
-    Optimizers of different classes count as the same kind if they have the same hyperparameters, such as Adam and
-    AdamW.
+    Different classes with the same hyperparameters, such as Adam and AdamW, are allowed.
     """
     kind = type(optimizer).__name__
     if kind != saved["kind"] and sorted(optimizer.defaults) != saved["defaults"]:
@@ -156,11 +157,12 @@ def given_back(
     program: Program,
     saved: Mapping[str, Any],
 ) -> list[Mapping[str, Any]]:
-    """Return the saved hyperparameters for each parameter group of ``optimizer``, in the order of its groups.
+    """Return the saved hyperparameters (name -> value) for each parameter group of ``optimizer``, in the order of its
+    groups. Groups are matched by the names of their parameters.
 
     ``saved``: the saved description of one optimizer. A group none of whose parameters were saved gets an empty dict.
-    Raise :class:`CheckpointError` if the optimizer groups its parameters differently: a saved group is split, or saved
-    groups with different values are joined. ``parameters``: name in the program -> parameter of this rank.
+    Raise :class:`CheckpointError` if parameters of one saved group are now in several groups, or if a group has
+    parameters of saved groups with different values. ``parameters``: name in the program -> parameter of this rank.
     """
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}

@@ -107,7 +107,8 @@ def find_checkpoint(directory: Path) -> CheckpointMatch:
 
 
 def _find_wrong_field(manifest: Mapping[str, Any]) -> str:
-    """Return what is wrong with the content of a ``manifest.json``, as text; an empty string if nothing is."""
+    """Check that the content of a ``manifest.json`` has all fields with the right types. Return a text that says what
+    was expected and what was found in the first wrong field; an empty string if all are right."""
     for name, kind in {"steps": int, "token": str, "world_size": int, "mesh": dict, "files": dict}.items():
         if type(manifest.get(name)) is not kind:
             return f"expected {kind.__name__} under {name!r}, got {str(manifest.get(name))[:_LONGEST]!r}"
@@ -125,11 +126,11 @@ def complete_in(root: Path) -> list[CheckpointMatch]:
 
 
 def to_go_on_from(root: Path) -> list[CheckpointMatch]:
-    """Return the complete checkpoints in the folder ``root``, with the best one for resuming first.
+    """Return the complete checkpoints in the folder ``root``, in the order in which they should be tried for resuming.
 
-    The first is the one that the file ``latest`` names, or a later one that was completed after ``latest`` was written.
-    Checkpoints with more steps that are older than ``latest`` come last: training was resumed from an earlier
-    checkpoint after them.
+    The first is the one with the most steps. Exception: checkpoints with more steps than the one that the file
+    ``latest`` names, which are older than this file, come last, because training was resumed from an earlier checkpoint
+    after they were written.
     """
     found = complete_in(root)[::-1]
     named = root / LATEST

@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from partitioner.schedules.csv_table import ScheduleTable
     from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
     from partitioner.topology import Topology
+    from partitioner.trainers import PartitionedTrainer, TrainerError
 
 __all__ = [
     "AgreementError",
@@ -124,6 +125,7 @@ __all__ = [
     "OptimizerError",
     "OptionValueError",
     "PartitionError",
+    "PartitionedTrainer",
     "Plan",
     "PlanError",
     "PlanFileError",
@@ -150,6 +152,7 @@ __all__ = [
     "StepLog",
     "Topology",
     "TopologyError",
+    "TrainerError",
     "TrainingLayout",
     "UnknownOptionError",
     "UnsupportedError",
@@ -257,6 +260,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.schedules.csv_table": ("ScheduleTable",),
     "partitioner.solve.evaluate.prepared_model": ("PreparedModel", "prepare"),
     "partitioner.topology": ("Topology",),
+    "partitioner.trainers": ("PartitionedTrainer", "TrainerError"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -54,7 +54,7 @@ class FurtherExecutors:
     state: EngineState
     compile: bool | str = False
     keep_outputs: bool = False
-    _made: dict[str, Executor] = field(default_factory=dict)
+    _made: dict[tuple[str, bool], Executor] = field(default_factory=dict)
 
     @cached_property
     def seed(self) -> Tensor:
@@ -76,11 +76,15 @@ class FurtherExecutors:
             )
         return found
 
-    def executor(self, name: str) -> Executor:
-        """Return the object that executes the further program called ``name``."""
-        if name not in self._made:
-            self._made[name] = self._build_executor(self.family.further[name].program)
-        return self._made[name]
+    def executor(self, name: str, keep_outputs: bool | None = None) -> Executor:
+        """Return the object that executes the further program called ``name``.
+
+        ``keep_outputs``: whether it collects the model's results; ``None``: as all programs of the engine.
+        """
+        keep = self.keep_outputs if keep_outputs is None else keep_outputs
+        if (name, keep) not in self._made:
+            self._made[name, keep] = self._build_executor(self.family.further[name].program, keep)
+        return self._made[name, keep]
 
     def trim(self, name: str, executor: Executor, real: BatchShape | None) -> None:
         """Remove padded samples and positions from the outputs that ``executor`` has collected.
@@ -92,9 +96,11 @@ class FurtherExecutors:
         if real is not None and padding is not None:
             executor.outputs = trim_outputs(executor.rank, padding, real, executor.outputs)
 
-    def _build_executor(self, program: Program) -> Executor:
+    def _build_executor(self, program: Program, keep_outputs: bool) -> Executor:
         """Return an object that executes ``program`` on this rank, with the engine's parameters, buffers and
         gradients.
+
+        ``keep_outputs``: whether it collects the model's results.
         """
         rank, state, device = program.rank(self.communicator.rank), self.state, self.communicator.device
         trains = program.objective == "train"
@@ -110,7 +116,7 @@ class FurtherExecutors:
             gradients,
             self.communicator,
             Library(program, device, self.compile),
-            self.keep_outputs,
+            keep_outputs,
             TransientParameters(sharded, state.hosted),
         )
 

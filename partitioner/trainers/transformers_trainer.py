@@ -31,7 +31,7 @@ from partitioner.plan import Plan
 from partitioner.programs.requests import Evaluate, Shapes
 from partitioner.runtime.checkpoint.training_state import random_state, set_random_state
 from partitioner.runtime.engine.engine import Engine
-from partitioner.runtime.launch.process_pool import join_outputs, select_outputs
+from partitioner.runtime.engine.outputs import select_outputs
 from partitioner.topology import Topology
 from partitioner.trainers.arguments import TrainerError, check_arguments, check_constructor
 
@@ -397,14 +397,13 @@ class PartitionedTrainer(Trainer):
 
     def _gather_outputs(self) -> dict[str, Any]:
         """Return the whole results of the last evaluated batch, joined from all ranks, on the CPU."""
-        rank = self.engine.latest_program
-        mine = select_outputs(rank, self.engine.outputs)
-        self.engine.outputs.clear()
-        own = rank.rank, {value: {m: x.cpu() for m, x in parts.items()} for value, parts in mine.items()}
+        found = self.engine.latest_outputs
+        mine = select_outputs(found.rank, found.shards)
+        own = found.rank.rank, {value: {m: x.cpu() for m, x in parts.items()} for value, parts in mine.items()}
         everyone: list[Any] = [own] * self.args.world_size
         if self.args.world_size > 1:
             dist.all_gather_object(everyone, own)
-        return {path: x for path, x in join_outputs(rank.program, dict(everyone)).items() if x is not None}
+        return {path: x for path, x in found.join(dict(everyone)).items() if x is not None}
 
     # -- checkpoints
 

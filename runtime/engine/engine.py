@@ -36,8 +36,9 @@ from partitioner.runtime.engine import export
 from partitioner.runtime.engine.batches import own_values, share_of
 from partitioner.runtime.engine.consistency import Agreement
 from partitioner.runtime.engine.defaults import default_communicator, disk_for
-from partitioner.runtime.engine.further import EngineState, FurtherExecutors, prepare_programs
+from partitioner.runtime.engine.further import EngineState, FurtherExecutors, LatestRun, prepare_programs
 from partitioner.runtime.engine.optimizer_checks import OptimizerCheck
+from partitioner.runtime.engine.outputs import RunOutputs
 from partitioner.runtime.engine.padding import ChosenProgram, choose_program, fit_batch
 from partitioner.runtime.errors import BatchError, LaunchError
 from partitioner.runtime.execute.bind import Library
@@ -168,18 +169,11 @@ class Engine:
         )
         state = EngineState(self._shards, self._gradients, sharded, hosted)
         self._further = FurtherExecutors(family, communicator, state, compile, keep_outputs)
-        self._latest = self._executor
+        self._latest = LatestRun(self._executor)
 
     @property
     def program(self) -> Program:
         return self.rank_program.program
-
-    @property
-    def latest_program(self) -> RankProgram:
-        """Return this rank's program that :meth:`step` or :meth:`run` has executed last; :attr:`outputs` are its
-        results.
-        """
-        return self._latest.rank
 
     @property
     def outputs(self) -> dict[str, dict[int, Tensor]]:
@@ -187,7 +181,15 @@ class Engine:
 
         Empty unless the engine was made with ``keep_outputs``.
         """
-        return self._latest.outputs
+        return self.latest_outputs.trim()
+
+    @property
+    def latest_outputs(self) -> RunOutputs:
+        """Return this rank's results of the last :meth:`step` or :meth:`run`, with padded samples and positions, and
+        the program that has computed them.
+        """
+        executor, padding, real = self._latest
+        return RunOutputs(executor.rank, executor.outputs, padding, real)
 
     @property
     def loss(self) -> Tensor | None:
@@ -250,7 +252,7 @@ class Engine:
             executor.scale_loss(self._scale.value)
         for name in self._gradients.passing:
             self._parameters[name].grad = None
-        self._latest = executor
+        self._latest = LatestRun(executor, self._further.padding_of(chosen.name), chosen.real)
         try:
             with self._doing_further(chosen.name), products_of(rank.program, self.device):
                 executor.run(inputs, self.steps)
@@ -258,7 +260,6 @@ class Engine:
             self._gradients.restore()
             raise
         loss = executor.loss
-        self._further.trim(chosen.name, executor, chosen.real)
         self._loss = None if loss is None else loss.as_subclass(StepLoss)
         self.steps += 1
         self.steps_run += 1
@@ -308,10 +309,9 @@ class Engine:
         inputs = own_values(further.program, share_of(executor.rank), batch, local)
         self._agreement.before_run(name, batch, local, executor.rank)
         self._begin_run()
-        self._latest = executor
+        self._latest = LatestRun(executor, further.padding, real)
         with self._doing_further(name), products_of(further.program, self.device):
             executor.run(inputs, self.steps)
-        self._further.trim(name, executor, real)
         return executor.loss
 
     def _doing_further(self, name: str) -> AbstractContextManager[None]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from partitioner.passes.ops.random import SEED
 from partitioner.runtime.comm.group import Communicator
-from partitioner.runtime.engine.padding import BatchShape, trim_outputs
+from partitioner.runtime.engine.padding import BatchShape
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute.bind import Library
 from partitioner.runtime.execute.executor import Executor
-from partitioner.runtime.family.data import FurtherProgram, ProgramFamily
+from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
 from partitioner.runtime.program.membership import PipelineEdge, gathers_of, groups_of, links_of
 from partitioner.runtime.program.program import Program, RankProgram, Stage
 from partitioner.runtime.prove.layouts import prove_same_layout
@@ -41,6 +42,16 @@ class EngineState:
     gradients: RankGradients
     sharded: ShardedParameters
     hosted: HostParameters
+
+
+class LatestRun(NamedTuple):
+    """The executor that has run last, how the batches of its program are padded (``None``: not at all), and the shape
+    of its batch before it was padded (``None``: it was not).
+    """
+
+    executor: Executor
+    padding: BatchPadding | None = None
+    real: BatchShape | None = None
 
 
 @dataclass
@@ -86,15 +97,12 @@ class FurtherExecutors:
             self._made[name, keep] = self._build_executor(self.family.further[name].program, keep)
         return self._made[name, keep]
 
-    def trim(self, name: str, executor: Executor, real: BatchShape | None) -> None:
-        """Remove padded samples and positions from the outputs that ``executor`` has collected.
+    def padding_of(self, name: str) -> BatchPadding | None:
+        """Return how the batches of the program called ``name`` are padded; ``None``: not at all.
 
-        ``name``: name of the program; empty: the first one of the plan. ``real``: the shape of the batch before it was
-        padded; ``None``: it was not.
+        ``name``: empty for the first program of the plan.
         """
-        padding = self.family.further[name].padding if name else self.family.padding
-        if real is not None and padding is not None:
-            executor.outputs = trim_outputs(executor.rank, padding, real, executor.outputs)
+        return self.family.further[name].padding if name else self.family.padding
 
     def _build_executor(self, program: Program, keep_outputs: bool) -> Executor:
         """Return an object that executes ``program`` on this rank, with the engine's parameters, buffers and

@@ -1,10 +1,11 @@
-"""A script for ``Trainer`` that becomes one for ``PartitionedTrainer`` by two lines: run in one process, or by torchrun.
+"""A script for ``Trainer`` that two lines turn into one for ``PartitionedTrainer``: one process, or torchrun.
 
     python trainer_script.py '{"output_dir": "alone", ...}'
     torchrun --nproc-per-node 2 trainer_script.py '{"constraints": {"tp": 2}, "output_dir": "planned", ...}'
 
-The argument is a JSON dict: ``constraints`` (without it: the unmodified ``Trainer``), ``resume``, ``samples`` (number of
-training samples), ``predict``, ``vary`` (whether samples have several lengths); the rest are fields of
+The argument is a JSON dict. ``constraints``: of the plan; without it the unmodified ``Trainer`` trains. ``resume``: a
+checkpoint. ``samples``: number of training samples. ``vary``: whether samples have several lengths. ``plain``: train a
+module that does not take ``num_items_in_batch``. ``predict``: write predictions, too. The rest are fields of
 ``TrainingArguments``. The first rank writes ``history.json`` into the output folder.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -61,8 +63,23 @@ def pad(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask), "labels": torch.tensor(labels)}
 
 
-def build() -> nn.Module:
+class Plain(nn.Module):
+    """A model outside of transformers, whose loss is the mean over the targets of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.tokens(input_ids)))
+        targets = labels[:, 1:].flatten()
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=IGNORED), "logits": logits}
+
+
+def build(plain: bool = False) -> nn.Module:
     torch.manual_seed(0)
+    if plain:
+        return Plain()
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -89,7 +106,7 @@ def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
     constraints, resume = options.pop("constraints", None), options.pop("resume", None)
     samples, vary = options.pop("samples", 42), options.pop("vary", True)
-    predict = options.pop("predict", False)
+    predict, plain = options.pop("predict", False), options.pop("plain", False)
     arguments = TrainingArguments(use_cpu=True, report_to=[], disable_tqdm=True, **options)
     trainer_class: Any = Trainer
     more: dict[str, Any] = {}
@@ -98,7 +115,7 @@ def main() -> None:
 
         trainer_class, more = PartitionedTrainer, {"constraints": Constraints(**constraints)}
     trainer = trainer_class(
-        model=build(),
+        model=build(plain),
         args=arguments,
         data_collator=pad,
         train_dataset=Texts(samples, 1, vary),

@@ -59,7 +59,7 @@ IRRELEVANT: dict[str, str] = {
     "local_rank": "the launcher's environment says it",
 }
 
-_NO_VALUE = (None, False, "", (), [], {})
+_NO_VALUE: tuple[Any, ...] = (None, False, "", (), [], {})
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 # Field -> the values that are accepted, and what to do instead of another value.

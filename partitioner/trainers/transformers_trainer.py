@@ -38,7 +38,6 @@ from partitioner.trainers.arguments import TrainerError, check_arguments, check_
 EVALUATION = "eval"  # name of the plan's program that evaluates
 ITEMS = "num_items_in_batch"  # input of models that divide the sum of their loss by it
 STATE = "engine"  # folder of the engine's state in a checkpoint
-_OPTIMIZERS = {"sgd": "sgd"}  # of which the planner counts the memory; others are counted like AdamW
 
 
 class PartitionedTrainer(Trainer):
@@ -152,6 +151,7 @@ class PartitionedTrainer(Trainer):
             inputs, _ = self._sample_batch(evaluated, args.eval_batch_size * args.world_size)
             programs[EVALUATION] = Evaluate(inputs=inputs)
         precision = "bf16" if args.bf16 else "tf32" if args.tf32 else None
+        assert isinstance(self.model, nn.Module)
         return partition(
             self.model,
             topology,
@@ -160,7 +160,7 @@ class PartitionedTrainer(Trainer):
             programs=programs,
             constraints=self._constraints,
             precision=precision,
-            optimizer=_OPTIMIZERS.get(args.optim.value, "adamw"),
+            optimizer="sgd" if args.optim == "sgd" else "adamw",
         )
 
     def _list_evaluation_datasets(self) -> list[Any]:
@@ -282,7 +282,7 @@ class PartitionedTrainer(Trainer):
             loader,
             num_processes=1,
             process_index=0,
-            use_seedable_sampler=args.accelerator_config.use_seedable_sampler,
+            use_seedable_sampler=getattr(args.accelerator_config, "use_seedable_sampler", True),
             data_seed=args.data_seed,
         )
 
@@ -305,6 +305,7 @@ class PartitionedTrainer(Trainer):
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Return the names of the parameters that weight decay applies to."""
+        assert isinstance(self.model, nn.Module)
         return super().get_decay_parameter_names(self.model)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -339,7 +340,7 @@ class PartitionedTrainer(Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.args.world_size
 
     def floating_point_ops(self, inputs: Any) -> Any:
@@ -416,11 +417,13 @@ class PartitionedTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _inner_optimizer(self) -> Any:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+    def _list_saved(self) -> tuple[Any, dict[str, Any]]:
+        """Return the torch optimizer, and what else a checkpoint has, by name."""
+        return getattr(self.optimizer, "optimizer", self.optimizer), {"schedule": self.lr_scheduler}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.engine.save(Path(output_dir) / STATE, self._inner_optimizer(), extra={"schedule": self.lr_scheduler})
+        optimizer, extra = self._list_saved()
+        self.engine.save(Path(output_dir) / STATE, optimizer, extra=extra)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write nothing: the engine's checkpoint has the state of the random generators."""
@@ -436,7 +439,8 @@ class PartitionedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self.engine.load(Path(checkpoint) / STATE, self._inner_optimizer(), extra={"schedule": self.lr_scheduler})
+        optimizer, extra = self._list_saved()
+        self.engine.load(Path(checkpoint) / STATE, optimizer, extra=extra)
         self._generators = random_state(self.engine.device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

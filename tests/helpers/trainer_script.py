@@ -70,8 +70,8 @@ class Plain(nn.Module):
         super().__init__()
         self.tokens, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.head(torch.tanh(self.tokens(input_ids)))
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.tokens(input_ids)) * attention_mask[..., None])
         targets = labels[:, 1:].flatten()
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=IGNORED), "logits": logits}
 

@@ -242,6 +242,15 @@ def test_it_ends_after_its_epochs_without_a_part_of_a_batch():
     assert loader.state_dict() == state
 
 
+def test_its_length_is_the_number_of_batches():
+    """Of all epochs, or of one if there is no end; wherever the loader is."""
+    loader = one_rank(Rows(), epochs=3)
+    assert len(loader) == len([*one_rank(Rows(), epochs=3)])
+    next(loader)
+    assert len(loader) == 3 * len(Rows()) // loader.batch_size
+    assert len(one_rank(Rows())) == -(-len(Rows()) // loader.batch_size)
+
+
 def test_another_loop_after_the_end_is_refused_and_not_empty():
     loader = one_rank(Rows(2 * BATCH), epochs=1)
     start = loader.state_dict()

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
+from transformers.utils.import_utils import is_datasets_available
 
 from partitioner.api import partition
 from partitioner.constraints import Constraints
-from partitioner.passes.errors import PartitionError
 from partitioner.plan import Plan
 from partitioner.programs.requests import Evaluate, Shapes
 from partitioner.runtime.checkpoint.training_state import random_state, set_random_state
@@ -100,7 +100,7 @@ class PartitionedTrainer(Trainer):
         if self._engine is None:
             with _kept_generators():
                 compiled = self.args.torch_compile and (self.args.torch_compile_backend or True)
-                device = self.args.device if dist.is_initialized() else None
+                device = self.args.device if self.args.device.type == "cuda" else "cpu"
                 self._engine = Engine(self.plan, self.model, device, seed=self.args.seed, compile=compiled)
             self._runner = EngineModule(self._engine)
         return self._engine
@@ -123,8 +123,8 @@ class PartitionedTrainer(Trainer):
             if self.args.process_index == 0:
                 try:
                     told[0] = self._search_plan().save(path).read_text(), ""
-                except PartitionError as failed:
-                    error, told[0] = failed, ("", str(failed))
+                except Exception as failed:  # the other ranks wait
+                    error, told[0] = failed, ("", f"{type(failed).__name__}: {failed}")
             if self.args.world_size > 1:
                 dist.broadcast_object_list(told)
             text, fault = told[0]
@@ -146,13 +146,14 @@ class PartitionedTrainer(Trainer):
         if not datasets:
             raise TrainerError("there is no data to plan for: pass train_dataset= or eval_dataset=")
         sample, lengths = self._sample_batch(datasets[:1], self._train_batch_size * args.world_size)
-        programs = {}
+        programs: dict[str, Evaluate] = {}
+        eval_lengths: tuple[int, ...] = ()
         if evaluated:
-            inputs, _ = self._sample_batch(evaluated, args.eval_batch_size * args.world_size)
+            inputs, eval_lengths = self._sample_batch(evaluated, args.eval_batch_size * args.world_size)
             programs[EVALUATION] = Evaluate(inputs=inputs)
         precision = "bf16" if args.bf16 else "tf32" if args.tf32 else None
         assert isinstance(self.model, nn.Module)
-        return partition(
+        plan = partition(
             self.model,
             topology,
             sample,
@@ -162,6 +163,16 @@ class PartitionedTrainer(Trainer):
             precision=precision,
             optimizer="sgd" if args.optim == "sgd" else "adamw",
         )
+        found = [("train", lengths, plan.padding)]
+        found += [("eval", eval_lengths, plan.further[EVALUATION].padding)] if evaluated else []
+        for what, several, padding in found:
+            if several and padding is not None and padding.shorter:
+                raise TrainerError(
+                    f"samples of the {what} data set have several lengths, and shorter batches cannot be padded exactly: "
+                    f"{padding.shorter}; expected batches of one length: pad in the data collator, or cut texts into "
+                    "blocks, or pass shapes=Shapes(length=...) with every length that batches have"
+                )
+        return plan
 
     def _list_evaluation_datasets(self) -> list[Any]:
         if self.eval_dataset is None:
@@ -204,7 +215,7 @@ class PartitionedTrainer(Trainer):
         return [len(dataset[i][name]) for i in range(len(dataset))]
 
     def _check_last_batches(self, plan: Plan) -> None:
-        """Raise :class:`TrainerError` if some batch is smaller or shorter than planned, and cannot be padded."""
+        """Raise :class:`TrainerError` if the last batch of a data set is smaller than the others and cannot be padded."""
         checks = []
         if self.train_dataset is not None and not self.args.dataloader_drop_last:
             checks.append((self.train_dataset, self._train_batch_size, plan.padding, "train"))
@@ -254,7 +265,7 @@ class PartitionedTrainer(Trainer):
         ``sampler``: an order of samples, for ``DataLoader``. ``description``: of the data, for messages.
         """
         args, collate = self.args, self.data_collator
-        if hasattr(dataset, "column_names"):
+        if is_datasets_available() and isinstance(dataset, _import_dataset_class()):
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
             collate = self._get_collator_with_removed_columns(collate, description=description)
@@ -393,8 +404,8 @@ class PartitionedTrainer(Trainer):
         if ignore_keys is None:
             ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", [])
         found = self._gather_outputs()
-        logits = tuple(x for name, x in found.items() if name not in [*ignore_keys, "loss"])
-        return loss, _unwrap_single(logits), _unwrap_single(labels) if labels else None
+        logits = self._prepare_input(tuple(x for name, x in found.items() if name not in [*ignore_keys, "loss"]))
+        return loss, _unwrap_single(logits), _unwrap_single(self._prepare_input(labels)) if labels else None
 
     def _gather_outputs(self) -> dict[str, Any]:
         """Return the whole results of the last evaluated batch, joined from all ranks, on the CPU."""
@@ -505,6 +516,13 @@ def _repeat_rows(value: Any, size: int) -> Any:
     if not isinstance(value, Tensor) or not value.dim() or len(value) >= size:
         return value
     return value[torch.arange(size) % len(value)]
+
+
+def _import_dataset_class() -> Any:
+    """Return the class of map-style data sets of the package ``datasets``."""
+    import datasets
+
+    return datasets.Dataset
 
 
 def _has_length(sample: Any, name: str) -> bool:

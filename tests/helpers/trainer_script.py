@@ -5,8 +5,8 @@
 
 The argument is a JSON dict. ``constraints``: of the plan; without it the unmodified ``Trainer`` trains. ``resume``: a
 checkpoint. ``samples``: number of training samples. ``vary``: whether samples have several lengths. ``plain``: train a
-module that does not take ``num_items_in_batch``. ``predict``: write predictions, too. The rest are fields of
-``TrainingArguments``. The first rank writes ``history.json`` into the output folder.
+module that does not take ``num_items_in_batch``, with a frozen parameter. ``predict``: write predictions, too. The rest
+are fields of ``TrainingArguments``. The first rank writes ``history.json`` into the output folder.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Plain(nn.Module):
 def build(plain: bool = False) -> nn.Module:
     torch.manual_seed(0)
     if plain:
-        return Plain()
+        model = Plain()
+        model.tokens.weight.requires_grad_(False)
+        return model
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from partitioner import PartitionedTrainer, TrainerError
@@ -116,10 +117,21 @@ def test_a_run_goes_on_under_another_plan(alone: Any, tmp_path: Path):
 
 
 def test_accumulated_gradients_of_a_plain_module_are_means_over_batches(tmp_path: Path):
-    """``Trainer`` divides by the number of batches where the model does not take ``num_items_in_batch``."""
-    short = dict(plain=True, max_steps=12, gradient_accumulation_steps=3, logging_steps=2)
+    """``Trainer`` divides by the number of batches where the model does not take ``num_items_in_batch``.
+
+    A parameter is frozen. The "best" checkpoint, here the one with the largest loss, is loaded at the end.
+    """
+    short = dict(plain=True, max_steps=12, gradient_accumulation_steps=3, logging_steps=2, eval_steps=4, save_steps=4)
+    short |= dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
     expected = run(tmp_path / "alone", 1, **short)
     check_histories(run(tmp_path / "out", 2, constraints=MESHES["dp2 zero2"], **short), expected)
+    found, reference, first = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "alone", "out/checkpoint-4")
+    )
+    assert set(found) == set(reference)
+    for name, weight in reference.items():
+        assert (found[name] - weight).abs().max() < CLOSE, name
+        assert torch.equal(found[name], first[name])
 
 
 def test_every_field_of_the_installed_version_is_sorted():
@@ -203,6 +215,53 @@ def test_one_process_trains_without_a_launcher(tmp_path: Path):
         trainer.train()
         histories.append(trainer.state.log_history)
     check_histories(*histories)
+
+
+def test_a_stream_is_read_in_its_own_order(tmp_path: Path):
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            texts = Texts(14, 1, vary=False)
+            return (texts[i] for i in range(len(texts)))
+
+    options = dict(output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=4, logging_steps=1)
+    options |= dict(disable_tqdm=True, save_strategy="no", learning_rate=3e-3)
+    histories = []
+    for kind in (PartitionedTrainer, Trainer):
+        trainer = make(tmp_path, kind, args=arguments(**options), train_dataset=Stream())
+        trainer.train()
+        histories.append(trainer.state.log_history)
+    check_histories(*histories)
+
+
+def test_bf16_trains_short_parameters_with_float32_copies(tmp_path: Path):
+    options = dict(output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, logging_steps=1, bf16=True)
+    trainer = make(tmp_path, args=arguments(**options, disable_tqdm=True, save_strategy="no", learning_rate=1e-2))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    assert {s.dtype for s in trainer.plan.program.states.values() if s.kind == "parameter"} == {"bfloat16"}
+    assert {p.dtype for p in trainer.engine.parameters()} == {torch.float32}
+
+
+class Mean(nn.Module):
+    """A model whose loss is a mean over all samples and positions, padded or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, 8)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.tokens(input_ids) * attention_mask[..., None] + labels[..., None]).square().mean()}
+
+
+def test_batches_that_cannot_be_padded_exactly_are_refused_beforehand(tmp_path: Path):
+    options = dict(output_dir=str(tmp_path), per_device_train_batch_size=4, disable_tqdm=True, save_strategy="no")
+    with pytest.raises(TrainerError, match=r"the last batch of the train data set has 1 samples .*drop_last"):
+        make(tmp_path, model=Mean(), args=arguments(**options), train_dataset=Texts(9, 1, vary=False)).train()
+    with pytest.raises(TrainerError, match="samples of the train data set have several lengths"):
+        make(tmp_path, model=Mean(), args=arguments(**options), train_dataset=Texts(8, 1)).train()
+    whole = arguments(**options, dataloader_drop_last=True, max_steps=2)
+    make(tmp_path, model=Mean(), args=whole, train_dataset=Texts(9, 1, vary=False)).train()
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path):

@@ -168,9 +168,9 @@ class PartitionedTrainer(Trainer):
         for what, several, padding in found:
             if several and padding is not None and padding.shorter:
                 raise TrainerError(
-                    f"samples of the {what} data set have several lengths, and shorter batches cannot be padded exactly: "
-                    f"{padding.shorter}; expected batches of one length: pad in the data collator, or cut texts into "
-                    "blocks, or pass shapes=Shapes(length=...) with every length that batches have"
+                    f"samples of the {what} data set have several lengths, and shorter batches cannot be padded "
+                    f"exactly: {padding.shorter}; expected batches of one length: pad in the data collator, or cut texts "
+                    "into blocks, or pass shapes=Shapes(length=...) with every length that batches have"
                 )
         return plan
 
@@ -215,7 +215,7 @@ class PartitionedTrainer(Trainer):
         return [len(dataset[i][name]) for i in range(len(dataset))]
 
     def _check_last_batches(self, plan: Plan) -> None:
-        """Raise :class:`TrainerError` if the last batch of a data set is smaller than the others and cannot be padded."""
+        """Raise :class:`TrainerError` if the last batch of a data set is smaller, and cannot be padded."""
         checks = []
         if self.train_dataset is not None and not self.args.dataloader_drop_last:
             checks.append((self.train_dataset, self._train_batch_size, plan.padding, "train"))

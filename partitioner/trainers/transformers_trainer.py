@@ -169,8 +169,8 @@ class PartitionedTrainer(Trainer):
             if several and padding is not None and padding.shorter:
                 raise TrainerError(
                     f"samples of the {what} data set have several lengths, and shorter batches cannot be padded "
-                    f"exactly: {padding.shorter}; expected batches of one length: pad in the data collator, or cut texts "
-                    "into blocks, or pass shapes=Shapes(length=...) with every length that batches have"
+                    f"exactly: {padding.shorter}; expected batches of one length: pad in the data collator, or cut "
+                    "texts into blocks, or pass shapes=Shapes(length=...) with every length that batches have"
                 )
         return plan
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
-from partitioner import BatchError, CheckpointError, Engine, Loader, LocalRanks
+from partitioner import BatchError, CheckpointError, Checkpoints, Engine, Loader, LocalRanks
 from partitioner.runtime.engine.batches import own_values, share_of
 from partitioner.runtime.engine.data_loader import SampleOrder
 from partitioner.runtime.observe.nonfinite import NonFiniteError, check_finite
@@ -117,6 +117,29 @@ def test_a_step_on_own_samples_is_the_step_on_the_whole_batch(mesh: dict[str, An
         return len(whole) > 1 and all(torch.equal(a, b) for a, b in zip(whole, local, strict=True))
 
     assert all(on_every_rank(program, work))
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")  # torchdata's own
+def test_the_position_of_a_stateful_data_loader_is_in_checkpoints(tmp_path: Path):
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
+
+    def train_on(folder: Path, steps: int) -> list[float]:
+        torch.manual_seed(0)
+        engine = Engine(program_of_net(), Net())
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+        loader = module.StatefulDataLoader(Rows(), batch_size=BATCH, shuffle=True)
+        checkpoints = Checkpoints(folder, engine, optimizer, every=1, behind=False, extra={"data": loader})
+        checkpoints.restore()
+        losses = []
+        for batch in itertools.islice(loader, steps):
+            losses.append(float(engine.step(batch)))  # type: ignore[arg-type]
+            optimizer.step()
+            checkpoints.after_step()
+        return losses
+
+    whole = train_on(tmp_path / "whole", 5)
+    assert len({*whole}) == 5
+    assert train_on(tmp_path / "parts", 3) + train_on(tmp_path / "parts", 5) == whole
 
 
 def test_another_number_of_samples_is_refused():

@@ -101,9 +101,7 @@ def main() -> None:
         constraints=Constraints.parse(options.mesh) if options.mesh else None,
     )
     if trainer.is_world_process_zero():
-        print(trainer.plan.summary())
-    else:
-        assert trainer.plan  # the first rank makes it, and sends it to the others
+        print(trainer.plan.summary())  # the first rank makes the plan, for which the others wait in train
     trainer.train(resume_from_checkpoint=options.resume or None)
     trainer.save_model()
     if dist.is_initialized():

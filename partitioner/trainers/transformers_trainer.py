@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -38,6 +39,14 @@ from partitioner.trainers.arguments import TrainerError, check_arguments, check_
 EVALUATION = "eval"  # name of the plan's program that evaluates
 ITEMS = "num_items_in_batch"  # input of models that divide the sum of their loss by it
 STATE = "engine"  # folder of the engine's state in a checkpoint
+
+# Methods of ``Trainer`` that are replaced here. Its loop has to call them: else it would do the same without the plan.
+_REPLACED = """
+    _get_dataloader _clip_grad_norm _get_grad_norm _get_num_items_in_batch _track_num_input_tokens _wrap_model
+    _move_model_to_device _save_optimizer_and_scheduler _save_rng_state _load_from_checkpoint
+    _load_optimizer_and_scheduler _load_rng_state _load_best_model create_optimizer get_decay_parameter_names
+    training_step floating_point_ops evaluation_loop prediction_step save_model
+    """.split()
 
 
 class PartitionedTrainer(Trainer):
@@ -74,6 +83,7 @@ class PartitionedTrainer(Trainer):
         check_constructor(bound)
         if bound.get("args") is not None:
             check_arguments(bound["args"])
+        _check_library()
         _check_overridden(type(self))
         self._topology, self._constraints, self._shapes = topology, constraints, shapes
         self._plan: Plan | None = None
@@ -89,7 +99,9 @@ class PartitionedTrainer(Trainer):
 
     @property
     def plan(self) -> Plan:
-        """Return the plan of the model. The first rank makes it at the first use, which all ranks wait for."""
+        """Return the plan of the model. The first rank makes it at the first use, and sends it to all ranks, which ask
+        for it here or in :meth:`train`.
+        """
         if self._plan is None:
             self._plan = self._make_plan()
         return self._plan
@@ -322,7 +334,7 @@ class PartitionedTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run one global batch forward and backward; return its part of the loss of the optimizer's step."""
         batch, weight = dict(inputs), 1.0
-        items = self._read_items(num_items_in_batch)
+        items = _read_items(num_items_in_batch)
         if items is not None and self.model_accepts_loss_kwargs:
             batch[ITEMS] = items
         else:
@@ -345,9 +357,6 @@ class PartitionedTrainer(Trainer):
     def _takes_items(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the model is given the number of targets, by which it divides the sum of its loss."""
         return self.model_accepts_loss_kwargs and "labels" in batch
-
-    def _read_items(self, items: Any) -> float | None:
-        return None if items is None else float(items)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -393,7 +402,7 @@ class PartitionedTrainer(Trainer):
         names = self.label_names if all(batch.get(name) is not None for name in self.label_names) else []
         labels = tuple(batch[name] for name in names)
         if self.model_accepts_loss_kwargs:
-            items = self._read_items(self._get_num_items_in_batch([batch], self.args.device))
+            items = _read_items(self._get_num_items_in_batch([batch], self.args.device))
             batch |= {} if items is None else {ITEMS: items}
         loss = self.engine.run(EVALUATION, batch, keep_outputs=not prediction_loss_only)
         if loss is not None:
@@ -490,6 +499,16 @@ class EngineModule(nn.Module):
         )
 
 
+def _check_library() -> None:
+    """Raise :class:`TrainerError` if the installed transformers lacks a method that ``PartitionedTrainer`` replaces."""
+    missing = [name for name in _REPLACED if not hasattr(Trainer, name)]
+    if missing:
+        raise TrainerError(
+            f"transformers {transformers.__version__} has no Trainer.{', Trainer.'.join(missing)}: expected a version "
+            "whose training loop calls them, such as 5.23; pip install 'partitioner[trainer]'"
+        )
+
+
 def _check_overridden(trainer: type[Trainer]) -> None:
     """Raise :class:`TrainerError` if ``trainer``, a class, computes its loss by a method of its own."""
     for name in ("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager"):
@@ -523,6 +542,11 @@ def _import_dataset_class() -> Any:
     import datasets
 
     return datasets.Dataset
+
+
+def _read_items(items: Any) -> float | None:
+    """Return ``items``, a number or a tensor with one number, as a float; ``None`` for ``None``."""
+    return None if items is None else float(items)
 
 
 def _has_length(sample: Any, name: str) -> bool:

@@ -22,6 +22,7 @@ from partitioner.trainers.arguments import HONOURED, IRRELEVANT, REFUSED, check_
 from tests.helpers.paths import ROOT
 from tests.helpers.trainer_script import Texts, build, pad
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
 SCRIPT = str(ROOT / "tests" / "helpers" / "trainer_script.py")
 CLOSE = 1e-5
 # 42 samples are ten batches of 4 and one of 2; two batches are accumulated, and of the last one of an epoch just one.
@@ -262,6 +263,12 @@ def test_batches_that_cannot_be_padded_exactly_are_refused_beforehand(tmp_path: 
         make(tmp_path, model=Mean(), args=arguments(**options), train_dataset=Texts(8, 1)).train()
     whole = arguments(**options, dataloader_drop_last=True, max_steps=2)
     make(tmp_path, model=Mean(), args=whole, train_dataset=Texts(9, 1, vary=False)).train()
+
+
+def test_a_version_whose_loop_calls_other_methods_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(Trainer, "_clip_grad_norm")
+    with pytest.raises(TrainerError, match=r"has no Trainer\._clip_grad_norm"):
+        make(tmp_path)
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path):

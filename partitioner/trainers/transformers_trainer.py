@@ -315,6 +315,9 @@ class PartitionedTrainer(Trainer):
         """Train as ``Trainer.train`` does, and return its result. The plan is made first."""
         if self.train_dataset is None:
             raise TrainerError("training needs train_dataset=")
+        resumed = given[0] if given else options.get("resume_from_checkpoint")
+        if isinstance(resumed, str | Path):
+            self._load_from_checkpoint(str(resumed))  # which only checks the folder
         assert self.engine is not None
         return super().train(*given, **options)
 
@@ -377,7 +380,8 @@ class PartitionedTrainer(Trainer):
 
     def evaluation_loop(self, *given: Any, **options: Any) -> Any:
         """Evaluate as ``Trainer.evaluation_loop`` does. Every rank has the results of the whole batch already."""
-        if EVALUATION not in self.plan.further:
+        planned = self._plan is not None or self._list_evaluation_datasets()
+        if not planned or EVALUATION not in self.plan.further:
             raise TrainerError("the plan has no evaluation: pass eval_dataset= when the trainer is made")
         self.gather_function = self._repeat_loss
         try:

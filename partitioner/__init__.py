@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from partitioner.schedules.csv_table import ScheduleTable
     from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
     from partitioner.topology import Topology
+    from partitioner.trainers import PartitionedTrainer, TrainerError
 
 __all__ = [
     "AgreementError",
@@ -131,6 +132,7 @@ __all__ = [
     "OptimizerError",
     "OptionValueError",
     "PartitionError",
+    "PartitionedTrainer",
     "Plan",
     "PlanError",
     "PlanFileError",
@@ -159,6 +161,7 @@ __all__ = [
     "StepResult",
     "Topology",
     "TopologyError",
+    "TrainerError",
     "TrainingLayout",
     "UnknownOptionError",
     "UnsupportedError",
@@ -273,6 +276,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.schedules.csv_table": ("ScheduleTable",),
     "partitioner.solve.evaluate.prepared_model": ("PreparedModel", "prepare"),
     "partitioner.topology": ("Topology",),
+    "partitioner.trainers": ("PartitionedTrainer", "TrainerError"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

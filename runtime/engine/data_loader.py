@@ -146,6 +146,17 @@ class Loader:
             )
         return self
 
+    def __len__(self) -> int:
+        """Return the number of global batches: of all epochs if ``epochs`` was given, else of one epoch, rounded up.
+
+        It does not depend on the position. Raise :class:`TypeError` for a stream of unknown length.
+        """
+        if self.num_samples is None:
+            raise TypeError("len() of a loader of a stream whose length is not known: give its dataset a __len__")
+        if self.epochs is None:
+            return -(-self.num_samples // self.batch_size)
+        return self.epochs * self.num_samples // self.batch_size
+
     def __next__(self) -> Any:
         """Return this rank's part of the next global batch; an empty dict if the rank reads no inputs."""
         ends_by_itself = self.epochs is not None and self.num_samples is None

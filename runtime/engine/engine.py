@@ -13,8 +13,10 @@ In a ``torchrun`` worker::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,10 +36,11 @@ from partitioner.runtime.engine import export
 from partitioner.runtime.engine.batches import batch_size, own_values, share_of
 from partitioner.runtime.engine.consistency import Agreement
 from partitioner.runtime.engine.defaults import default_communicator, disk_for
-from partitioner.runtime.engine.further import EngineState, FurtherExecutors, prepare_programs
+from partitioner.runtime.engine.further import EngineState, FurtherExecutors, LatestRun, prepare_programs
 from partitioner.runtime.engine.optimizer_checks import OptimizerCheck
+from partitioner.runtime.engine.outputs import RunOutputs
 from partitioner.runtime.engine.padding import ChosenProgram, choose_program, fit_batch
-from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.errors import BatchError, LaunchError
 from partitioner.runtime.execute.bind import Library
 from partitioner.runtime.execute.executor import Executor
 from partitioner.runtime.execute.flight_recorder import Phase
@@ -169,7 +172,7 @@ class Engine:
         )
         state = EngineState(self._shards, self._gradients, sharded, hosted)
         self._further = FurtherExecutors(family, communicator, state, compile, keep_outputs)
-        self._latest = self._executor
+        self._latest = LatestRun(self._executor)
 
     @property
     def program(self) -> Program:
@@ -181,7 +184,15 @@ class Engine:
 
         Empty unless the engine was made with ``keep_outputs``.
         """
-        return self._latest.outputs
+        return self.latest_outputs.trim()
+
+    @property
+    def latest_outputs(self) -> RunOutputs:
+        """Return this rank's results of the last :meth:`step` or :meth:`run`, with padded samples and positions, and
+        the program that has computed them.
+        """
+        executor, padding, real = self._latest
+        return RunOutputs(executor.rank, executor.outputs, padding, real)
 
     @property
     def loss(self) -> Tensor | None:
@@ -200,7 +211,7 @@ class Engine:
         return self._scale is not None and self._scale.overflowed
 
     @typed_errors("Engine.step()", passing=is_of_ranks)
-    def step(self, batch: Any, *, local: bool = False, accumulate: bool = False) -> Tensor | None:
+    def step(self, batch: Any, *, local: bool = False, accumulate: bool = False, weight: float = 1.0) -> Tensor | None:
         """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks. All ranks call
         this.
 
@@ -211,14 +222,23 @@ class Engine:
         replace those of the last step. With ``accumulate`` they are added to them, unless ``zero_grad`` has cleared
         them; if the gradients of one batch overflowed, the sum is lost (:attr:`overflowed`).
 
-        Returns the loss of the whole batch, a 0-dimensional tensor without an autograd graph, the same on all ranks;
-        ``None`` if the program has no loss.
+        Accumulated gradients are a sum over batches: each batch adds ``weight`` times the gradients of its loss. With
+        ``weight=1 / k`` in each of ``k`` batches they are the mean over the batches. If the loss is a mean over targets
+        (such as tokens), and batches have different numbers of them, ``weight=n / N``, with ``n`` targets in this batch
+        and ``N`` in all, gives the mean over all targets. The default of 1 gives the sum.
+
+        Returns the loss of the whole batch, a 0-dimensional tensor without an autograd graph, the same on all ranks,
+        not multiplied by ``weight``; ``None`` if the program has no loss.
 
         Raises :class:`BatchError` if the batch does not match the plan, :class:`InstructionError` if an instruction
         fails, :class:`AgreementError` if ranks have diverged since the last step (checked now and then), and
         :class:`LaunchError` inside a region of ``torch.autocast``.
         """
         self._check_autocast("step()")
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise BatchError(
+                f"weight is {weight!r}; expected a finite number, by which this batch's gradients are scaled"
+            )
         chosen = ChosenProgram("", batch, None) if local else choose_program(self._further.family, batch)
         executor = self._further.executor(chosen.name) if chosen.name else self._executor
         rank = executor.rank
@@ -235,7 +255,7 @@ class Engine:
             executor.scale_loss(self._scale.value)
         for name in self._gradients.passing:
             self._parameters[name].grad = None
-        self._latest = executor
+        self._latest = LatestRun(executor, self._further.padding_of(chosen.name), chosen.real)
         try:
             with self._doing_further(chosen.name), products_of(rank.program, self.device):
                 executor.run(inputs, self.steps)
@@ -243,7 +263,6 @@ class Engine:
             self._gradients.restore()
             raise
         loss = executor.loss
-        self._further.trim(chosen.name, executor, chosen.real)
         self._loss = None if loss is None else loss.as_subclass(StepLoss)
         self.steps += 1
         self.steps_run += 1
@@ -255,6 +274,8 @@ class Engine:
             self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)
             self._gradients.rescale(0.0 if self._scale.overflowed else self._scale.value / scaled)
             self._scale.overflowed |= lost
+        if weight != 1 and owned:
+            torch._foreach_mul_([*owned.values()], float(weight))
         if before:
             torch._foreach_add_([owned[name] for name in before], [*before.values()])
         for name, gradient in owned.items():
@@ -273,12 +294,13 @@ class Engine:
         return self.loss
 
     @typed_errors("Engine.run()", passing=is_of_ranks)
-    def run(self, name: str, batch: Any, *, local: bool = False) -> Tensor | None:
+    def run(self, name: str, batch: Any, *, local: bool = False, keep_outputs: bool | None = None) -> Tensor | None:
         """Run the plan's further program ``name``, such as an evaluation, on a global batch. All ranks call this.
 
         It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
         state or buffer, none of :attr:`steps`, and no random numbers of later steps. ``batch``: the whole global batch,
-        the same on all ranks or, with ``local``, this rank's :attr:`share` of it.
+        the same on all ranks or, with ``local``, this rank's :attr:`share` of it. ``keep_outputs``: collect the results
+        of this run in :attr:`outputs`; ``None``: as the engine was made.
 
         Returns the loss of the whole batch, the same on all ranks; ``None`` if the program has no loss. The results are
         in :attr:`outputs`.
@@ -288,15 +310,14 @@ class Engine:
         """
         self._check_autocast("run()")
         further = self._further.find(name, "evaluate")
-        executor = self._further.executor(name)
+        executor = self._further.executor(name, keep_outputs)
         batch, real = (batch, None) if local else fit_batch(further.program, further.padding, batch)
         inputs = own_values(further.program, share_of(executor.rank), batch, local)
         self._agreement.before_run(name, batch, local, executor.rank)
         self._begin_run()
-        self._latest = executor
+        self._latest = LatestRun(executor, further.padding, real)
         with self._doing_further(name), products_of(further.program, self.device):
             executor.run(inputs, self.steps)
-        self._further.trim(name, executor, real)
         return executor.loss
 
     def _doing_further(self, name: str) -> AbstractContextManager[None]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from partitioner.passes.ops.random import SEED
 from partitioner.runtime.comm.group import Communicator
-from partitioner.runtime.engine.padding import BatchShape, trim_outputs
+from partitioner.runtime.engine.padding import BatchShape
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute.bind import Library
 from partitioner.runtime.execute.executor import Executor
-from partitioner.runtime.family.data import FurtherProgram, ProgramFamily
+from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
 from partitioner.runtime.program.membership import PipelineEdge, gathers_of, groups_of, links_of
 from partitioner.runtime.program.program import Program, RankProgram, Stage
 from partitioner.runtime.prove.layouts import prove_same_layout
@@ -44,6 +45,16 @@ class EngineState:
     hosted: HostParameters
 
 
+class LatestRun(NamedTuple):
+    """The executor that has run last, how the batches of its program are padded (``None``: not at all), and the shape
+    of its batch before it was padded (``None``: it was not).
+    """
+
+    executor: Executor
+    padding: BatchPadding | None = None
+    real: BatchShape | None = None
+
+
 @dataclass
 class FurtherExecutors:
     """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is made when
@@ -55,7 +66,7 @@ class FurtherExecutors:
     state: EngineState
     compile: bool | str = False
     keep_outputs: bool = False
-    _made: dict[str, Executor] = field(default_factory=dict)
+    _made: dict[tuple[str, bool], Executor] = field(default_factory=dict)
 
     @cached_property
     def seed(self) -> Tensor:
@@ -77,25 +88,28 @@ class FurtherExecutors:
             )
         return found
 
-    def executor(self, name: str) -> Executor:
-        """Return the object that executes the further program called ``name``."""
-        if name not in self._made:
-            self._made[name] = self._build_executor(self.family.further[name].program)
-        return self._made[name]
+    def executor(self, name: str, keep_outputs: bool | None = None) -> Executor:
+        """Return the object that executes the further program called ``name``.
 
-    def trim(self, name: str, executor: Executor, real: BatchShape | None) -> None:
-        """Remove padded samples and positions from the outputs that ``executor`` has collected.
-
-        ``name``: name of the program; empty: the first one of the plan. ``real``: the shape of the batch before it was
-        padded; ``None``: it was not.
+        ``keep_outputs``: whether it collects the model's results; ``None``: as all programs of the engine.
         """
-        padding = self.family.further[name].padding if name else self.family.padding
-        if real is not None and padding is not None:
-            executor.outputs = trim_outputs(executor.rank, padding, real, executor.outputs)
+        keep = self.keep_outputs if keep_outputs is None else keep_outputs
+        if (name, keep) not in self._made:
+            self._made[name, keep] = self._build_executor(self.family.further[name].program, keep)
+        return self._made[name, keep]
 
-    def _build_executor(self, program: Program) -> Executor:
+    def padding_of(self, name: str) -> BatchPadding | None:
+        """Return how the batches of the program called ``name`` are padded; ``None``: not at all.
+
+        ``name``: empty for the first program of the plan.
+        """
+        return self.family.further[name].padding if name else self.family.padding
+
+    def _build_executor(self, program: Program, keep_outputs: bool) -> Executor:
         """Return an object that executes ``program`` on this rank, with the engine's parameters, buffers and
         gradients.
+
+        ``keep_outputs``: whether it collects the model's results.
         """
         rank, state, device = program.rank(self.communicator.rank), self.state, self.communicator.device
         trains = program.objective == "train"
@@ -111,7 +125,7 @@ class FurtherExecutors:
             gradients,
             self.communicator,
             Library(program, device, self.compile),
-            self.keep_outputs,
+            keep_outputs,
             TransientParameters(sharded, state.hosted),
         )
 

@@ -40,6 +40,7 @@ from partitioner.runtime.comm.failure_origin import is_secondary
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.engine.defaults import default_device, one_step_folder
 from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.engine.outputs import join_outputs, select_outputs
 from partitioner.runtime.errors import (
     DIED,
     LEFT,
@@ -55,7 +56,7 @@ from partitioner.runtime.execute.bind import Library
 from partitioner.runtime.execute.executor import Executor
 from partitioner.runtime.execute.failures import instruction_text
 from partitioner.runtime.launch.forkserver import Child, ForkServer, fork_server
-from partitioner.runtime.program.program import OutputData, Program, shard_shape, updated_states
+from partitioner.runtime.program.program import Program, shard_shape, updated_states
 from partitioner.runtime.state.parameters import by_model_names, join_pieces, model_names
 from partitioner.runtime.watch.stragglers import Monitor
 from partitioner.runtime.watch.watchdog import Watch
@@ -105,13 +106,8 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankRes
     ``outputs`` and ``grads``: whether to include the model's results and the gradients.
     """
     rank = engine.rank_program
-    program, at = rank.program, rank.coordinates
-    layouts = {o.value: (Layout.parse(o.layout), Layout.parse(o.context)) for o in program.outputs if o.value}
-    made = {
-        value: by_microbatch
-        for value, by_microbatch in engine.outputs.items()
-        if outputs and all(at[a] == 0 or not to.is_whole for a, to in zip(("tp", "cp"), layouts[value], strict=True))
-    }
+    program = rank.program
+    made = select_outputs(rank, engine.outputs) if outputs else {}
     mine = {
         name
         for name, state in program.states.items()
@@ -133,7 +129,7 @@ def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Map
     ``extra``: name -> gradient to add, of parameters for which the program computes none.
     """
     by_rank = {p.rank: p for p in parts}
-    leaves = {o.path: _join_output(program, o, by_rank) for o in program.outputs}
+    leaves = join_outputs(program, {rank: part.outputs for rank, part in by_rank.items()})
     grads: dict[str, Tensor] = dict(extra or {})
     buffers: dict[str, Tensor] = {}
     for name, state in program.states.items():
@@ -162,31 +158,6 @@ def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Ten
     each = len(parts) // count
     of_experts = [parts[i * each : (i + 1) * each] for i in range(count)]
     return join_shards([join_shards([*h], by_tensor) if each > 1 else h[0] for h in of_experts], by_expert)
-
-
-def _join_output(program: Program, output: OutputData, parts: Mapping[int, RankResults]) -> Any:
-    """Return ``output``, one tensor or constant of the model's result: shards joined over ``tp``, then ``cp``, then
-    ``dp`` and microbatches.
-
-    ``parts``: rank -> its results. Return ``None`` if no rank has a part of it.
-    """
-    if output.value is None:
-        return output.constant
-    pieces = []
-    for dp in range(program.mesh.get("dp", 1)):
-        held = []  # along cp: what the ranks along tp have, by microbatch
-        for cp in range(program.mesh.get("cp", 1)):
-            ranks = program.group(program.rank_at({"pp": output.stage or 0, "dp": dp, "cp": cp}), ("tp",))
-            along_tp = [parts[r].outputs[output.value] for r in ranks if output.value in parts[r].outputs]
-            held += [along_tp] if along_tp else []
-        if not held:
-            return None
-        for m in range(len(program.share(dp))):
-            along_cp = [join_shards([h[m] for h in along_tp], Layout.parse(output.layout)) for along_tp in held]
-            pieces.append(join_shards(along_cp, Layout.parse(output.context)))
-    if output.batch == "R":
-        return pieces[0]
-    return join_shards(pieces, Layout.parse(output.batch))
 
 
 def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:

@@ -24,8 +24,8 @@ from partitioner import Constraints, Topology, partition
 from partitioner.passes.ir.layouts import Layout
 from partitioner.runtime.engine.data_loader import SampleOrder, Samples
 from partitioner.runtime.state.weights import FileWeights
+from tests.helpers.command_line import execute
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import execute
 
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -101,6 +101,17 @@ def test_texts_of_several_lengths_train_in_one_layout(tmp_path: Path):
     assert "step 8x64: 8 samples of 64 positions" in printed
     assert "expected step time over the shapes" in printed
     assert (tmp_path / "out" / "lengths.json").exists()
+
+
+def test_a_script_for_trainer_trains_by_a_plan_and_goes_on(tmp_path: Path):
+    example = str(ROOT / "examples" / "finetune_trainer.py")
+    for options in ("--steps 10 --mesh tp=2", "--steps 20 --mesh dp=2,zero=1 --resume"):
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        printed = execute(*launch, example, *options.split(), cwd=tmp_path, timeout=300)
+        assert "eval_loss" in printed and "global batch 8" in printed
+    assert {"checkpoint-10", "checkpoint-20", "model.safetensors"} <= {
+        p.name for p in (tmp_path / "out/trainer").iterdir()
+    }
 
 
 def test_packed_texts_train_as_texts_one_by_one(tmp_path: Path):

@@ -17,9 +17,9 @@ from benchmarks.long_run_single import single
 from examples.corpus import CLIP, SEQ, Corpus, build, optimizer_of
 from partitioner import Constraints, Engine, Loader, Topology, partition
 from partitioner.runtime.program.program import Program
+from tests.helpers.command_line import execute
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import execute
 
 BATCH = 4
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
-from partitioner import BatchError, CheckpointError, Engine, Loader, LocalRanks
+from partitioner import BatchError, CheckpointError, Checkpoints, Engine, Loader, LocalRanks
 from partitioner.runtime.engine.batches import own_values, share_of
 from partitioner.runtime.engine.data_loader import SampleOrder
 from partitioner.runtime.observe.nonfinite import NonFiniteError, check_finite
@@ -117,6 +117,29 @@ def test_a_step_on_own_samples_is_the_step_on_the_whole_batch(mesh: dict[str, An
         return len(whole) > 1 and all(torch.equal(a, b) for a, b in zip(whole, local, strict=True))
 
     assert all(on_every_rank(program, work))
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")  # torchdata's own
+def test_the_position_of_a_stateful_data_loader_is_in_checkpoints(tmp_path: Path):
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
+
+    def train_on(folder: Path, steps: int) -> list[float]:
+        torch.manual_seed(0)
+        engine = Engine(program_of_net(), Net())
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+        loader = module.StatefulDataLoader(Rows(), batch_size=BATCH, shuffle=True)
+        checkpoints = Checkpoints(folder, engine, optimizer, every=1, behind=False, extra={"data": loader})
+        checkpoints.restore()
+        losses = []
+        for batch in itertools.islice(loader, steps):
+            losses.append(float(engine.step(batch)))  # type: ignore[arg-type]
+            optimizer.step()
+            checkpoints.after_step()
+        return losses
+
+    whole = train_on(tmp_path / "whole", 5)
+    assert len({*whole}) == 5
+    assert train_on(tmp_path / "parts", 3) + train_on(tmp_path / "parts", 5) == whole
 
 
 def test_another_number_of_samples_is_refused():
@@ -240,6 +263,15 @@ def test_it_ends_after_its_epochs_without_a_part_of_a_batch():
     with pytest.raises(StopIteration):
         next(loader)
     assert loader.state_dict() == state
+
+
+def test_its_length_is_the_number_of_batches():
+    """Of all epochs, or of one if there is no end; wherever the loader is."""
+    loader = one_rank(Rows(), epochs=3)
+    assert len(loader) == len([*one_rank(Rows(), epochs=3)])
+    next(loader)
+    assert len(loader) == 3 * len(Rows()) // loader.batch_size
+    assert len(one_rank(Rows())) == -(-len(Rows()) // loader.batch_size)
 
 
 def test_another_loop_after_the_end_is_refused_and_not_empty():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import Constraints, Engine, LaunchError, Topology, partition
+from partitioner import BatchError, Constraints, Engine, LaunchError, Topology, partition
 from partitioner.runtime.checkpoint.dcp_files import ShardReader
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.program.precision import with_precision
@@ -98,14 +98,20 @@ def test_steps_accumulate(plan: dict[str, Any], precision: str):
 
     def work(communicator: Any) -> None:
         engine = Engine(program, model, communicator=communicator)
-        parts = []
+        parts, losses = [], []
         for batch in batches:
-            engine.step(batch)
+            losses.append(engine.step(batch))
             parts.append({n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None})
         engine.step(batches[0])
         engine.step(batches[1], accumulate=True)
         for name, parameter in engine.named_parameters():
             torch.testing.assert_close(parameter.grad, parts[0][name] + parts[1][name])
+        for number, (batch, weight) in enumerate(zip(batches, (0.25, 0.75), strict=False)):
+            assert engine.step(batch, accumulate=number > 0, weight=weight) == losses[number]
+        for name, parameter in engine.named_parameters():
+            torch.testing.assert_close(parameter.grad, 0.25 * parts[0][name] + 0.75 * parts[1][name])
+        with pytest.raises(BatchError, match="weight is nan"):
+            engine.step(batches[0], weight=float("nan"))
 
     on_every_rank(program, work)
 

@@ -1,0 +1,105 @@
+"""The model's results of one run: a rank's shards of them, and whole tensors joined from the shards of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from partitioner.passes.ir.layouts import Layout, join_shards
+from partitioner.runtime.engine.padding import BatchShape, trim_outputs
+from partitioner.runtime.family.data import BatchPadding
+from partitioner.runtime.program.program import OutputData, Program, RankProgram
+
+Shards = Mapping[str, Mapping[int, Tensor]]  # value name -> microbatch -> a rank's shard
+
+
+@dataclass(frozen=True)
+class RunOutputs:
+    """One rank's results of the last step or further program of an engine.
+
+    ``rank``: the rank's program that ran. ``shards``: value name -> microbatch -> this rank's shard, with padded
+    samples and positions. ``padding``: how the program's batches are padded; ``None``: not at all. ``real``: the shape
+    of the batch before it was padded; ``None``: it was not.
+    """
+
+    rank: RankProgram
+    shards: Shards
+    padding: BatchPadding | None
+    real: BatchShape | None
+
+    def trim(self) -> dict[str, dict[int, Tensor]]:
+        """Return the shards without padded samples and positions, as value name -> microbatch -> tensor."""
+        if self.real is None or self.padding is None:
+            return {value: dict(parts) for value, parts in self.shards.items()}
+        return trim_outputs(self.rank, self.padding, self.real, self.shards)
+
+    def join(self, parts: Mapping[int, Shards]) -> dict[str, Any]:
+        """Return the whole results without padded samples and positions, as path -> tensor or constant.
+
+        ``parts``: rank -> its shards with what is padded, as :func:`select_outputs` returns them. ``None`` stands for
+        a result that no rank has.
+        """
+        return {path: self._trim_whole(path, x) for path, x in join_outputs(self.rank.program, parts).items()}
+
+    def _trim_whole(self, path: str, whole: Any) -> Any:
+        """Return ``whole``, the result at ``path``, without padded samples and positions."""
+        if not isinstance(whole, Tensor) or self.real is None or self.padding is None:
+            return whole
+        batch_dim, length_dim = self.padding.outputs.get(path, (None, None))
+        if batch_dim is not None:
+            whole = whole.narrow(batch_dim, 0, self.real.batch)
+        if length_dim is not None:
+            whole = whole.narrow(length_dim, 0, self.real.length + self.padding.trimmed.get(path, 0))
+        return whole
+
+
+def select_outputs(rank: RankProgram, outputs: Shards) -> dict[str, dict[int, Tensor]]:
+    """Return those of ``outputs`` that ``rank`` contributes to the whole results: replicas are contributed by one rank
+    only.
+
+    ``outputs``: value name -> microbatch -> this rank's shard.
+    """
+    layouts = {o.value: (Layout.parse(o.layout), Layout.parse(o.context)) for o in rank.program.outputs if o.value}
+    at = rank.coordinates
+    return {
+        value: dict(by_microbatch)
+        for value, by_microbatch in outputs.items()
+        if all(at[a] == 0 or not to.is_whole for a, to in zip(("tp", "cp"), layouts[value], strict=True))
+    }
+
+
+def join_outputs(program: Program, parts: Mapping[int, Shards]) -> dict[str, Any]:
+    """Return the whole results of the model, as path -> tensor or constant; ``None`` for what no rank has.
+
+    ``parts``: rank -> value name -> microbatch -> the rank's shard, as :func:`select_outputs` returns them. Shards
+    along a dim have equal sizes.
+    """
+    return {o.path: _join_output(program, o, parts) for o in program.outputs}
+
+
+def _join_output(program: Program, output: OutputData, parts: Mapping[int, Shards]) -> Any:
+    """Return one tensor or constant of the model's result: shards joined over ``tp``, then ``cp``, then ``dp`` and
+    microbatches.
+
+    ``parts``: rank -> value name -> microbatch -> its shard. Return ``None`` if no rank has a part of it.
+    """
+    if output.value is None:
+        return output.constant
+    pieces = []
+    for dp in range(program.mesh.get("dp", 1)):
+        held = []  # along cp: what the ranks along tp have, by microbatch
+        for cp in range(program.mesh.get("cp", 1)):
+            ranks = program.group(program.rank_at({"pp": output.stage or 0, "dp": dp, "cp": cp}), ("tp",))
+            along_tp = [parts[r][output.value] for r in ranks if output.value in parts[r]]
+            held += [along_tp] if along_tp else []
+        if not held:
+            return None
+        for m in range(len(program.share(dp))):
+            along_cp = [join_shards([h[m] for h in along_tp], Layout.parse(output.layout)) for along_tp in held]
+            pieces.append(join_shards(along_cp, Layout.parse(output.context)))
+    if output.batch == "R":
+        return pieces[0]
+    return join_shards(pieces, Layout.parse(output.batch))

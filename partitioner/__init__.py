@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from partitioner.pretrained.adapters import Lora
     from partitioner.pretrained.configuration import HubError, PretrainedError, RemoteCodeError
     from partitioner.pretrained.load import PretrainedModel, load_pretrained, partition_pretrained
-    from partitioner.programs.requests import Evaluate, ShapeError, Shapes
+    from partitioner.programs.requests import Evaluate, Generate, GenerationError, ShapeError, Shapes
     from partitioner.runtime import debug
     from partitioner.runtime.checkpoint.series import Checkpoints
     from partitioner.runtime.comm.rendezvous import init_process_group
@@ -108,6 +108,8 @@ __all__ = [
     "Evaluate",
     "ExecutionProfile",
     "Fit",
+    "Generate",
+    "GenerationError",
     "HubError",
     "InputsError",
     "InstructionError",
@@ -225,7 +227,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.pretrained.adapters": ("Lora",),
     "partitioner.pretrained.configuration": ("HubError", "PretrainedError", "RemoteCodeError"),
     "partitioner.pretrained.load": ("PretrainedModel", "load_pretrained", "partition_pretrained"),
-    "partitioner.programs.requests": ("Evaluate", "ShapeError", "Shapes"),
+    "partitioner.programs.requests": ("Evaluate", "Generate", "GenerationError", "ShapeError", "Shapes"),
     "partitioner.runtime.debug": ("debug",),  # the module itself
     "partitioner.runtime.checkpoint.series": ("Checkpoints",),
     "partitioner.runtime.comm.rendezvous": ("init_process_group",),

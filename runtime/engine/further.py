@@ -79,7 +79,7 @@ class FurtherExecutors:
     def executor(self, name: str) -> Executor:
         """Return the object that executes the further program called ``name``."""
         if name not in self._made:
-            self._made[name] = self._build_executor(self.family.further[name].program)
+            self._made[name] = self._build_executor(self.family.further[name])
         return self._made[name]
 
     def trim(self, name: str, executor: Executor, real: BatchShape | None) -> None:
@@ -92,10 +92,11 @@ class FurtherExecutors:
         if real is not None and padding is not None:
             executor.outputs = trim_outputs(executor.rank, padding, real, executor.outputs)
 
-    def _build_executor(self, program: Program) -> Executor:
-        """Return an object that executes ``program`` on this rank, with the engine's parameters, buffers and
-        gradients.
+    def _build_executor(self, further: FurtherProgram) -> Executor:
+        """Return an object that executes the program of ``further`` on this rank, with the engine's parameters, buffers
+        and gradients.
         """
+        program: Program = further.program
         rank, state, device = program.rank(self.communicator.rank), self.state, self.communicator.device
         trains = program.objective == "train"
         kept = {n: t for n, t in state.shards.items() if n in self.family.first.states and not self._is_constant(n)}
@@ -110,8 +111,9 @@ class FurtherExecutors:
             gradients,
             self.communicator,
             Library(program, device, self.compile),
-            self.keep_outputs,
+            self.keep_outputs or bool(further.caches),
             TransientParameters(sharded, state.hosted),
+            frozenset(i.value for i in program.inputs if i.path in further.caches),
         )
 
     def _is_constant(self, name: str) -> bool:

@@ -2,9 +2,9 @@
 
     python benchmarks/generation.py [--width 256] [--layers 8] [--batch 4] [--prompt 32] [--new 64] [--pairs 7]
 
-A Llama generates on the CPU with one thread, greedily, from the same prompts: by ``Engine.generate`` under a plan of one
-rank, and by ``model.generate`` of transformers with a static cache of the same length. Runs alternate, and each pair
-gives a ratio of their times. The program ends with 1 if tokens differ, or if the median ratio is above 1.
+A Llama generates on the CPU with one thread, greedily, from the same prompts: by ``Engine.generate`` under a plan of
+one rank, and by ``model.generate`` of transformers with a static cache of the same length. Runs alternate, and each
+pair gives a ratio of their times. The program ends with 1 if tokens differ, or if the median ratio is above 1.
 """
 
 from __future__ import annotations

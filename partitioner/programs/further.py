@@ -24,7 +24,14 @@ from partitioner.passes.capture.capture import PRECISIONS
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.passes.ir.layouts import REPLICATED, Layout, make_shard_layout
 from partitioner.plan import Candidate, Estimate, Plan, operator_share
-from partitioner.programs.generation import HEADS_DIM, build_inputs, find_cache_shapes, generating, is_cache
+from partitioner.programs.generation import (
+    HEADS_DIM,
+    build_inputs,
+    find_cache_shapes,
+    generating,
+    is_cache,
+    prepare_forward,
+)
 from partitioner.programs.requests import Evaluate, Generate, GenerationError, Request, Shapes
 from partitioner.programs.shapes import Shape, ShapeFamily
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram
@@ -40,7 +47,7 @@ from partitioner.solve.stages.split import check_room
 from partitioner.topology import Topology
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text, list_divisors, seconds_text
-from partitioner.validate import type_of
+from partitioner.validate import torch_device, type_of
 
 Purpose = Literal["evaluate", "step", "prefill", "decode"]
 
@@ -140,31 +147,29 @@ class FirstProgram:
         mesh = self.found.chosen.candidate
         if not isinstance(model, nn.Module):
             raise GenerationError(
-                f"programs[{name!r}]: an exported program has a fixed number of tokens, so it cannot generate; expected "
-                "an nn.Module: pass the module"
+                f"programs[{name!r}]: an exported program has a fixed number of tokens, so it cannot generate; "
+                "expected an nn.Module: pass the module"
             )
         if asked.batch % mesh.dp or mesh.cp > 1:
             raise GenerationError(
                 f"programs[{name!r}] has batch={asked.batch}, and the plan has dp={mesh.dp} and cp={mesh.cp}; expected "
-                "a batch that dp divides, and no cp, which would divide the positions of a cache: change batch, or give "
-                "constraints=Constraints(dp=..., cp=1)"
+                "a batch that dp divides, and no cp, which would divide the positions of a cache: change batch, or "
+                "give constraints=Constraints(dp=..., cp=1)"
             )
         errors: list[PartitionError] = []
         with in_evaluation_mode(model):
             shapes = find_cache_shapes(name, model, PRECISIONS.get(type_of(precision) or ""))
-            divisible = all(heads % mesh.tp == 0 for pair in shapes.layers for heads, _ in pair)
+            sharded = mesh.tp > 1 and all(heads % mesh.tp == 0 for pair in shapes.layers for heads, _ in pair)
+            grouped = (sharded or mesh.tp == 1) and torch_device(self.job.topology) == "cpu"
             with generating(model):
-                works = {}
-                for purpose, positions in (("prefill", asked.prompt), ("decode", 1)):
-                    prepared = prepare(
-                        model, build_inputs(model, asked, shapes, positions), objective="infer", precision=precision
-                    )
-                    works[purpose] = self.job_of(None, prepared)
-                for layout in (
-                    (make_shard_layout(HEADS_DIM), REPLICATED) if divisible and mesh.tp > 1 else (REPLICATED,)
-                ):
+                jobs: dict[Purpose, Job] = {}
+                positions: dict[Purpose, int] = {"prefill": asked.prompt, "decode": 1}
+                for purpose, tokens in positions.items():
+                    inputs = build_inputs(model, asked, shapes, tokens)
+                    jobs[purpose] = self.job_of(None, prepare_forward(model, inputs, precision, grouped))
+                for layout in (make_shard_layout(HEADS_DIM), REPLICATED) if sharded else (REPLICATED,):
                     try:
-                        return self._plan_with_caches(name, works, layout)
+                        return self._plan_with_caches(name, jobs, layout)
                     except CapacityError:
                         raise
                     except PartitionError as error:

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from partitioner.passes.capture.export import make_twin, try_forward
 from partitioner.passes.ops.caches import write_cache
+from partitioner.passes.shard.repeated_heads import read_heads_once
 from partitioner.programs.requests import Generate, GenerationError
+from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 
 CACHES, START = "caches", "start"  # names of arguments of the traced forward
 HEADS_DIM = 1  # the dim of heads of a cache [batch, heads, length, d]
@@ -59,6 +61,11 @@ def find_cache_shapes(name: str, model: nn.Module, dtype: torch.dtype | None) ->
             f"programs[{name!r}]: the forward of {type(model).__name__} has no argument {' and no '.join(missing)}, so "
             "it has no key/value cache; expected a causal model of transformers: leave the program out"
         )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise GenerationError(
+            f"programs[{name!r}]: {type(model).__name__} has an encoder and a decoder; expected a causal model, which "
+            "has a decoder alone: leave the program out, and generate with the model itself"
+        )
     found: dict[int, tuple[Tensor, Tensor]] = {}
     twin = make_twin(model, dtype)
     cache = _make_cache(None, None, 0, found)
@@ -95,6 +102,21 @@ def build_inputs(model: nn.Module, asked: Generate, shapes: CacheShapes, positio
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = torch.empty(batch, positions, dtype=torch.int64, device="meta")
     return inputs | {START: torch.empty((), dtype=torch.int64, device="meta"), CACHES: shapes.allocate(batch, length)}
+
+
+def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, grouped: bool) -> PreparedModel:
+    """Return ``model``, with the forward of :func:`generating`, prepared to be planned for ``inputs``.
+
+    ``precision``: as for ``partition``. ``grouped``: where several heads of queries read one head of keys, attention
+    reads the caches as they are, instead of a copy with a head for each head of queries. The CPU's kernels can do so.
+    """
+    prepared = prepare(model, inputs, objective="infer", precision=precision)
+    if grouped:
+        folded = prepared.at(None)[0]
+        for block in folded.blocks.values():
+            read_heads_once(block)
+        prepared.captured_as(None, folded)
+    return prepared
 
 
 @contextmanager

@@ -105,8 +105,8 @@ def find_generation(family: ProgramFamily, name: str | None) -> str:
         return known[0]
     if name not in known:
         raise LaunchError(
-            f"the plan has {len(known)} generations ({', '.join(map(repr, known)) or 'none'}), and program is {name!r}; "
-            "expected one of them: plan with partition(..., programs={'generate': Generate(batch=..., prompt=..., "
+            f"the plan has the generations {', '.join(map(repr, known)) or 'none'}, and program is {name!r}; expected "
+            "one of them: plan with partition(..., programs={'generate': Generate(batch=..., prompt=..., "
             "length=...)}), or give its name as program="
         )
     return name

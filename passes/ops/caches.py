@@ -1,15 +1,14 @@
 """Write new keys or values into the static cache of an attention, in place.
 
 A cache ``[batch, heads, length, d]`` is an input of a program that generates. The operator writes ``new``
-``[batch, heads, positions, d]`` at the positions from ``start`` on, and returns the cache. The graph reads the cache
-before the write nowhere, so that the write in place computes what a functional write would: :func:`list_cache_writes`
-finds the writes, and the planner checks them.
+``[batch, heads, positions, d]`` at the positions from ``start`` on, and returns the cache itself. Graphs treat it as a
+function of its operands. This holds because the write is the only reader of the cache that it is given.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 
@@ -34,8 +33,3 @@ torch.library.register_fake(
     f"{NAMESPACE}::write_cache", lambda cache, new, start: torch.empty_like(cache), lib=_library
 )
 write_cache = torch.ops.partition.write_cache.default
-
-
-def list_cache_writes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of ``graph`` that write into a cache, in order."""
-    return [node for node in graph.nodes if node.target is write_cache]

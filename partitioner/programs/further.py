@@ -24,15 +24,16 @@ from partitioner.passes.capture.capture import PRECISIONS
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.passes.ir.layouts import REPLICATED, Layout, make_shard_layout
 from partitioner.plan import Candidate, Estimate, Plan, operator_share
-from partitioner.programs.generation import (
+from partitioner.pretrained.generation import (
     HEADS_DIM,
+    GenerationError,
     build_inputs,
     find_cache_shapes,
     generating,
     is_cache,
     prepare_forward,
 )
-from partitioner.programs.requests import Evaluate, Generate, GenerationError, Request, Shapes
+from partitioner.programs.requests import Evaluate, Generate, Request, Shapes
 from partitioner.programs.shapes import Shape, ShapeFamily
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram
 from partitioner.runtime.prove.layouts import prove_same_caches, prove_same_layout
@@ -165,7 +166,7 @@ class FirstProgram:
                 jobs: dict[Purpose, Job] = {}
                 positions: dict[Purpose, int] = {"prefill": asked.prompt, "decode": 1}
                 for purpose, tokens in positions.items():
-                    inputs = build_inputs(model, asked, shapes, tokens)
+                    inputs = build_inputs(model, shapes, asked.batch, asked.length, tokens)
                     jobs[purpose] = self.job_of(None, prepare_forward(model, inputs, precision, grouped))
                 for layout in (make_shard_layout(HEADS_DIM), REPLICATED) if sharded else (REPLICATED,):
                     try:

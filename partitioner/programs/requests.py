@@ -11,16 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from partitioner.errors import PlanError
 from partitioner.option_text import explain_validation_error
 from partitioner.passes.documented_model import DocumentedModel
+from partitioner.pretrained.generation import GenerationError
 
 
 class ShapeError(PlanError):
     """Error: a plan cannot have a requested batch shape and still compute exactly the results of the model, or the
     request is malformed.
     """
-
-
-class GenerationError(PlanError):
-    """Error: a plan cannot generate tokens with a model, or the request is malformed."""
 
 
 class Generate(BaseModel, metaclass=DocumentedModel):

@@ -18,11 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partitioner.errors import PlanError
 from partitioner.passes.capture.export import make_twin, try_forward
 from partitioner.passes.ops.caches import write_cache
 from partitioner.passes.shard.repeated_heads import read_heads_once
-from partitioner.programs.requests import Generate, GenerationError
+from partitioner.pretrained.configuration import import_transformers
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
+
+
+class GenerationError(PlanError):
+    """Error: a plan cannot generate tokens with a model, or the request is malformed."""
+
 
 CACHES, START = "caches", "start"  # names of arguments of the traced forward
 HEADS_DIM = 1  # the dim of heads of a cache [batch, heads, length, d]
@@ -90,11 +96,10 @@ def _heads_of(tensor: Tensor) -> tuple[int, int]:
     return int(tensor.shape[1]), int(tensor.shape[3])
 
 
-def build_inputs(model: nn.Module, asked: Generate, shapes: CacheShapes, positions: int) -> dict[str, Any]:
+def build_inputs(model: nn.Module, shapes: CacheShapes, batch: int, length: int, positions: int) -> dict[str, Any]:
     """Return the inputs of the forward that :func:`generating` traces, as meta tensors, for ``positions`` new tokens
-    of each sample.
+    of each of ``batch`` samples, and caches of ``length`` places.
     """
-    batch, length = asked.batch, asked.length
     inputs: dict[str, Any] = {
         "input_ids": torch.empty(batch, positions, dtype=torch.int64, device="meta"),
         "attention_mask": torch.empty(batch, length, dtype=torch.int64, device="meta"),
@@ -180,9 +185,10 @@ def _make_cache(
     new keys and values as they are. ``length``: the positions of the caches. ``found``: layer index -> new keys and
     values, added by each write.
     """
+    import_transformers()  # raises an error of its own where there is none
     from transformers.cache_utils import Cache, StaticLayer
 
-    class ProgramCacheLayer(StaticLayer):
+    class ProgramCacheLayer(StaticLayer):  # type: ignore[no-untyped-call]
         """A layer of a cache whose tensors are inputs of a traced forward."""
 
         is_sliding = False
@@ -191,7 +197,7 @@ def _make_cache(
             super().__init__(length)
             self.index = index
             self.is_initialized = True
-            self.cumulative_length = 0 if start is None else start
+            self.cumulative_length = 0 if start is None else start  # type: ignore[assignment]
 
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
             """Do nothing: the tensors exist."""
@@ -217,9 +223,11 @@ def _make_cache(
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
             """Write new keys and values of a layer, and return those of all positions."""
-            while len(self.layers) <= layer_idx:
-                self.layers.append(ProgramCacheLayer(len(self.layers)))
-            return self.layers[layer_idx].update(key_states, value_states)
+            layers: list[Any] = self.layers
+            while len(layers) <= layer_idx:
+                layers.append(ProgramCacheLayer(len(layers)))
+            written: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
+            return written
 
     return ProgramCache(layers=[ProgramCacheLayer(i) for i in range(len(caches or ()) or 1)])
 

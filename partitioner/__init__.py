@@ -58,8 +58,9 @@ if TYPE_CHECKING:
     from partitioner.plans.verify import Verification
     from partitioner.pretrained.adapters import Lora
     from partitioner.pretrained.configuration import HubError, PretrainedError, RemoteCodeError
+    from partitioner.pretrained.generation import GenerationError
     from partitioner.pretrained.load import PretrainedModel, load_pretrained, partition_pretrained
-    from partitioner.programs.requests import Evaluate, ShapeError, Shapes
+    from partitioner.programs.requests import Evaluate, Generate, ShapeError, Shapes
     from partitioner.runtime import debug
     from partitioner.runtime.checkpoint.series import Checkpoints
     from partitioner.runtime.comm.rendezvous import init_process_group
@@ -114,6 +115,8 @@ __all__ = [
     "Evaluate",
     "ExecutionProfile",
     "Fit",
+    "Generate",
+    "GenerationError",
     "HubError",
     "InputsError",
     "InstructionError",
@@ -243,8 +246,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.plans.verify": ("Verification",),
     "partitioner.pretrained.adapters": ("Lora",),
     "partitioner.pretrained.configuration": ("HubError", "PretrainedError", "RemoteCodeError"),
+    "partitioner.pretrained.generation": ("GenerationError",),
     "partitioner.pretrained.load": ("PretrainedModel", "load_pretrained", "partition_pretrained"),
-    "partitioner.programs.requests": ("Evaluate", "ShapeError", "Shapes"),
+    "partitioner.programs.requests": ("Evaluate", "Generate", "ShapeError", "Shapes"),
     "partitioner.runtime.debug": ("debug",),  # the module itself
     "partitioner.runtime.checkpoint.series": ("Checkpoints",),
     "partitioner.runtime.comm.rendezvous": ("init_process_group",),

@@ -16,7 +16,7 @@ from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
 from partitioner.programs.further import FirstProgram, assemble_plan, choose_expected_layout
-from partitioner.programs.requests import NO_PROGRAMS, Evaluate, Shapes, check_programs
+from partitioner.programs.requests import NO_PROGRAMS, Request, Shapes, check_programs
 from partitioner.programs.shapes import ShapeFamily
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
@@ -38,7 +38,7 @@ def partition(
     global_batch: int | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     objective: Literal["train", "infer"] = "train",
-    programs: Mapping[str, Evaluate] = NO_PROGRAMS,
+    programs: Mapping[str, Request] = NO_PROGRAMS,
     shapes: Shapes | None = None,
     constraints: Constraints | None = None,
     profile: ExecutionProfile | str | None = None,

@@ -11,21 +11,33 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
-from partitioner.errors import ConstraintError, PlanError
+from partitioner.errors import CapacityError, ConstraintError, PlanError
 from partitioner.explain.kernel_costs import with_kernel_seconds
 from partitioner.explain.tables import notes_on_precision
+from partitioner.passes.capture.capture import PRECISIONS
 from partitioner.passes.errors import InputsError, PartitionError
+from partitioner.passes.ir.layouts import REPLICATED, Layout, make_shard_layout
 from partitioner.plan import Candidate, Estimate, Plan, operator_share
-from partitioner.programs.requests import Evaluate, Shapes
+from partitioner.pretrained.generation import (
+    HEADS_DIM,
+    GenerationError,
+    build_inputs,
+    find_cache_shapes,
+    generating,
+    is_cache,
+    prepare_forward,
+)
+from partitioner.programs.requests import Evaluate, Generate, Request, Shapes
 from partitioner.programs.shapes import Shape, ShapeFamily
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram, name_shape
-from partitioner.runtime.prove.layouts import prove_same_layout
+from partitioner.runtime.prove.layouts import prove_same_caches, prove_same_layout
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
@@ -37,9 +49,11 @@ from partitioner.solve.stages.split import check_room
 from partitioner.topology import Topology
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text, list_divisors, seconds_text
+from partitioner.validate import torch_device, type_of
 
-Purpose = Literal["evaluate", "step"]
+Purpose = Literal["evaluate", "step", "prefill", "decode"]
 
+NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 _SIZES = 3  # of microbatches that are tried for a further program
 _COMPARED = 3  # shapes by which layouts are compared, besides the largest
 _LAYOUTS = 4  # that are compared by their expected time
@@ -125,19 +139,82 @@ class FirstProgram:
             job = self.job_of(batch, prepared)
             return self.plan_program(name, job, "evaluate", _find_padding(prepared, job))
 
+    def plan_generation(self, name: str, asked: Generate) -> dict[str, FurtherProgram]:
+        """Return the two programs that generate tokens, by name: ``"<name> prefill"`` reads a prompt into the key/value
+        caches, ``"<name> decode"`` reads one token of each sample.
+
+        Raise :class:`GenerationError` if the model has no caches, or if the two programs would place them differently,
+        and :class:`PlanError` if one of them does not exist in the layout of the training program.
+        """
+        model, precision = self.prepared.model, self.prepared.precision
+        mesh = self.found.chosen.candidate
+        if not isinstance(model, nn.Module):
+            raise GenerationError(
+                f"programs[{name!r}]: an exported program has a fixed number of tokens, so it cannot generate; "
+                "expected an nn.Module: pass the module"
+            )
+        if asked.batch % mesh.dp or mesh.cp > 1:
+            raise GenerationError(
+                f"programs[{name!r}] has batch={asked.batch}, and the plan has dp={mesh.dp} and cp={mesh.cp}; expected "
+                "a batch that dp divides, and no cp, which would divide the positions of a cache: change batch, or "
+                "give constraints=Constraints(dp=..., cp=1)"
+            )
+        errors: list[PartitionError] = []
+        with in_evaluation_mode(model):
+            shapes = find_cache_shapes(name, model, PRECISIONS.get(type_of(precision) or ""))
+            sharded = mesh.tp > 1 and all(heads % mesh.tp == 0 for pair in shapes.layers for heads, _ in pair)
+            grouped = (sharded or mesh.tp == 1) and torch_device(self.job.topology) == "cpu"
+            with generating(model):
+                jobs: dict[Purpose, Job] = {}
+                positions: dict[Purpose, int] = {"prefill": asked.prompt, "decode": 1}
+                for purpose, tokens in positions.items():
+                    inputs = build_inputs(model, shapes, asked.batch, asked.length, tokens)
+                    jobs[purpose] = self.job_of(None, prepare_forward(model, inputs, precision, grouped))
+                for layout in (make_shard_layout(HEADS_DIM), REPLICATED) if sharded else (REPLICATED,):
+                    try:
+                        return self._plan_with_caches(name, jobs, layout)
+                    except CapacityError:
+                        raise
+                    except PartitionError as error:
+                        errors.append(error)
+        raise errors[0]
+
+    def _plan_with_caches(self, name: str, jobs: Mapping[Purpose, Job], layout: Layout) -> dict[str, FurtherProgram]:
+        """Return the programs of the generation ``name``, whose key/value caches have ``layout`` over ``tp``. ``jobs``:
+        the planning problem for each purpose.
+
+        Raise :class:`PlanError` if one of them has no plan, and :class:`LayoutError` if it would copy caches.
+        """
+        found: dict[str, FurtherProgram] = {}
+        for purpose, job in jobs.items():
+            caches = {i.value: i.path for i in job.model.inputs if is_cache(i.path)}
+            planned = self.plan_program(f"{name} {purpose}", job, purpose, inputs=dict.fromkeys(caches, layout))
+            found[f"{name} {purpose}"] = planned.model_copy(update={"caches": tuple(caches.values())})
+        prove_same_caches(found)
+        return found
+
     def plan_program(
-        self, name: str, job: Job, purpose: Purpose, padding: BatchPadding | None = None
+        self,
+        name: str,
+        job: Job,
+        purpose: Purpose,
+        padding: BatchPadding | None = None,
+        inputs: Mapping[str, Layout] = NO_LAYOUTS,
     ) -> FurtherProgram:
         """Return the fastest program for ``job`` that keeps the mesh, the stages and the sharding of the training
         program.
 
-        ``name``: the program's name. ``purpose``: ``"evaluate"`` for forward alone, ``"step"`` for a training step.
-        ``padding``: how smaller batches are padded to the program's batch shape; ``None`` if they are not padded. Raise
+        ``name``: the program's name. ``purpose``: ``"step"`` for a training step; otherwise it runs forward alone.
+        ``padding``: how smaller batches are padded to the program's batch shape; ``None`` if they are not padded.
+        ``inputs``: layouts over ``tp`` of inputs that are not whole on every rank, by value name. Raise
         :class:`PlanError` if no such program exists.
         """
         chosen, first = self.found.chosen, self.found.program
         assert first is not None
         pinned = PinnedLayout.of(chosen.local, chosen.stage_of_call, first)
+        if inputs:  # whoever keeps these reads the results on each rank
+            whole = dict.fromkeys((o.value for o in job.model.outputs if o.value is not None), REPLICATED)
+            pinned = replace(pinned, inputs=inputs, outputs=whole)
         job = replace(job, layout=pinned, constraints=job.constraints.model_copy(update={"offload": chosen.offload}))
         solved, errors = solve_microbatchings(CandidateEvaluator(job), chosen.candidate, chosen.devices)
         for fastest in solved:
@@ -160,14 +237,14 @@ class FirstProgram:
         """Return the peak memory in bytes of the fullest rank while the program called ``name`` runs. Raise
         :class:`CapacityError` if it exceeds a device's memory.
 
-        ``estimate``: the program's cost. ``purpose``: for ``"evaluate"``, the gradients and optimizer states of
-        training are added, because they stay in memory during an evaluation.
+        ``estimate``: the program's cost. ``purpose``: except for ``"step"``, the gradients and optimizer states of
+        training are added, because they stay in memory while the program runs.
         """
         mesh, chosen = self.found.chosen.candidate.grid, self.found.chosen
         rooms = stage_capacity(self.job.topology, mesh, chosen.devices)
         most = 0
         for stage, (ranks, room) in enumerate(zip(stage_ranks(mesh), rooms, strict=True)):
-            kept = self.found.estimate.stages[stage].memory if purpose == "evaluate" else {}
+            kept = {} if purpose == "step" else self.found.estimate.stages[stage].memory
             beside = kept.get("gradients", 0) + kept.get("optimizer", 0)
             needed = max(estimate.memory[ranks.start : ranks.stop]) + beside
             check_room(f"stage {stage} of program {name!r} takes {bytes_text(needed)}", needed, room)
@@ -294,9 +371,9 @@ def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
     return family.padding_at(family.shapes[0])
 
 
-def plan_further_programs(first: FirstProgram, programs: Mapping[str, Evaluate]) -> dict[str, FurtherProgram]:
+def plan_further_programs(first: FirstProgram, programs: Mapping[str, Request]) -> dict[str, FurtherProgram]:
     """Return all programs of a plan besides ``first``, by name: a training step for each further batch shape, and an
-    evaluation for each entry of ``programs``.
+    evaluation or the two programs of a generation for each entry of ``programs``.
 
     Raise :class:`ConstraintError` if the plan of ``first`` cannot have further programs, and :class:`PlanError` if one
     of them has no plan.
@@ -310,7 +387,12 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Evaluate])
         assert first.family is not None
         name, padding = name_shape(shape), first.family.padding_at(shape)
         found[name] = first.plan_program(name, first.evaluator_at(shape).job, "step", padding)
-    return found | {name: first.plan_evaluation(name, asked) for name, asked in programs.items()}
+    for name, asked in programs.items():
+        if isinstance(asked, Generate):
+            found |= first.plan_generation(name, asked)
+        else:
+            found[name] = first.plan_evaluation(name, asked)
+    return found
 
 
 def check_first_program(found: PlannedProgram) -> None:
@@ -334,7 +416,7 @@ def check_first_program(found: PlannedProgram) -> None:
         )
 
 
-def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str, Evaluate]) -> Plan:
+def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str, Request]) -> Plan:
     """Return the complete :class:`Plan` of the training program ``first`` on ``topology``, including its other batch
     shapes. ``programs``: evaluations that are added, by name.
     """

@@ -1,4 +1,4 @@
-"""What a user asks of further programs: :class:`Evaluate` and :class:`Shapes`."""
+"""What a user asks of further programs: :class:`Evaluate`, :class:`Generate` and :class:`Shapes`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,49 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from partitioner.errors import PlanError
 from partitioner.option_text import explain_validation_error
 from partitioner.passes.documented_model import DocumentedModel
+from partitioner.pretrained.generation import GenerationError
 
 
 class ShapeError(PlanError):
     """Error: a plan cannot have a requested batch shape and still compute exactly the results of the model, or the
     request is malformed.
     """
+
+
+class Generate(BaseModel, metaclass=DocumentedModel):
+    """Programs that generate tokens with a causal model of transformers, on the weights that the plan trains, for
+    :meth:`partitioner.Engine.generate`.
+
+    Keys and values of all positions are kept in caches of a fixed length. One program (``prefill``) reads a prompt,
+    another one (``decode``) reads one token of each sample.
+
+    Raises :class:`GenerationError` for a malformed value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch: PositiveInt = Field(description="Samples that are generated at once; a batch may have fewer.")
+    prompt: PositiveInt = Field(
+        description="Tokens of each sample that prefill reads at once. Shorter prompts are padded on the left, and "
+        "longer ones are read in several runs."
+    )
+    length: PositiveInt = Field(description="Positions of the caches: the prompt and the new tokens.")
+
+    def __init__(self, **data: Any) -> None:
+        """Check the fields. Raise :class:`GenerationError` for an invalid value, or if a cache has no room for a
+        prompt and a new token.
+        """
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise GenerationError(
+                explain_validation_error(error, [*Generate.model_fields], "field of Generate")
+            ) from None
+        if self.length <= self.prompt:
+            raise GenerationError(
+                f"Generate has length={self.length} and prompt={self.prompt}; expected a length above prompt, which is "
+                "the prompt and the new tokens: increase length"
+            )
 
 
 class Evaluate(BaseModel, metaclass=DocumentedModel):
@@ -170,15 +207,17 @@ def _choose_buckets(sizes: NDArray[np.float64], often: NDArray[np.float64], coun
     return ends[::-1]
 
 
-NO_PROGRAMS: Mapping[str, Evaluate] = MappingProxyType({})
+Request = Evaluate | Generate
+NO_PROGRAMS: Mapping[str, Request] = MappingProxyType({})
 
 
 def check_programs(programs: Any) -> None:
-    """Raise :class:`ShapeError` unless ``programs`` is a mapping of names to :class:`Evaluate`."""
+    """Raise :class:`ShapeError` unless ``programs`` is a mapping of names to :class:`Evaluate` or :class:`Generate`."""
     if not isinstance(programs, Mapping):
         raise ShapeError(f"programs is a {type(programs).__name__}; expected a dict like {{'eval': Evaluate()}}")
     for name, asked in programs.items():
-        if not isinstance(name, str) or not name or not isinstance(asked, Evaluate):
+        if not isinstance(name, str) or not name or not isinstance(asked, Request):
             raise ShapeError(
-                f"programs[{name!r}] is a {type(asked).__name__}; expected a name and Evaluate(inputs=...)"
+                f"programs[{name!r}] is a {type(asked).__name__}; expected a name and Evaluate(inputs=...) or "
+                "Generate(batch=..., prompt=..., length=...)"
             )

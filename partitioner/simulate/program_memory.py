@@ -6,12 +6,12 @@ the maxima of all kinds of memory, which need not occur at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from partitioner.optimizers import optimizer_bytes
 from partitioner.passes.ir.serialize import dtype_of
 from partitioner.plan import Estimate
-from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.analysis import ProgramFacts, value_bytes
 from partitioner.runtime.program.instructions import Instructions, Listing
 from partitioner.runtime.program.memory import (
     MemoryMoment,
@@ -20,6 +20,7 @@ from partitioner.runtime.program.memory import (
     parameter_bytes,
     residual_bytes,
 )
+from partitioner.runtime.program.program import Program
 from partitioner.runtime.program.state_bytes import host_states
 from partitioner.topology.groups import stage_ranks
 
@@ -91,17 +92,38 @@ def _find_fullest_moment(
 
 
 def replace_estimated_memory(
-    estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]
+    estimate: Estimate,
+    facts: ProgramFacts,
+    optimizer: str,
+    working: Mapping[str, int],
+    resident: Collection[str] = (),
 ) -> Estimate:
     """Return ``estimate`` with the peak memory of every rank computed from its program, in bytes. ``facts``: analysis
     of the program. ``optimizer``: name, such as ``"adamw"``. ``working``: bytes of working memory of each block (such
-    as a layer) while it runs, by name of the block."""
-    sizes = [compute_peak_sizes(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
+    as a layer) while it runs, by name of the block. ``resident``: names of inputs, such as key/value caches, that a
+    rank holds for all its microbatches all the time; they are of the kind ``caches``."""
+    moving = facts if not resident else ProgramFacts(_drop_sizes(facts.program, resident))
+    sizes = [compute_peak_sizes(moving, stage, optimizer, working) for stage in range(len(facts.program.stages))]
+    if resident:
+        sizes = [found | {"caches": count_resident_bytes(facts.program, s, resident)} for s, found in enumerate(sizes)]
     memory, stages = list(estimate.memory), list(estimate.stages)
     for number, (ranks, found) in enumerate(zip(stage_ranks(facts.program.mesh), sizes, strict=True)):
         memory[ranks.start : ranks.stop] = [sum(found.values())] * len(ranks)
         stages[number] = stages[number].model_copy(update={"memory": found})
     return estimate.model_copy(update={"memory": tuple(memory), "stages": tuple(stages)})
+
+
+def count_resident_bytes(program: Program, stage: int, names: Collection[str]) -> int:
+    """Return the bytes of the inputs ``names`` that a rank of one pipeline stage holds for all its microbatches.
+    ``stage``: index of the stage."""
+    loaded = {v for i in program.stages[stage].instructions if i.op == "LOAD" for v in i.values} & {*names}
+    return sum(value_bytes(program.values[name]) for name in loaded) * program.num_microbatches
+
+
+def _drop_sizes(program: Program, names: Collection[str]) -> Program:
+    """Return a copy of ``program`` in which the values ``names`` have no elements, so that their bytes do not count."""
+    values = {n: v.model_copy(update={"shape": (0,)}) if n in names else v for n, v in program.values.items()}
+    return program.model_copy(update={"values": values})
 
 
 def _sum_moment_bytes(found: tuple[MemoryMoment, int]) -> int:

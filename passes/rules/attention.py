@@ -21,6 +21,7 @@ from partitioner.passes.ir.collectives import ops
 from partitioner.passes.ir.collectives import ops as collective
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.layouts import PARTIAL
+from partitioner.passes.ops import caches  # noqa: F401 - registers an operator that has a rule here
 from partitioner.passes.ops.attention import Band, band_of, limits_of
 from partitioner.passes.ops.documents import document_ops
 from partitioner.passes.rules.factors import (
@@ -93,6 +94,15 @@ def shard_attention(node: fx.Node) -> OpFactors:
     sums = tuple((*made[:2], *((),) * (r.dim() - 2)) if r.dim() > 2 else ((),) * r.dim() for r in others)
     found = OpFactors(sizes, operands, (made, *sums), frozenset(whole))
     return found if find_attention_band(node) is None else replace(found, forms=_context_forms(node))
+
+
+@register_family("partition::write_cache")
+def write_to_cache(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``partition::write_cache``: samples and heads may be sharded, in the cache and in
+    what is written. Positions and the width of heads must not be.
+    """
+    dims = ["b", "h", None, None]
+    return build_factor_rule(node, [dims, dims, []], [dims])
 
 
 @register_family("partition::band_attention")

@@ -14,7 +14,7 @@ In a ``torchrun`` worker::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from pathlib import Path
@@ -37,6 +37,7 @@ from partitioner.runtime.engine.batches import batch_size, own_values, share_of
 from partitioner.runtime.engine.consistency import Agreement
 from partitioner.runtime.engine.defaults import default_communicator, disk_for
 from partitioner.runtime.engine.further import EngineState, FurtherExecutors, LatestRun, prepare_programs
+from partitioner.runtime.engine.generation import Sampling, TokenGenerator, find_generation
 from partitioner.runtime.engine.optimizer_checks import OptimizerCheck
 from partitioner.runtime.engine.outputs import RunOutputs
 from partitioner.runtime.engine.padding import ChosenProgram, choose_program, fit_batch
@@ -173,6 +174,7 @@ class Engine:
         state = EngineState(self._shards, self._gradients, sharded, hosted)
         self._further = FurtherExecutors(family, communicator, state, compile, keep_outputs)
         self._latest = LatestRun(self._executor)
+        self._generations = 0  # calls of :meth:`generate`
 
     @property
     def program(self) -> Program:
@@ -319,6 +321,73 @@ class Engine:
         with self._doing_further(name), products_of(further.program, self.device):
             executor.run(inputs, self.steps)
         return executor.loss
+
+    @typed_errors("Engine.generate()", passing=is_of_ranks)
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        max_new_tokens: int,
+        attention_mask: Tensor | None = None,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+        program: str | None = None,
+    ) -> Tensor:
+        """Generate tokens after the prompts ``input_ids``. All ranks call this with the same arguments, and get the
+        same result.
+
+        It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
+        state or buffer, none of :attr:`steps`, and no random numbers of later steps.
+
+        Args:
+            input_ids: integers ``[batch, positions]``: at most as many samples as planned.
+            max_new_tokens: number of tokens to generate for each sample, if none ends before.
+            attention_mask: ``[batch, positions]``: 0 at padding on the left of shorter prompts, 1 elsewhere; ``None``:
+                there is no padding.
+            do_sample: draw each token from the model's distribution; otherwise the most probable one is taken.
+            temperature: a number above 0 that divides the logits before a token is drawn.
+            top_k: draw from this number of the most probable tokens; ``None``: from all.
+            top_p: draw from the smallest set of the most probable tokens whose probabilities sum to at least this
+                number; ``None``: from all.
+            eos_token_id: the token, or several, after which a sample ends; ``None``: none ends.
+            pad_token_id: the token that follows the end of a sample; ``None``: the first of ``eos_token_id``, or 0.
+            seed: of the drawn tokens; ``None``: another one in each call.
+            program: name of the generation, if the plan has several.
+
+        Returns the prompts followed by the new tokens, ``[batch, positions + new]``, where ``new`` is at most
+        ``max_new_tokens``.
+
+        Raises :class:`LaunchError` if the plan has no such program, :class:`BatchError` if the prompts do not fit it,
+        and :class:`InstructionError` if an instruction fails.
+        """
+        self._check_autocast("generate()")
+        ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else [*eos_token_id]
+        filling = (ends or [0])[0] if pad_token_id is None else pad_token_id
+        sampling = Sampling(do_sample, temperature, top_k, top_p)
+        name = find_generation(self._further.family, program)
+        tokens = TokenGenerator(name, self._further.family, self.communicator, self._run_further)
+        prompt = tokens.prepare_prompt(input_ids, attention_mask, max_new_tokens, filling)
+        number = self.seed + self._generations if seed is None else seed
+        generator = torch.Generator(self.device).manual_seed(number)
+        self._generations += 1
+        self._begin_run()
+        with self._doing_further(name):
+            made = tokens.generate(prompt, max_new_tokens, sampling, ends, filling, generator)
+        return torch.cat([input_ids.to(made), made], 1)
+
+    def _run_further(self, name: str, values: Mapping[str, Tensor]) -> Executor:
+        """Run the further program ``name`` on this rank's ``values`` of the inputs, by value name. Return what executed
+        it.
+        """
+        executor = self._further.executor(name)
+        with products_of(executor.program, self.device):
+            executor.run(values, self.steps)
+        return executor
 
     def _doing_further(self, name: str) -> AbstractContextManager[None]:
         return self.doing("in a further program") if name else nullcontext()

@@ -95,7 +95,7 @@ class FurtherExecutors:
         """
         keep = self.keep_outputs if keep_outputs is None else keep_outputs
         if (name, keep) not in self._made:
-            self._made[name, keep] = self._build_executor(self.family.further[name].program, keep)
+            self._made[name, keep] = self._build_executor(self.family.further[name], keep)
         return self._made[name, keep]
 
     def padding_of(self, name: str) -> BatchPadding | None:
@@ -105,12 +105,13 @@ class FurtherExecutors:
         """
         return self.family.further[name].padding if name else self.family.padding
 
-    def _build_executor(self, program: Program, keep_outputs: bool) -> Executor:
-        """Return an object that executes ``program`` on this rank, with the engine's parameters, buffers and
-        gradients.
+    def _build_executor(self, further: FurtherProgram, keep_outputs: bool) -> Executor:
+        """Return an object that executes the program of ``further`` on this rank, with the engine's parameters, buffers
+        and gradients.
 
         ``keep_outputs``: whether it collects the model's results.
         """
+        program: Program = further.program
         rank, state, device = program.rank(self.communicator.rank), self.state, self.communicator.device
         trains = program.objective == "train"
         kept = {n: t for n, t in state.shards.items() if n in self.family.first.states and not self._is_constant(n)}
@@ -125,8 +126,9 @@ class FurtherExecutors:
             gradients,
             self.communicator,
             Library(program, device, self.compile),
-            keep_outputs,
+            keep_outputs or bool(further.caches),
             TransientParameters(sharded, state.hosted),
+            frozenset(i.value for i in program.inputs if i.path in further.caches),
         )
 
     def _is_constant(self, name: str) -> bool:

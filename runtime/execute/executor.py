@@ -52,6 +52,7 @@ class Executor:
         keep: collect the model's results that this rank computes in ``outputs``: value -> microbatch -> tensor.
         transient: manages the memory of parameters that ZeRO shards or that are in host memory; ``None``: there are
             none.
+        local_inputs: names of inputs of which ``run`` is given this rank's own shard, such as key/value caches.
 
     ``loss`` is the loss of the whole global batch, on every rank; ``None`` if the model has no loss. ``actions`` is the
     compiled step: pairs (index of the instruction, function) in the order of execution. A debugger or a test can
@@ -67,8 +68,10 @@ class Executor:
         library: Library,
         keep: bool = False,
         transient: TransientParameters | None = None,
+        local_inputs: frozenset[str] = frozenset(),
     ) -> None:
         self.rank = rank
+        self._local_inputs = local_inputs
         self.program = rank.program
         self.communicator = communicator
         self.gradients = gradients
@@ -246,6 +249,8 @@ class Executor:
         if data.batch_dim is not None:
             length = whole.shape[data.batch_dim] // len(self.rank.share)
             whole = whole.narrow(data.batch_dim, microbatch * length, length)
+        if data.value in self._local_inputs:
+            return whole
         value, mesh, at = self.program.values[data.value], self.program.mesh, self.rank.coordinates
         part = take_shard(whole, Layout.parse(value.context), mesh.get("cp", 1), at["cp"])
         part = take_shard(part, Layout.parse(value.layout), mesh.get("tp", 1), at["tp"])

@@ -61,9 +61,14 @@ class FurtherProgram(Data):
     """
 
     program: Program = Field(description="The program of all ranks.")
-    purpose: Literal["evaluate", "step"] = Field(description="What runs it: Engine.run, or Engine.step.")
+    purpose: Literal["evaluate", "step", "prefill", "decode"] = Field(
+        description="What runs it: Engine.run, Engine.step, or Engine.generate for a prompt or for further tokens."
+    )
     seconds: float = Field(description="Estimated seconds of one run.")
     memory: int = Field(description="Most bytes of a rank while it runs, the state included.")
+    caches: tuple[str, ...] = Field(
+        default=(), description="Paths of the inputs that are key/value caches, which the program changes in place."
+    )
     padding: BatchPadding | None = Field(default=None, description="Its shape. None: batches have the planned shape.")
 
 

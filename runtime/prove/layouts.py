@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from partitioner.passes.errors import PartitionError
 from partitioner.passes.ir.layouts import Layout
-from partitioner.runtime.program.program import Program, StateData
+from partitioner.runtime.family.data import FurtherProgram
+from partitioner.runtime.program.program import Program, Stage, StateData
 
 _LAYOUT = ("shape", "dtype", "kind", "aliases", "parts", "layout", "expert_layout", "stages", "zero_axes")
+_WRITE = "partition.write_cache.default"
 _MESH = ("mesh", "etp", "zero", "dp_shard", "offload", "schedule")
 
 
@@ -40,6 +44,39 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
             raise LayoutError(f"stage {s} of program {name!r} reduces gradients in other buckets")
         if any(bucket.states not in known for bucket in other.buckets):
             raise LayoutError(f"stage {s} of program {name!r} gathers parameters in other buckets")
+
+
+def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
+    """Raise :class:`LayoutError` unless all ``programs``, by name, place their key/value caches alike and write to them
+    in place.
+
+    Their caches have the same shapes, types and layouts over ``tp``, and the same pipeline stages read them. Each write
+    of a call has a cache itself as its operand, not a copy of it, such as one from a collective.
+    """
+    known: dict[str, tuple[str, tuple[object, ...]]] = {}
+    for name, further in programs.items():
+        program = further.program
+        for data in program.inputs:
+            if data.path not in further.caches:
+                continue
+            value = program.values[data.value]
+            stages = tuple(s for s, stage in enumerate(program.stages) if _loads(stage, data.value))
+            own = data.shape, data.dtype, data.batch_dim, value.layout, value.context, stages
+            other, expected = known.setdefault(data.path, (name, own))
+            if own != expected:
+                raise LayoutError(
+                    f"{data.path!r} is placed as {own} in program {name!r}, and as {expected} in {other!r}"
+                )
+        for block, graph in program.blocks.items():
+            inputs = {node["name"] for node in graph.nodes if node["op"] == "placeholder"}
+            for node in graph.nodes:
+                if node.get("target") == _WRITE and node["args"][0]["node"] not in inputs:
+                    raise LayoutError(f"block {block!r} of program {name!r} writes to a copy of a key/value cache")
+
+
+def _loads(stage: Stage, value: str) -> bool:
+    """Return whether the ranks of ``stage`` load the input ``value`` of the batch."""
+    return any(i.op == "LOAD" and value in i.values for i in stage.instructions)
 
 
 def _find_difference(expected: StateData, got: StateData, trains: bool) -> str:

@@ -114,6 +114,14 @@ def test_a_script_for_trainer_trains_by_a_plan_and_goes_on(tmp_path: Path):
     }
 
 
+@pytest.mark.slow
+def test_a_trained_model_generates_as_one_process_does(tmp_path: Path):
+    """The script compares every generated token with the model's own ``generate``."""
+    printed = execute(str(ROOT / "examples" / "generate.py"), cwd=tmp_path, timeout=500)
+    assert "144 generated tokens, all as one process has them" in printed
+    assert (tmp_path / "out" / "generate.json").exists()
+
+
 def test_packed_texts_train_as_texts_one_by_one(tmp_path: Path):
     """The script compares every loss with one process that runs each text alone."""
     printed = execute(str(ROOT / "examples" / "finetune_packed.py"), cwd=tmp_path, timeout=500)

@@ -106,6 +106,7 @@ _SUMMED_BACK = frozenset(("expand", "expand_as"))  # views that repeat elements:
 _FILLED_BACK = frozenset(  # views of a part: the gradient is padded with zeros, or joined
     "slice select narrow diagonal split split_with_sizes chunk tensor_split unbind as_strided".split()
 )
+_CACHE_WRITE = "write_cache"  # its result is the cache itself, of which it changes a part
 _MAYBE_COPIES = frozenset(("reshape", "contiguous", "flatten"))
 
 _LOOKUPS = frozenset(
@@ -196,8 +197,10 @@ def operator_name(node: fx.Node) -> str:
 def is_view(node: fx.Node) -> bool:
     """Return whether the result of ``node`` is a view, which shares its operand's memory."""
     name = operator_name(node)
-    return node.target is operator.getitem or (
-        name in VIEWS and not (name in _MAYBE_COPIES and _is_copying_reshape(node))
+    return (
+        node.target is operator.getitem
+        or name == _CACHE_WRITE
+        or (name in VIEWS and not (name in _MAYBE_COPIES and _is_copying_reshape(node)))
     )
 
 
@@ -271,6 +274,8 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
     if _only_sends(node):
         return [_build_kernel("pointwise", [results[0], results[0]])] if _is_strided_shard(node) else []
     name = operator_name(node)
+    if name == _CACHE_WRITE:
+        return [_build_kernel("pointwise", [operands[1], operands[1]])]
     if name in VIEWS:
         return (
             [_build_kernel("default", [*operands, *results])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from partitioner.passes.ir.layouts import READ_SHARDED, REPLICATED, Layout
@@ -22,13 +22,17 @@ class PinnedLayout:
 
     ``states``: name -> layout over ``tp``. ``stages``: module path -> the (virtual) stage indices of its calls, in
     order. ``home``: for each state that only one stage reads, name -> index of that stage. ``program``: the first
-    program.
+    program. ``inputs``: layouts over ``tp`` of inputs that the ranks keep in shards, by value name, such as key/value
+    caches; other inputs are whole on every rank. ``outputs``: layouts over ``tp`` of outputs, by value name; the
+    others are free.
     """
 
     states: Mapping[str, Layout]
     stages: Mapping[str, tuple[int, ...]]
     home: Mapping[str, int]
     program: Program
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    outputs: Mapping[str, Layout] = field(default_factory=dict)
 
     @staticmethod
     def of(local: LocalModel, stage_of_call: Sequence[int], program: Program) -> PinnedLayout:
@@ -52,7 +56,8 @@ class PinnedLayout:
         found = {n: layout for n, layout in self.states.items() if n in model.states}
         if not train:
             found = {n: REPLICATED if layout == READ_SHARDED else layout for n, layout in found.items()}
-        return LayoutRules(states=found)
+        inputs, outputs = ({n: (x,) for n, x in pinned.items()} for pinned in (self.inputs, self.outputs))
+        return LayoutRules(inputs, outputs, states=found)
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
         """Return index among ``calls`` -> stage index, for each call whose stage follows from the first program: by its

@@ -381,7 +381,8 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     if program.offload:
         _check_hosts(facts, job, chosen)
     working = {name: kept_by(block, job.train).passing for name, block in local.model.blocks.items()}
-    estimate = replace_estimated_memory(chosen.estimate, facts, job.optimizer, working)
+    caches = () if job.layout is None else job.layout.inputs
+    estimate = replace_estimated_memory(chosen.estimate, facts, job.optimizer, working, caches)
     return program, estimate.model_copy(update={"simulated": _simulate_step_seconds(job, chosen, program, facts)})
 
 

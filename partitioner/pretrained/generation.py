@@ -1,0 +1,237 @@
+"""Capture a causal model for generation: its forward for a few new tokens, with the key/value caches as inputs.
+
+transformers' models receive an object that keeps keys and values, and call its ``update`` in each attention. Here this
+object has tensors that are inputs of the traced forward, and ``update`` writes to them by the operator
+``partition::write_cache``. The caches are thus tensors of the program, with a batch dim, heads that ``tp`` shards, and
+the pipeline stage of their layer. The same forward serves the prompt (``prefill``: many positions) and each further
+token (``decode``: one position).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partitioner.errors import PlanError
+from partitioner.passes.capture.export import make_twin, try_forward
+from partitioner.passes.ops.caches import write_cache
+from partitioner.passes.shard.repeated_heads import read_heads_once
+from partitioner.pretrained.configuration import import_transformers
+from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
+
+
+class GenerationError(PlanError):
+    """Error: a plan cannot generate tokens with a model, or the request is malformed."""
+
+
+CACHES, START = "caches", "start"  # names of arguments of the traced forward
+HEADS_DIM = 1  # the dim of heads of a cache [batch, heads, length, d]
+
+
+@dataclass(frozen=True)
+class CacheShapes:
+    """The shapes ``(heads, d)`` and types of the keys and values of each attention layer of a model, in the order of
+    its layers.
+    """
+
+    layers: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def allocate(self, batch: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Return meta tensors ``[batch, heads, length, d]`` for the keys and values of each layer."""
+
+        def make(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+            return torch.empty(batch, shape[0], length, shape[1], dtype=dtype, device="meta")
+
+        pairs = zip(self.layers, self.dtypes, strict=True)
+        return [(make(keys, dtype), make(values, dtype)) for (keys, values), dtype in pairs]
+
+
+def find_cache_shapes(name: str, model: nn.Module, dtype: torch.dtype | None) -> CacheShapes:
+    """Return the shapes of the caches that ``model`` writes. ``name``: name of the program, for errors. ``dtype``: the
+    type to which floating-point parameters are cast; ``None`` keeps their types.
+
+    The forward of a copy without values is run on two tokens. Raise :class:`GenerationError` if it does not write keys
+    and values by ``past_key_values``.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    missing = [p for p in ("input_ids", "past_key_values") if p not in parameters]
+    if missing:
+        raise GenerationError(
+            f"programs[{name!r}]: the forward of {type(model).__name__} has no argument {' and no '.join(missing)}, so "
+            "it has no key/value cache; expected a causal model of transformers: leave the program out"
+        )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise GenerationError(
+            f"programs[{name!r}]: {type(model).__name__} has an encoder and a decoder; expected a causal model, which "
+            "has a decoder alone: leave the program out, and generate with the model itself"
+        )
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    twin = make_twin(model, dtype)
+    cache = _make_cache(None, None, 0, found)
+    tokens = twin.mode.from_tensor(torch.zeros(1, 2, dtype=torch.int64))
+    given: dict[str, Any] = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
+    output = try_forward(twin, (), given)
+    if isinstance(output, Exception) or not found or sorted(found) != list(range(len(found))):
+        why = (
+            f"{type(output).__name__}: {output}"
+            if isinstance(output, Exception)
+            else f"it writes layers {sorted(found)}"
+        )
+        raise GenerationError(
+            f"programs[{name!r}]: {type(model).__name__} cannot be generated with: expected a forward that writes the "
+            f"keys and values of every layer to past_key_values, and nothing else ({why}); leave the program out"
+        )
+    layers = tuple((_heads_of(found[i][0]), _heads_of(found[i][1])) for i in range(len(found)))
+    return CacheShapes(layers, tuple(found[i][0].dtype for i in range(len(found))))
+
+
+def _heads_of(tensor: Tensor) -> tuple[int, int]:
+    return int(tensor.shape[1]), int(tensor.shape[3])
+
+
+def build_inputs(model: nn.Module, shapes: CacheShapes, batch: int, length: int, positions: int) -> dict[str, Any]:
+    """Return the inputs of the forward that :func:`generating` traces, as meta tensors, for ``positions`` new tokens
+    of each of ``batch`` samples, and caches of ``length`` places.
+    """
+    inputs: dict[str, Any] = {
+        "input_ids": torch.empty(batch, positions, dtype=torch.int64, device="meta"),
+        "attention_mask": torch.empty(batch, length, dtype=torch.int64, device="meta"),
+    }
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = torch.empty(batch, positions, dtype=torch.int64, device="meta")
+    return inputs | {START: torch.empty((), dtype=torch.int64, device="meta"), CACHES: shapes.allocate(batch, length)}
+
+
+def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, grouped: bool) -> PreparedModel:
+    """Return ``model``, with the forward of :func:`generating`, prepared to be planned for ``inputs``.
+
+    ``precision``: as for ``partition``. ``grouped``: where several heads of queries read one head of keys, attention
+    reads the caches as they are, instead of a copy with a head for each head of queries. The CPU's kernels can do so.
+    """
+    prepared = prepare(model, inputs, objective="infer", precision=precision)
+    if grouped:
+        folded = prepared.at(None)[0]
+        for block in folded.blocks.values():
+            read_heads_once(block)
+        prepared.captured_as(None, folded)
+    return prepared
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """Return a context in which ``model`` has another forward: it takes new tokens and the caches, writes to the
+    caches, and returns the logits of the last position, ``[batch, vocabulary]``.
+
+    The class of the module is replaced by a subclass, so that copies of the module have this forward, too, and all
+    parameters keep their names.
+    """
+    kind = type(model)
+    accepted = inspect.signature(model.forward).parameters
+
+    def forward(
+        self: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        start: Tensor,
+        caches: list[tuple[Tensor, Tensor]],
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits of the last of the new tokens ``input_ids`` ``[batch, positions]``.
+
+        ``attention_mask`` ``[batch, length]``: 1 at the places of the caches that have a token of the sample.
+        ``start``: the place of the first new token, 0-dimensional. ``caches``: keys and values of each layer.
+        """
+        given: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids, "logits_to_keep": 1}
+        given = {key: value for key, value in given.items() if key in accepted and value is not None}
+        cache = _make_cache(caches, start, caches[0][0].shape[2], {})
+        output = kind.forward(self, input_ids=input_ids, past_key_values=cache, use_cache=True, **given)
+        logits: Tensor = output.logits
+        return logits[:, -1]
+
+    configs = _configs_with_cache(model)
+    try:
+        model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+        for config in configs:
+            config.use_cache = False  # the caches are given
+        yield
+    finally:
+        model.__class__ = kind
+        for config in configs:
+            config.use_cache = True
+
+
+def _configs_with_cache(model: nn.Module) -> list[Any]:
+    """Return the configurations of the modules of ``model`` in which ``use_cache`` is on."""
+    found = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False) is True}
+    return [*found.values()]
+
+
+def _make_cache(
+    caches: list[tuple[Tensor, Tensor]] | None,
+    start: Tensor | None,
+    length: int,
+    found: dict[int, tuple[Tensor, Tensor]],
+) -> Any:
+    """Return an object that transformers' models accept as ``past_key_values``.
+
+    ``caches``: keys and values of each layer, to which it writes from the position ``start`` on; ``None``: it returns
+    new keys and values as they are. ``length``: the positions of the caches. ``found``: layer index -> new keys and
+    values, added by each write.
+    """
+    import_transformers()  # raises an error of its own where there is none
+    from transformers.cache_utils import Cache, StaticLayer
+
+    class ProgramCacheLayer(StaticLayer):  # type: ignore[no-untyped-call]
+        """A layer of a cache whose tensors are inputs of a traced forward."""
+
+        is_sliding = False
+
+        def __init__(self, index: int) -> None:
+            super().__init__(length)
+            self.index = index
+            self.is_initialized = True
+            self.cumulative_length = 0 if start is None else start  # type: ignore[assignment]
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            """Do nothing: the tensors exist."""
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            """Write new keys and values, and return those of all positions."""
+            found[self.index] = key_states, value_states
+            if caches is None:
+                return key_states, value_states
+            self.keys, self.values = caches[self.index]
+            self.keys = write_cache(self.keys, key_states, start)
+            self.values = write_cache(self.values, value_states, start)
+            return self.keys, self.values
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            """Return how many keys a mask covers, and the position of the first one."""
+            return (query_length if caches is None else length), 0
+
+    class ProgramCache(Cache):
+        """The caches of all layers, of which the model has as many as it writes."""
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            """Write new keys and values of a layer, and return those of all positions."""
+            layers: list[Any] = self.layers
+            while len(layers) <= layer_idx:
+                layers.append(ProgramCacheLayer(len(layers)))
+            written: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
+            return written
+
+    return ProgramCache(layers=[ProgramCacheLayer(i) for i in range(len(caches or ()) or 1)])
+
+
+def is_cache(path: str) -> bool:
+    """Return whether the input at ``path`` of the traced forward is a cache, as ``caches.0.1`` is."""
+    return path.startswith(f"{CACHES}.")

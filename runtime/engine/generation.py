@@ -1,0 +1,322 @@
+"""Generate tokens with the two programs of a plan that have key/value caches.
+
+``prefill`` reads as many tokens of each sample as it was planned for, and is run several times for a longer prompt.
+``decode`` reads one token of each sample. Both return the logits of their last position and write keys and values to
+the caches, which exist while a generation runs. Each rank has the caches of its layers, samples and heads. All samples
+end at the same place of the caches: shorter prompts are padded on the left, and masked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from partitioner.passes.ir.layouts import Layout, take_shard
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.comm.group import Communicator, all_ranks
+from partitioner.runtime.engine.batches import Share, share_of
+from partitioner.runtime.errors import BatchError, LaunchError
+from partitioner.runtime.execute.executor import Executor
+from partitioner.runtime.family.data import ProgramFamily
+from partitioner.runtime.program.program import InputData, RankProgram
+
+Run = Callable[[str, Mapping[str, Tensor]], Executor]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from logits: the largest one, or with ``sample`` a random one.
+
+    ``temperature`` divides the logits. Then only the ``top_k`` largest logits are kept, then the smallest set of the
+    most probable tokens whose probabilities sum to at least ``top_p``; ``None`` keeps all.
+    """
+
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise :class:`BatchError` for a value out of range, or for one that has no effect without ``sample``."""
+        ranges = (
+            ("temperature", self.temperature > 0, "a number above 0"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "a whole number of 1 or more, or None"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "a number above 0 and at most 1, or None"),
+        )
+        for name, valid, expected in ranges:
+            if not valid:
+                raise BatchError(f"{name} is {getattr(self, name)!r}; expected {expected}: correct it")
+        if not self.sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
+            raise BatchError(
+                "temperature, top_k and top_p have no effect where the most probable token is taken; expected "
+                "do_sample=True: add it, or leave them out"
+            )
+
+    def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """Return the next token of each sample, ``[batch]``. ``logits``: ``[batch, vocabulary]``. ``noise``: numbers of
+        the exponential distribution with rate 1, of this shape; ``None`` without ``sample``.
+
+        The token with the largest quotient of probability and noise has the distribution of the probabilities.
+        """
+        logits = logits.float()
+        if noise is None:
+            return logits.argmax(-1)
+        logits = logits / self.temperature
+        if self.top_k is not None:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        if self.top_p is not None:
+            ordered, order = logits.sort(descending=False)
+            dropped = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            dropped[:, -1:] = False
+            logits = logits.masked_fill(dropped.scatter(1, order, dropped), float("-inf"))
+        return (logits.softmax(-1) / noise).argmax(-1)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompts of one call, in the shape of the programs.
+
+    ``tokens``: ``[batch, width]``; the width is at least the number of tokens that prefill reads. ``mask``: ``[batch,
+    length]``, 1 at the places of the caches that have or will have a token of the sample. ``positions``: of each place
+    of the caches, counted in the sample's own tokens. ``samples``: the number of real samples, which come first.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    positions: Tensor
+    samples: int
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+
+def find_generation(family: ProgramFamily, name: str | None) -> str:
+    """Return the name of the generation ``name`` of a plan; of the only one, if it is ``None``.
+
+    ``family``: all programs of the plan. Raise :class:`LaunchError` if there is none, or if several are possible.
+    """
+    known = [n.removesuffix(" decode") for n, further in family.further.items() if further.purpose == "decode"]
+    if name is None and len(known) == 1:
+        return known[0]
+    if name not in known:
+        raise LaunchError(
+            f"the plan has the generations {', '.join(map(repr, known)) or 'none'}, and program is {name!r}; expected "
+            "one of them: plan with partition(..., programs={'generate': Generate(batch=..., prompt=..., "
+            "length=...)}), or give its name as program="
+        )
+    return name
+
+
+@dataclass
+class TokenGenerator:
+    """One generation on one rank: the two programs, and this rank's part of the caches.
+
+    ``name``: the name of the generation in the plan. ``family``: all programs of the plan. ``run``: runs the further
+    program of a name on this rank's values of the inputs, by value name, and returns what executed it.
+    """
+
+    name: str
+    family: ProgramFamily
+    communicator: Communicator
+    run: Run
+    caches: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prefill, self.decode = (self.family.further[f"{self.name} {p}"] for p in ("prefill", "decode"))
+        self.rank: RankProgram = self.decode.program.rank(self.communicator.rank)
+        self.shares: dict[str, Share] = {}
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the planned number of samples, of tokens that prefill reads, and of places of the caches."""
+        sizes = {data.path: data.shape for data in self.prefill.program.inputs}
+        return *sizes["input_ids"], sizes["attention_mask"][1]  # type: ignore[return-value]
+
+    def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, filling: int) -> Prompt:
+        """Return the prompts ``tokens`` ``[batch, positions]`` in the shape of the programs.
+
+        ``mask``: 0 at tokens on the left that are padding, else 1; ``None``: there are none. ``new``: the number of
+        tokens to generate. ``filling``: the token that stands for padding. Raise :class:`BatchError` if they do not
+        fit the caches, or are malformed.
+        """
+        batch, read, length = self.shape
+        self._check_prompt(tokens, mask, new)
+        samples, given = tokens.shape
+        device = self.communicator.device
+        tokens = tokens.to(device, torch.int64)
+        mask = torch.ones_like(tokens) if mask is None else mask.to(device, torch.int64)
+        missing = max(0, read - given)
+        tokens = torch.nn.functional.pad(tokens, (missing, 0), value=filling)
+        mask = torch.nn.functional.pad(
+            torch.nn.functional.pad(mask, (missing, 0)), (0, length - missing - given), value=1
+        )
+        rows = torch.arange(batch, device=device).clamp(max=samples - 1)  # new samples repeat the last one
+        tokens, mask = tokens[rows], mask[rows]
+        return Prompt(tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), samples)
+
+    def _check_prompt(self, tokens: Tensor, mask: Tensor | None, new: int) -> None:
+        """Raise :class:`BatchError` if prompts and ``new`` further tokens do not fit the caches, or are malformed."""
+        batch, read, length = self.shape
+        if tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:
+            raise BatchError(
+                f"input_ids has shape {list(tokens.shape)} and type {tokens.dtype}; expected integers [batch, "
+                "positions], one or more of each"
+            )
+        if tokens.shape[0] > batch:
+            raise BatchError(
+                f"input_ids has {tokens.shape[0]} samples, and {self.name!r} is planned for {batch}; expected at most "
+                f"these: pass fewer at once, or plan with Generate(batch={tokens.shape[0]}, ...)"
+            )
+        if new < 1:
+            raise BatchError(f"max_new_tokens is {new}; expected 1 or more")
+        width = max(read, tokens.shape[1])
+        if width + new - 1 > length:
+            raise BatchError(
+                f"prompts of {tokens.shape[1]} tokens (read as {width}) and {new} new ones take {width + new - 1} "
+                f"places of the caches, which have {length}; expected at most these: generate fewer tokens, shorten "
+                f"the prompts, or plan with Generate(length={width + new - 1}, ...)"
+            )
+        if mask is not None and (mask.shape != tokens.shape or not _is_padded_left(mask)):
+            raise BatchError(
+                f"attention_mask has shape {list(mask.shape)}, or rows that are not zeros followed by ones; expected "
+                f"{list(tokens.shape)}, with the padding on the left: pad with padding_side='left'"
+            )
+
+    def generate(
+        self,
+        prompt: Prompt,
+        new: int,
+        sampling: Sampling,
+        ends: Sequence[int],
+        filling: int,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """Return the new tokens of all real samples, ``[samples, positions]``, with at most ``new`` positions, on every
+        rank.
+
+        ``ends``: tokens after which a sample has ended and gets ``filling``. ``generator``: draws random numbers, alike
+        on all ranks. The caches are allocated here, and are gone afterwards.
+        """
+        self.caches = self._allocate_caches()
+        try:
+            made: list[Tensor] = []
+            running = torch.ones(prompt.samples, dtype=torch.bool, device=self.communicator.device)
+            logits = self._read_prompt(prompt)
+            last = torch.tensor(list(ends), device=self.communicator.device)
+            while True:
+                chosen = self._agree_on_tokens(logits, prompt.samples, sampling, generator)
+                chosen = torch.where(running, chosen, filling)
+                made.append(chosen)
+                running = running & ~torch.isin(chosen, last)
+                if len(made) == new or (ends and not running.any()):
+                    return torch.stack(made, 1)
+                logits = self._read_tokens(prompt, chosen, prompt.width + len(made) - 1)
+        finally:
+            self.caches = {}
+
+    def _allocate_caches(self) -> dict[str, Tensor]:
+        """Return this rank's part of the caches by value name: its samples, heads and layers, with zeros."""
+        program, found = self.decode.program, {}
+        share, at = share_of(self.rank), self.rank.coordinates["tp"]
+        for data in program.inputs:
+            if data.path in self.decode.caches and data.path in share.paths:
+                whole = torch.empty(data.shape, dtype=dtype_of(data.dtype), device="meta")
+                layout = Layout.parse(program.values[data.value].layout)
+                part = take_shard(_select_rows(data, whole, share), layout, program.mesh.get("tp", 1), at)
+                found[data.path] = torch.zeros(part.shape, dtype=part.dtype, device=self.communicator.device)
+        return found
+
+    def _read_prompt(self, prompt: Prompt) -> Tensor | None:
+        """Run prefill on all tokens of the prompts. Return the logits of their last tokens, see :meth:`_run`.
+
+        The last run ends at the end of the prompts. If it begins before the one before it ends, keys and values are
+        written twice, with the same numbers.
+        """
+        read, logits = self.shape[1], None
+        for start in (*range(0, prompt.width - read, read), prompt.width - read):
+            places = slice(start, start + read)
+            logits = self._run("prefill", prompt, prompt.tokens[:, places], start)
+        return logits
+
+    def _read_tokens(self, prompt: Prompt, chosen: Tensor, place: int) -> Tensor | None:
+        """Run decode on the tokens ``chosen`` ``[samples]`` at ``place`` of the caches. Return logits, see
+        :meth:`_run`.
+        """
+        rows = torch.arange(self.shape[0], device=chosen.device).clamp(max=prompt.samples - 1)
+        return self._run("decode", prompt, chosen[rows, None], place)
+
+    def _run(self, purpose: str, prompt: Prompt, tokens: Tensor, start: int) -> Tensor | None:
+        """Run a program on ``tokens`` ``[batch, positions]``, which begin at the place ``start`` of the caches. Return
+        the logits of their last position for the samples of this rank, ``[samples, vocabulary]``; ``None`` on a rank
+        that does not compute them.
+        """
+        name = f"{self.name} {purpose}"
+        program = self.family.further[name].program
+        given = {
+            "input_ids": tokens,
+            "attention_mask": prompt.mask,
+            "position_ids": prompt.positions[:, start : start + tokens.shape[1]],
+            "start": torch.tensor(start),
+        }
+        if name not in self.shares:
+            self.shares[name] = share_of(program.rank(self.communicator.rank))
+        share = self.shares[name]
+        values = {
+            i.value: _select_rows(i, given[i.path], share) for i in program.inputs if i.path in share.paths & {*given}
+        }
+        values |= {i.value: self.caches[i.path] for i in program.inputs if i.path in self.caches}
+        executor = self.run(name, values)
+        output = program.outputs[0]
+        if output.stage != self.rank.stage_index or output.value is None:
+            return None
+        parts = executor.outputs[output.value]
+        return torch.cat([parts[m] for m in sorted(parts)])
+
+    def _agree_on_tokens(
+        self, logits: Tensor | None, samples: int, sampling: Sampling, generator: torch.Generator
+    ) -> Tensor:
+        """Return the next token of each of the ``samples`` real samples, the same on all ranks.
+
+        ``logits``: of this rank's samples, on the ranks that compute them. One rank of each part of the batch chooses,
+        and the others add zeros.
+        """
+        batch, device = self.shape[0], self.communicator.device
+        tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        if logits is not None and not (self.rank.coordinates["tp"] or self.rank.coordinates["cp"]):
+            rows = share_of_rows(self.rank, batch)
+            noise = None
+            if sampling.sample:
+                drawn = logits.new_ones((batch, logits.shape[1]), dtype=torch.float32)
+                drawn[:samples].exponential_(generator=generator)
+                noise = drawn[rows.start : rows.stop]
+            tokens[rows.start : rows.stop] = sampling.choose(logits, noise)
+        if self.rank.program.world_size > 1:
+            tokens = all_ranks(self.communicator, self.rank.program.world_size).all_reduce(tokens).wait()
+        return tokens[:samples]
+
+
+def share_of_rows(rank: RankProgram, batch: int) -> range:
+    """Return the indices of the samples of a global batch of ``batch`` samples that ``rank`` computes."""
+    each = batch // rank.program.mesh.get("dp", 1)
+    at = rank.coordinates["dp"]
+    return range(at * each, (at + 1) * each)
+
+
+def _select_rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
+    """Return the samples of ``share`` in the global tensor ``whole`` of the input ``data``; all without a batch dim."""
+    if data.batch_dim is None:
+        return whole
+    rows = share.rows(data.shape[data.batch_dim])
+    return whole.narrow(data.batch_dim, rows.start, len(rows))
+
+
+def _is_padded_left(mask: Tensor) -> bool:
+    """Return whether each row of ``mask`` is zeros followed by at least one 1."""
+    mask = mask.to(torch.int64)
+    steps = mask[:, 1:] - mask[:, :-1]
+    return bool(((mask == 0) | (mask == 1)).all() and (mask[:, -1] == 1).all() and (steps >= 0).all())

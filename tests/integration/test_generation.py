@@ -1,0 +1,412 @@
+"""Generation under a plan, between training steps: tokens, losses and weights are those of the model in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import (
+    BatchError,
+    Constraints,
+    Engine,
+    Evaluate,
+    Generate,
+    GenerationError,
+    LaunchError,
+    LocalRanks,
+    Plan,
+    PlanError,
+    Topology,
+    partition,
+)
+from partitioner.runtime.prove.layouts import LayoutError, prove_same_caches
+from tests.helpers.every_rank import on_every_rank
+from tests.helpers.models import CASES, float64
+
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
+CLOSE = 1e-9
+VOCAB, NEW = 64, 6
+PROMPTS = ((4, 8), (3, 5), (4, 11), (1, 19))  # samples and tokens: as planned, fewer, and more than are read at once
+ASKED = Generate(batch=4, prompt=8, length=28)
+
+
+class Generated(NamedTuple):
+    """What came of some steps with a generation after each: losses, generated tokens, and weights."""
+
+    losses: list[float]
+    tokens: list[Tensor]
+    weights: dict[str, Tensor]
+
+
+def model_of(family: str) -> nn.Module:
+    """The test model of a family in float64."""
+    with float64():
+        return CASES[family].build().double()
+
+
+def draw_prompt(samples: int, positions: int) -> Tensor:
+    return torch.randint(3, VOCAB, (samples, positions), generator=torch.Generator().manual_seed(positions))
+
+
+def draw_mask(samples: int, positions: int) -> Tensor:
+    """A mask of prompts that are shorter by one token from sample to sample, padded on the left."""
+    missing = torch.arange(samples)[:, None] % max(1, positions - 1)
+    return (torch.arange(positions)[None] >= missing).long()
+
+
+@cache
+def plan_generation(family: str, pp: int = 1, dp: int = 1, tp: int = 1, **others: int) -> Plan:
+    with float64():
+        return partition(
+            model_of(family),
+            Topology.local(pp * dp * tp),
+            dict(CASES[family].inputs(8)),
+            constraints=Constraints(pp=pp, dp=dp, tp=tp, cp=1, **others),  # type: ignore[arg-type]
+            precision="fp64",
+            programs={"generate": ASKED},
+        )
+
+
+def generate_on_rank(plan: Any, family: str, communicator: Any = None, model: nn.Module | None = None) -> Generated:
+    """Two steps of training, each followed by generations, on one rank of ``plan``, a plan or its file."""
+    engine = Engine(plan, model or model_of(family), communicator=communicator)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+
+    def step(batch: Any) -> float:
+        loss = float(engine.step(batch))  # type: ignore[arg-type]
+        optimizer.step()
+        return loss
+
+    def generate(tokens: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        return engine.generate(tokens, attention_mask=mask, max_new_tokens=NEW, **options)
+
+    return _alternate(dict(CASES[family].inputs(8)), step, generate, lambda: engine.state_dict(full=True))
+
+
+def generate_alone(family: str) -> Generated:
+    """The same in one process, with the model's own ``generate``."""
+    model = model_of(family)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(batch: Any) -> float:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    def generate(tokens: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        options = {"eos_token_id": None, "pad_token_id": 0} | options
+        mask = torch.ones_like(tokens) if mask is None else mask
+        model.eval()
+        found: Tensor = model.generate(  # type: ignore[operator]
+            tokens, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options
+        )
+        model.train()
+        return found
+
+    batch = dict(CASES[family].inputs(8))
+    with float64():
+        return _alternate(batch, step, generate, model.state_dict)
+
+
+def _alternate(
+    batch: Any, step: Callable[[Any], float], generate: Callable[..., Tensor], weights: Callable[[], dict[str, Tensor]]
+) -> Generated:
+    losses, tokens = [], []
+    for _ in range(2):
+        losses.append(step(batch))
+        for samples, positions in PROMPTS:
+            prompt = draw_prompt(samples, positions)
+            for mask in (None, draw_mask(samples, positions)):
+                tokens.append(generate(prompt, mask))
+        ends = int(tokens[-2][0, -2])
+        tokens.append(generate(draw_prompt(4, 8), None, eos_token_id=ends, pad_token_id=1))
+    return Generated(losses, tokens, {name: value.clone() for name, value in weights().items()})
+
+
+FAMILIES = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "opt")
+
+
+def check_runs(runs: list[Generated], alone: Generated) -> None:
+    for run in runs:
+        assert run.losses == pytest.approx(alone.losses, rel=CLOSE)
+        assert len(run.tokens) == len(alone.tokens)
+        for own, expected in zip(run.tokens, alone.tokens, strict=True):
+            assert torch.equal(own, expected)
+    for name, weight in alone.weights.items():
+        if name in runs[0].weights:
+            assert (runs[0].weights[name] - weight).abs().max() < CLOSE, name
+
+
+def generate_over_gloo(plan: str) -> Generated:
+    return generate_on_rank(plan, "llama")
+
+
+MESHES: dict[str, dict[str, int]] = {
+    "tp2": dict(tp=2),
+    "pp2": dict(pp=2),
+    "pp2 tp2": dict(pp=2, tp=2),
+    "dp2 tp2": dict(dp=2, tp=2),
+    "dp2 zero3": dict(dp=2, zero=3),
+}
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m == "tp2" else pytest.mark.slow) for m in MESHES])
+def test_processes_generate_what_the_model_does(mesh: str, tmp_path: Path):
+    """Between training steps: prompts as planned, shorter, padded on the left, longer than prefill, and fewer."""
+    plan = plan_generation("llama", **MESHES[mesh])
+    assert [*plan.further] == ["generate prefill", "generate decode"]
+    plan.prove()
+    plan.save(tmp_path / "plan.json")
+    with LocalRanks(plan.world_size, debug=True) as ranks:
+        runs = ranks.call(generate_over_gloo, str(tmp_path / "plan.json"))
+    check_runs(runs, generate_alone("llama"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "pp2 tp2", "dp2 tp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_models(family: str, mesh: str):
+    plan, weights = plan_generation(family, **MESHES[mesh]), model_of(family)
+    runs = on_every_rank(plan.program, lambda c: generate_on_rank(plan, family, c, weights))
+    check_runs(runs, generate_alone(family))
+
+
+@pytest.mark.slow
+def test_experts_generate_what_the_model_does():
+    """In float32: the products of the model's experts have no other type on CPUs."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        use_cache=False,
+    )
+    model, tokens = MixtralForCausalLM(config).eval(), draw_prompt(4, 16)
+    plan = partition(
+        model,
+        Topology.local(2),
+        {"input_ids": tokens, "labels": tokens},
+        constraints=Constraints(pp=1, dp=1, tp=2, cp=1, ep=1),
+        programs={"generate": ASKED},
+    )
+    prompt = draw_prompt(3, 6)
+    expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    runs = on_every_rank(
+        plan.program, lambda c: Engine(plan, model, communicator=c).generate(prompt, max_new_tokens=NEW)
+    )
+    assert all(torch.equal(run, expected) for run in runs)
+
+
+def test_one_process_generates_what_the_model_does():
+    check_runs([generate_on_rank(plan_generation("llama"), "llama")], generate_alone("llama"))
+
+
+def test_caches_are_sharded_as_heads_and_layers_are():
+    plan = plan_generation("llama", tp=2)
+    further = plan.further["generate decode"]
+    caches = {i.value: i for i in further.program.inputs if i.path in further.caches}
+    assert len(caches) == 2 * 4  # keys and values of each layer
+    for value, data in caches.items():
+        assert data.shape == (ASKED.batch, 4, ASKED.length, 8)
+        assert (data.batch_dim, further.program.values[value].layout) == (0, "S1")
+
+
+@pytest.mark.slow
+def test_a_stage_has_the_caches_of_its_layers():
+    further = plan_generation("llama", pp=2).further["generate decode"]
+    caches = {i.value for i in further.program.inputs if i.path in further.caches}
+    loaded = [
+        {v for i in stage.instructions if i.op == "LOAD" for v in i.values if v in caches}
+        for stage in further.program.stages
+    ]
+    assert all(loaded)
+    assert loaded[0] | loaded[1] == caches
+    assert not loaded[0] & loaded[1]
+
+
+def test_a_program_that_copies_a_cache_is_refused():
+    further = dict(plan_generation("llama", tp=2).further)
+    prove_same_caches(further)
+    decode = further["generate decode"]
+    values = dict(decode.program.values)
+    name = next(i.value for i in decode.program.inputs if i.path in decode.caches)
+    values[name] = values[name].model_copy(update={"layout": "R"})
+    other = decode.program.model_copy(update={"values": values})
+    with pytest.raises(LayoutError, match=re.escape("'caches.0.0' is placed as")):
+        prove_same_caches(further | {"generate decode": decode.model_copy(update={"program": other})})
+
+
+def engine_of_llama() -> Engine:
+    return Engine(plan_generation("llama"), model_of("llama"), seed=3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(top_k=5), dict(top_p=0.6), dict(temperature=0.5, top_k=20, top_p=0.9)], ids=str
+)
+def test_drawn_tokens_are_those_of_the_model(options: dict[str, Any]):
+    """With the same seed, on one process."""
+    model, prompt, mask = model_of("llama"), draw_prompt(3, 7), draw_mask(3, 7)
+    found = engine_of_llama().generate(
+        prompt, attention_mask=mask, max_new_tokens=NEW, do_sample=True, seed=5, **options
+    )
+    torch.manual_seed(5)
+    with float64():
+        expected = model.generate(  # type: ignore[operator]
+            prompt,
+            attention_mask=mask,
+            max_new_tokens=NEW,
+            do_sample=True,
+            eos_token_id=None,
+            **({"top_k": 0} | options),
+        )
+    assert torch.equal(found, expected)
+
+
+def test_ranks_draw_the_same_tokens_under_every_mesh():
+    prompt, options = draw_prompt(4, 8), dict(max_new_tokens=NEW, do_sample=True, seed=5, temperature=2.0)
+    plan, weights = plan_generation("llama", tp=2), model_of("llama")
+    runs = on_every_rank(plan.program, lambda c: Engine(plan, weights, communicator=c).generate(prompt, **options))
+    alone = engine_of_llama().generate(prompt, **options)
+    assert all(torch.equal(run, alone) for run in runs)
+
+
+def test_calls_draw_other_tokens_and_no_random_number_of_others():
+    engine, prompt = engine_of_llama(), draw_prompt(4, 8)
+    before = torch.random.get_rng_state()
+    first, second = (engine.generate(prompt, max_new_tokens=NEW, do_sample=True, temperature=2.0) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_generation_changes_nothing_of_the_training():
+    engine = engine_of_llama()
+    engine.step(dict(CASES["llama"].inputs(8)))
+    states = {n: t.clone() for n, t in engine.state_dict().items()}
+    gradients = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
+    places = {n: p.data_ptr() for n, p in engine.named_parameters()}
+    assert gradients
+    engine.generate(draw_prompt(2, 8), max_new_tokens=NEW)
+    assert engine.steps == 1
+    assert all(torch.equal(t, states[n]) for n, t in engine.state_dict().items())
+    assert all(torch.equal(p.grad, gradients[n]) for n, p in engine.named_parameters() if p.grad is not None)
+    assert {n: p.data_ptr() for n, p in engine.named_parameters()} == places
+
+
+def test_the_estimate_counts_the_caches():
+    def plan_length(length: int) -> Plan:
+        with float64():
+            return partition(
+                model_of("llama"),
+                Topology.local(1),
+                dict(CASES["llama"].inputs(8)),
+                constraints=Constraints(pp=1, dp=1, tp=1, cp=1),
+                programs={"generate": Generate(batch=4, prompt=8, length=length)},
+                precision="fp64",
+            )
+
+    shorter = plan_generation("llama").further["generate decode"].memory
+    longer = plan_length(ASKED.length + 3000).further["generate decode"].memory
+    cache = 4 * 4 * 3000 * 8 * 8  # samples, heads, places, width, bytes
+    caches = 2 * 4 * cache  # keys and values of each layer
+    assert caches <= longer - shorter < caches + 5 * cache  # and the mask, and temporary tensors of one layer
+    with pytest.raises(PlanError, match=r"program 'generate prefill' .*too much"):
+        plan_length(100_000_000)
+
+
+ODD: list[tuple[dict[str, Any], str]] = [
+    (dict(input_ids=draw_prompt(4, 25)), "take 30 places of the caches, which have 28"),
+    (dict(input_ids=draw_prompt(4, 3), max_new_tokens=22), "(read as 8) and 22 new ones take 29 places"),
+    (dict(input_ids=draw_prompt(5, 8)), "input_ids has 5 samples, and 'generate' is planned for 4"),
+    (dict(input_ids=draw_prompt(4, 8)[0]), "input_ids has shape [8]"),
+    (dict(input_ids=draw_prompt(4, 8).float()), "type torch.float32; expected integers"),
+    (dict(max_new_tokens=0), "max_new_tokens is 0; expected 1 or more"),
+    (dict(attention_mask=draw_mask(4, 8).flip(1)), "expected [4, 8], with the padding on the left"),
+    (dict(attention_mask=torch.ones(4, 7)), "attention_mask has shape [4, 7]"),
+    (dict(top_k=5), "expected do_sample=True"),
+    (dict(do_sample=True, top_p=1.5), "top_p is 1.5; expected a number above 0 and at most 1"),
+    (dict(do_sample=True, temperature=0.0), "temperature is 0.0; expected a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ODD, ids=[message for _, message in ODD])
+def test_odd_arguments_are_refused(options: dict[str, Any], message: str):
+    arguments = dict(input_ids=draw_prompt(4, 8), max_new_tokens=NEW) | options
+    with pytest.raises(BatchError, match=re.escape(message)):
+        engine_of_llama().generate(**arguments)
+
+
+def test_an_unknown_generation_is_refused():
+    with pytest.raises(LaunchError, match="the plan has the generations 'generate', and program is 'other'"):
+        engine_of_llama().generate(draw_prompt(4, 8), max_new_tokens=NEW, program="other")
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x).pow(2).mean()
+        return out
+
+
+def test_a_model_without_caches_is_refused():
+    with pytest.raises(GenerationError, match="has no argument input_ids and no past_key_values"):
+        partition(Plain(), Topology.local(1), (torch.ones(4, 4),), programs={"g": ASKED})
+
+
+def test_an_encoder_with_a_decoder_is_refused():
+    inputs = dict(CASES["t5"].inputs(4))
+    with pytest.raises(GenerationError, match="has an encoder and a decoder; expected a causal model"):
+        partition(CASES["t5"].build(), Topology.local(1), inputs, programs={"g": ASKED})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(batch=4, prompt=8, length=8), "length=8 and prompt=8; expected a length above prompt"),
+        (dict(batch=0, prompt=8, length=9), "batch"),
+        (dict(batch=1, prompt=8), "length"),
+    ],
+    ids=str,
+)
+def test_malformed_requests_are_refused(sizes: dict[str, int], message: str):
+    with pytest.raises(GenerationError, match=message):
+        Generate(**sizes)
+
+
+@pytest.mark.slow
+def test_evaluation_and_generation_share_an_engine():
+    inputs = dict(CASES["llama"].inputs(8))
+    programs: dict[str, Any] = {"eval": Evaluate(), "short": ASKED, "long": Generate(batch=2, prompt=16, length=40)}
+    with float64():
+        plan = partition(model_of("llama"), Topology.local(1), inputs, precision="fp64", programs=programs)
+    engine, model = Engine(plan, model_of("llama")), model_of("llama")
+    with pytest.raises(LaunchError, match="the plan has the generations 'short', 'long', and program is None"):
+        engine.generate(draw_prompt(2, 8), max_new_tokens=NEW)
+    for program, positions in (("short", 8), ("long", 30)):
+        prompt = draw_prompt(2, positions)
+        found = engine.generate(prompt, max_new_tokens=NEW, program=program)
+        with float64():
+            expected = model.generate(  # type: ignore[operator]
+                prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert torch.equal(found, expected)
+    with float64(), torch.no_grad():
+        assert float(engine.run("eval", inputs)) == pytest.approx(float(model(**inputs).loss), rel=CLOSE)  # type: ignore[arg-type]

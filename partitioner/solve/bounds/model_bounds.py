@@ -272,9 +272,9 @@ class ModelBounds:
         return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
 
     def _bound_fill_and_drain(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return lower bounds on the times in which the pipeline of ``candidate`` fills and drains, as two numbers:
-        fractions of a microbatch's forward seconds and of its backward seconds. Both are 0 if they depend on numbers of
-        microbatches that differ between ranks."""
+        """Return a lower bound on the time in which the pipeline of ``candidate`` fills and drains, as two factors. The
+        bound is the first times the forward seconds of one microbatch through the whole model, plus the second times
+        its backward seconds. Both are 0 if numbers of microbatches differ between ranks and no formula is known."""
         if self.may_differ(candidate) and not is_formula(candidate.schedule):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)

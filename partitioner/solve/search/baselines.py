@@ -297,11 +297,12 @@ def _tune_standard_layout(
     evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     until: float,
 ) -> Candidate | None:
-    """Return the best outcome among the layouts of the family of ``standard`` that is found until ``until``
-    (:func:`time.monotonic`); ``None`` if the layout has no candidates.
+    """Return the outcome with the least step time among a standard layout, such as ZeRO-3, and its variants in
+    microbatch size, mesh and other constraints (``standard.family``). Return ``textbook`` if it has no variants.
 
-    It is one of three: ``textbook``, the outcome of the layout itself; one of ``rows``, the outcomes of the search; or
-    a plan made now. ``evaluate``: plans a candidate, given the seconds to beat.
+    ``textbook``: the outcome of the layout itself; ``None``: it was not planned. ``rows``: the outcomes of the search,
+    which include some variants. Others are planned now, until the time ``until`` (:func:`time.monotonic`).
+    ``evaluate``: plans a candidate, given the step time in seconds that it has to beat.
     """
     family, best = standard.family, textbook
     if family is None:

@@ -87,8 +87,8 @@ class ShardingSolution:
     """The layouts and strategies that the solver chose on one mesh axis.
 
     ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: block name -> strategies and layouts.
-    ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding; ``bound``: a lower bound on the
-    cost of any sharding; both are in seconds on ``tp`` and ``cp``. ``matmul_sharded``: the fraction of the
+    ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding, for the axes ``tp`` and ``cp``
+    in seconds of a microbatch; ``bound``: a lower bound on the cost of any sharding. ``matmul_sharded``: the fraction of the
     matrix-multiply FLOPs that is divided over the ranks. ``without_rule``: operator name -> fraction of compute time,
     for operators that have no sharding rule and therefore cannot be sharded. ``seconds``: time that the solver took.
     ``num_choices``: number of choices of the assignment problem.

@@ -255,8 +255,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def leaves_schedule(self) -> bool:
-        """Return whether the pipeline schedule is free and only some schedules are searched for every mesh. The others
-        are then tried for the best meshes alone.
+        """Return whether the user left the schedule free and did not ask for a larger search (``ahead``). The search
+        then tries 1F1B and ZB-1P on every mesh, and all other schedules only on the best meshes.
         """
         return self.schedule is None and self.virtual_stages is None and not self.ahead
 
@@ -291,11 +291,11 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def fixes_mesh(self, world_size: int) -> bool:
-        """Return whether the fixed mesh axes leave the search no choice of the sizes of axes on ``world_size`` devices,
-        except how the remaining ranks are divided between ``dp`` and ``cp``.
+        """Return whether the fixed mesh axes decide the mesh on ``world_size`` devices, except how the remaining ranks
+        are divided between ``dp`` and ``cp``.
 
-        Data are then offloaded to host memory only if this is requested. Return ``False`` for one device, on which no
-        axis is larger than 1.
+        If so, the search offloads data to host memory only if the user requests it. ``False`` for one device, where
+        every axis has one rank.
         """
         pinned = self.pinned
         if math.prod(pinned.values()) == world_size or {"pp", "tp"} <= pinned.keys() or len(pinned) >= _DECISIVE:
@@ -318,7 +318,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def too_few(self, world_size: int) -> str:
-        """Return the error message for mesh axes that are all fixed and make a number of ranks other than
+        """Return the error message for the case that the sizes of the fixed mesh axes multiply to another number than
         ``world_size``, the number of devices."""
         shown = " x ".join(f"{axis}={value}" for axis, value in self.pinned.items())
         made = math.prod(self.pinned.values())
@@ -357,8 +357,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:
-        """Raise :class:`ConstraintError` if ``tp`` is fixed and divides none of ``dims``, the sizes of the dims of all
-        weights."""
+        """Raise :class:`ConstraintError` if ``tp`` is fixed and no weight can be divided into ``tp`` equal parts.
+        ``dims``: the sizes of all dims of all weights."""
         sizes = sorted(set(dims))
         if self.tp is not None and self.tp > 1 and not any(size % self.tp == 0 for size in sizes):
             shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
@@ -435,8 +435,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def sends_compressed(self, zero: int, dp_shard: int) -> bool:
-        """Return whether gradients can be compressed as ``grad_compression`` requires. ``zero``: the ZeRO stage, 0 to
-        3. ``dp_shard``: number of ranks of ``dp`` over which ZeRO shards; 0: all. True if no compression is requested.
+        """Return whether a ZeRO stage allows the compression of gradients that ``grad_compression`` requests; true if
+        none is requested. ``zero``: the ZeRO stage, 0 to 3. ``dp_shard``: number of ranks of ``dp`` over which ZeRO
+        shards; 0: all.
         """
         if self.grad_compression is None or zero < 2 or dp_shard:
             return True

@@ -63,8 +63,8 @@ class StageEstimate(Data):
 
     @property
     def again(self) -> str:
-        """Return a text on the recomputation of the stage, such as ``3 recomputed``, the number of calls that run again
-        for their backward; ``""`` if nothing is recomputed.
+        """Return the number of block calls of the stage whose activations are recomputed in backward as text, such as
+        ``3 recomputed``; ``""`` if nothing is recomputed.
         """
         if not self.recomputed:
             return f"{self.in_part or ''} recomputed in part".strip() if self.selective else ""
@@ -282,8 +282,8 @@ class Plan(Data):
 
     @property
     def program(self) -> Program:
-        """Return the programs of all ranks. Raises :class:`PlanError` if the plan is only an estimate, which this
-        version does not execute.
+        """Return the programs of all ranks. Raises :class:`PlanError` if the plan has only estimates, because it needs
+        something that this version can plan but not execute.
         """
         if self.written is None:
             under = f" under the profile {self.profile.name}" if self.profile.differences else ""
@@ -295,8 +295,8 @@ class Plan(Data):
 
     @property
     def expected_step_time(self) -> float:
-        """Return the mean seconds of a step over the shapes of batches, weighted by how often batches have
-        each shape.
+        """Return the mean seconds of a step if batches have several shapes, each with a program of its own: the seconds
+        of these programs, weighted by how often each shape occurs.
         """
         steps = [(f.padding, f.seconds) for f in self.further.values() if f.purpose == "step"]
         every = [(self.padding, self.estimate.step_time), *steps]
@@ -575,8 +575,8 @@ class Plan(Data):
 def operator_share(
     batch: ShardingSolution, tensor: ShardingSolution, context: ShardingSolution | None = None
 ) -> OperatorShare:
-    """Return the share of the work of matrix products that ``tp`` or ``cp`` divides, and the operators that have no
-    rule for sharding. ``batch``, ``tensor`` and ``context``: the solved shardings over the batch, ``tp`` and ``cp``;
-    ``context`` is ``None`` without context parallelism."""
+    """Return the fraction of the work of matrix products that tensor or context parallelism shards, the larger of both,
+    and the operators without a sharding rule. ``batch``, ``tensor``, ``context``: the shardings chosen for the batch
+    and for the mesh axes ``tp`` and ``cp``; ``context`` is ``None`` without context parallelism."""
     divided = max(tensor.matmul_sharded, 0.0 if context is None else context.matmul_sharded)
     return OperatorShare(matmul_sharded=divided, without_rule=batch.without_rule)

@@ -41,10 +41,10 @@ _COPIES = frozenset(
 
 
 def find_recomputed_nodes(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the operators of ``block`` that backward runs again. ``how``: ``"scores"`` (attention scores only),
-    ``"selective"`` (also all other results whose bytes are worth the time) or ``"alternate"`` (also every second matrix
-    product). The graph must mark which nodes need gradients. ``sent``: values that come from other ranks when the block
-    is executed; they are never recomputed.
+    """Return the operators of ``block`` that backward runs a second time, so that their results are not kept. ``how``:
+    ``"scores"`` (attention scores only), ``"selective"`` (also other results that take many bytes and little time) or
+    ``"alternate"`` (also every second matrix product). The graph must mark which nodes need gradients. ``sent``: values
+    that come from other ranks when the block is executed; they are never recomputed.
     """
     scores = find_score_nodes(block)
     if how == "scores":
@@ -109,8 +109,9 @@ class _RecomputeCut:
         self.flow.add_arc_with_capacity(start, end, capacity)
 
     def _is_quick(self, node: fx.Node) -> bool:
-        """Return whether ``node`` may be run again: scores, chosen products, and deterministic torch operators whose
-        cost is about a pass over memory (pointwise, norms, reductions, copies).
+        """Return whether recomputation may run ``node`` a second time. It may run attention scores, the matrix products
+        that ``"alternate"`` recomputation selected, and deterministic operators that cost about one pass over memory
+        (pointwise, norms, reductions, copies).
         """
         if node in self.scores:
             return True
@@ -139,8 +140,8 @@ class _RecomputeCut:
         return sum(size_of((node, result)) for result in self.read.get(node, ()))
 
     def _price_recomputation(self, node: fx.Node) -> int:
-        """Return the cost of running the operator of ``node`` again, in bytes of memory that the time is worth. It is
-        at least 1, so that no operator is run again needlessly; attention scores cost 0.
+        """Return the cost of running the operator of ``node`` a second time, as the number of kept bytes that would be
+        as bad. It is at least 1, so that no operator is run needlessly; attention scores cost 0.
         """
         kernels = forward_kernels(node, *node_operands(node, self.states, ()))
         traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)

@@ -16,9 +16,9 @@ from partitioner.topology.hardware import DeviceType
 class GatheredBytes(NamedTuple):
     """Bytes of the whole (unsharded) weights and gradients of a block call under ZeRO-3.
 
-    ``whole``: bytes while the call runs, with its own gradients. ``weights``: bytes of its gathered weights while a
-    neighbouring call runs. ``sent``: bytes of its gradients that are still being reduce-scattered while the next
-    backward runs.
+    ``whole``: bytes while the call runs: its gathered weights and its gradients. ``weights``: bytes of its gathered
+    weights while the call before or after it runs. ``sent``: bytes of its gradients that are still being
+    reduce-scattered while the backward of the call before it runs.
     """
 
     whole: float = 0.0
@@ -30,8 +30,8 @@ NONE_GATHERED = GatheredBytes()
 
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
-    """Return two numbers of bytes on a rank: of ``state``, a parameter or buffer that a block reads, and of its
-    gradient. ``spread``: how experts are distributed over ranks.
+    """Return two numbers of bytes of ``state``, a parameter or buffer that a block reads, as one rank has it before
+    ZeRO shards it: of the state and of its gradient. ``spread``: how experts are distributed over ranks.
     """
     return state.sizes(spread.profile.short_gradients, spread.of_experts if state.expert else 1.0)
 

@@ -108,7 +108,8 @@ class Estimate(Data):
 
 class Candidate(Data):
     """One candidate of the search for a plan (mesh, microbatch size, schedule, ZeRO stage) and its outcome: chosen,
-    solved, bounded (not solved, because of its lower bound) or infeasible."""
+    solved (its step time was computed), bounded (not solved, because a lower bound on its step time is too high) or
+    infeasible."""
 
     mesh: dict[str, int] = Field(description="Ranks per axis.")
     microbatch_size: int = Field(description="Samples of a microbatch.")
@@ -151,8 +152,8 @@ class Baseline(Data):
 
 
 class Limits(Data):
-    """Properties of the model that limit the candidates of the search, such as the number of calls that pipeline stages
-    can hold."""
+    """Properties of the model that limit which candidates the search considers, such as the number of block calls that
+    can be divided among pipeline stages."""
 
     calls: int = Field(description="Calls that stages can hold.")
     dims: tuple[int, ...] = Field(description="Sizes of the dims of weights.")
@@ -206,8 +207,8 @@ class Certificate(Data):
 
 
 class ContextWay(Data):
-    """One algorithm of attention over the context-parallel axis ``cp``, and the step time if every attention uses
-    it."""
+    """One algorithm of attention for sequences that are sharded over the mesh axis ``cp``, and the step time of the
+    plan if every attention used it."""
 
     algorithm: str = Field(description="Its name: all_gather, ring or ulysses.")
     calls: int = Field(default=0, description="Calls of attention that run by it in the plan.")
@@ -218,8 +219,8 @@ class ContextWay(Data):
 
 
 class OperatorShare(Data):
-    """How much of the model's work is sharded over ranks by tensor or context parallelism, and which operators cannot
-    be."""
+    """The fraction of the model's work that tensor or context parallelism shards over ranks, and the operators that it
+    cannot shard."""
 
     matmul_sharded: float = Field(description="Share of the work of matrix products that is sharded, 0 to 1.")
     without_rule: dict[str, float] = Field(description="Operators that have no rule: name to share of the work.")

@@ -149,8 +149,8 @@ def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _added_up(plan: Plan) -> str:
-    """Return a text of the collectives that sum the gradients of ``plan`` over ranks, with their data types and mesh
-    axes, such as ``all-reduce over dp``.
+    """Return a text that names the collectives by which ``plan`` sums gradients over ranks, with number formats and
+    mesh axes, such as ``all-reduce over dp``.
     """
     if plan.written is None:
         return "not written out"

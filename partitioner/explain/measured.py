@@ -99,9 +99,10 @@ def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[
 
 @dataclass(frozen=True)
 class StageComparison:
-    """Describes predicted and measured seconds of one kind of work, of waiting, or of one instruction. ``stage``: index
-    of the pipeline stage, -1 for a sum over all stages. ``what``: name of the kind or instruction. ``predicted``,
-    ``measured``: seconds in one step; the measured ones are the median over the ranks of a stage.
+    """Describes the predicted and the measured seconds of one line of a comparison. ``stage``: index of the pipeline
+    stage; -1 for a sum over all stages. ``what``: what took the time: a kind of work, ``waiting``, or the name of an
+    instruction. ``predicted``, ``measured``: seconds in one step; the measured ones are the median over the ranks of a
+    stage.
     """
 
     stage: int

@@ -81,9 +81,9 @@ def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: 
     """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a block call.
 
     ``sizes``: for each sharded parameter, its bytes and the bytes of its gradient. ``spread``: the groups over which
-    they are sharded. ``saved``: bytes of saved activations, which are counted elsewhere. Backward frees them while it
-    computes gradients, so gradients other than the largest add memory only beyond ``saved``. Gradients that are being
-    scattered need a receive buffer in addition.
+    they are sharded. ``saved``: bytes of saved activations, which are counted elsewhere. Backward frees these while it
+    computes gradients, so all gradients together add memory only as far as they exceed ``saved``; the largest gradient
+    is always counted. While gradients are reduce-scattered they also need a receive buffer.
     """
     ranks = spread.shards.size
     if ranks == 1 or not sizes:

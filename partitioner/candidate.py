@@ -77,12 +77,13 @@ class MeshCandidate:
 
     @property
     def expert_replicas(self) -> int:
-        """Return the number of ranks that hold equal parts of the same experts: their data-parallel replicas."""
+        """Return the number of ranks that hold the same part of the same experts. They are data-parallel replicas of
+        it."""
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks that have the same weights, without the experts: dp x cp."""
+        """Return the number of ranks that have the same weights outside of experts: dp x cp."""
         return self.dp * self.cp
 
     @property

@@ -276,8 +276,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def meaning(self) -> Constraints:
-        """Return the part of the constraints that changes what is computed, not how: ``couple``, within which group
-        samples interact, and the microbatch size if that is the group. All other fields have their defaults.
+        """Return constraints with only those fields that decide what is computed; all other fields have their defaults.
+        These are ``couple`` and ``microbatch_size`` if samples interact (as in batch norm) within a microbatch;
+        otherwise none.
         """
         if self.couple == "batch":
             return Constraints()
@@ -285,8 +286,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def pinned(self) -> dict[str, int]:
-        """Return the fixed mesh axes whose sizes multiply to the number of ranks (name of the axis -> size): all but
-        ``ep``, which reuses their ranks.
+        """Return the fixed sizes of those mesh axes that together make up the number of ranks (name of the axis ->
+        size): all axes but ``ep``, whose ranks are taken from the others.
         """
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 

@@ -348,7 +348,8 @@ class Plan(Data):
 
     @property
     def data_shares(self) -> tuple[int, ...]:
-        """Return the number of microbatches of each data-parallel rank; empty if all have :attr:`num_microbatches`."""
+        """Return the number of microbatches of each data-parallel rank; an empty tuple if all ranks have the same
+        number, :attr:`num_microbatches`."""
         return self.of_replicas if self.written is None else self.written.data_shares
 
     @property
@@ -426,8 +427,9 @@ class Plan(Data):
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
-        """Prove that the programs of all ranks are consistent and cannot deadlock, and that further programs on the
-        same weights store parameters and optimizer states as the first one does. Return the proof of the first one.
+        """Prove that the programs of all ranks are consistent and cannot deadlock, and return the proof. A plan may
+        have further programs on the same weights, such as for evaluation: they are proven, too, and must store
+        parameters and optimizer states as the main program does.
 
         Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node, or
         :class:`partitioner.runtime.prove.layouts.LayoutError`, if this is not so.

@@ -215,9 +215,11 @@ class _RelaxationSearch:
         return ()
 
     def _relax_differing_pins(self) -> tuple[Change, ...]:
-        """Find a plan without any of the constraints that the user fixed, and return the change that gives up only
-        those in which this plan differs. If there is no such plan, return a change that frees all of them and also
-        changes batch or cluster. Empty if neither exists.
+        """Find a plan without any of the constraints that the user fixed, and return a tuple with the change that gives
+        up only those whose value this plan does not have.
+
+        If there is no such plan, return a change that gives up all of them and also changes the batch or the cluster.
+        Empty if neither exists.
         """
         base = next(iter(list_variants(self.asked, self.short_of_memory)))
         every = tuple(pins_of(base.constraints))
@@ -293,18 +295,19 @@ class _RelaxationSearch:
     def _list_plainest_zero_choices(
         self, job: Job, bounds: ModelBounds, given_up: Sequence[str]
     ) -> list[MeshCandidate]:
-        """Return the mesh candidates of ``job`` with the schedule that needs the least memory. Unless memory is
-        lacking, only those with the lowest ZeRO stage are kept. ``bounds``: lower bounds for the job. ``given_up``:
-        names of the fixed constraints that may change.
+        """Return the mesh candidates of ``job`` with the simplest techniques: those with the schedule that needs the
+        least memory and, if memory is not the problem, with the lowest ZeRO stage. ``bounds``: lower bounds for the
+        job. ``given_up``: names of the fixed constraints that may change.
         """
         plainest = self._list_plainest_candidates(job, bounds, given_up)
         least = min(candidate.zero for candidate in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
     def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
-        """Return the mesh candidates of ``job``. If the user left the schedule free, only those with 1F1B are kept,
-        which needs the least memory of the searched schedules. ``bounds``: lower bounds for the job. ``given_up``:
-        names of the fixed constraints that may change.
+        """Return the mesh candidates of ``job``; if the schedule is free, only those with 1F1B, which needs the least
+        memory of the searched schedules. ``bounds``: lower bounds for the job. ``given_up``: names of the fixed
+        constraints that may change; with ``virtual_stages`` among them, candidates with several virtual stages are
+        included.
         """
         space = space_of(job, bounds)
         asked = self.asked.constraints
@@ -359,8 +362,8 @@ class _RelaxationSearch:
         return None
 
     def _is_possible_by_bounds(self, constraints: Constraints) -> bool:
-        """Return whether the lower bounds on memory allow a plan of the requested job with ``constraints`` in place of
-        the user's.
+        """Return whether the lower bounds on memory allow a plan of the job if the user's constraints are replaced by
+        ``constraints``.
         """
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
@@ -403,8 +406,8 @@ class _RelaxationSearch:
     ) -> Change:
         """Return the change from the requested job to ``candidate``, with its description and its new constraints,
         topology and batch. ``variant``: the changed job. ``pins``: names of the fixed constraints that take the
-        candidate's values. ``plan``: the candidate's solution; if it uses offload that was not requested, the
-        description says so.
+        candidate's values. ``plan``: the candidate's solution; if it needs offload that the user did not request, the
+        description names it and the step time.
         """
         new, constraints = _find_new_pin_values(pins, candidate), self._constrain_to_candidate(variant, pins, candidate)
         texts = [*variant.texts, *(describe_pin_change(variant.constraints, pin, new.get(pin)) for pin in pins)]

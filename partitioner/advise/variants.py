@@ -289,12 +289,12 @@ def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
 
 
 def _list_offload_pin_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield changed jobs with other kinds of data in host memory than the user fixed. ``base``: the job that is
-    changed. ``short_of_memory``: whether missing memory is the reason that it has no plan.
+    """Yield changed jobs with other kinds of data offloaded to host memory. ``base``: the job that is changed.
+    ``short_of_memory``: whether missing memory is the reason that it has no plan.
 
-    Without a description of the hosts, only the job without offload is tried. If the user fixed optimizer states in
-    host memory, they may move to disk. If the mesh is fixed and offload is not, the kinds are tried that ``partition``
-    does not try by itself.
+    If the user fixed the offload, the other kinds are tried; optimizer states in host memory may also move to disk. If
+    the user fixed the mesh but not the offload, the kinds are tried too, because ``partition`` then tries none by
+    itself. If the topology does not describe its hosts, only the job without offload is tried.
     """
     given, known = base.constraints.offload, can_offload(base.topology)
     if given is None and known and short_of_memory and base.constraints.fixes_mesh(base.topology.num_devices):

@@ -239,8 +239,8 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
 
 
 def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
-    """Return the baselines (common layouts that the search computes for comparison) that were solved for the plan's own
-    job and that its constraints allow.
+    """Return the common layouts (baselines) with a computed step time that are fair to compare with the plan: for the
+    same job and devices and the same offload, and allowed by the plan's constraints.
     """
     return [
         baseline.candidate
@@ -342,8 +342,9 @@ def _explain_bounded(
 
 
 def _list_uncovered_schedules(plan: Plan, asked: Mapping[str, Any]) -> list[str]:
-    """Return, in a list, the certificate's sentence on schedules that its lower bounds do not cover, if plans with the
-    constraints ``asked`` (name -> value) may use these schedules; otherwise an empty list.
+    """Return a list with the sentence of ``plan``'s certificate on schedules for which its lower bounds do not hold.
+    The list is empty if there is no such sentence, or if the constraints ``asked`` (name -> value) exclude these
+    schedules.
     """
     sentence = plan.certificate.beyond.get("schedule")
     fixed = asked.get("pp") == 1 or "schedule" in asked or asked.get("virtual_stages") == 1

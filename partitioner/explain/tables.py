@@ -340,8 +340,8 @@ def throughput_text(plan: Plan) -> str:
 
 
 def mfu_text(plan: Plan) -> str:
-    """Return the model FLOPs utilisation of ``plan`` as text, with the rate per device and its peak where all devices
-    have the same."""
+    """Return the model FLOPs utilisation of ``plan`` as text, such as ``41%``. If all devices have the same peak rate,
+    the rate per device and this peak follow."""
     mfu, peak = plan.estimate.mfu, _find_peak_rate(plan)
     rates = f", {format_digits(mfu * peak / 1e12)} of {peak_rate_text(plan)} per device" if peak else ""
     return f"{format_percent(mfu)}{rates}: the FLOPs of the model, without recomputation"
@@ -414,8 +414,8 @@ def other_batch_text(plan: Plan) -> str:
 
 
 def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
-    """Return the step time of another batch and its time per sample relative to ``plan``, such as ``7 s, 5% less per
-    sample``. ``global_batch``: samples of the other batch. ``seconds``: its step time.
+    """Return the step time with another batch size as text, and how its time per sample compares with that of ``plan``,
+    such as ``7 s, 5% less per sample``. ``global_batch``: samples of the other batch. ``seconds``: its step time.
     """
     ratio = seconds / global_batch / (plan.certificate.objective / plan.global_batch)
     return f"{seconds_text(seconds)}, {format_percent(abs(1 - ratio))} {'less' if ratio < 1 else 'more'} per sample"
@@ -444,9 +444,9 @@ def sharing_text(plan: Plan) -> str:
 
 
 def _format_expert_sharding(plan: Plan, ranks: int) -> str:
-    """Return a clause on over how many ranks the states of experts are sharded. It is empty if these are ``ranks``, the
-    number for all other states, or if experts are not distributed. Only ranks with the same experts can share their
-    states.
+    """Return a clause that says over how many ranks the parameters, gradients and optimizer states of experts are
+    sharded. Only ranks with the same experts can share them. It is empty if the number is ``ranks``, the number of
+    ranks for all other parameters, or if experts are not distributed.
     """
     chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
     parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)
@@ -640,9 +640,7 @@ def _format_peak(peak: int, usable: int) -> str:
 
 
 def _simulate_stage_seconds(plan: Plan) -> list[tuple[float, float]]:
-    """Return the (forward, backward) seconds of each stage in one step, from a simulation. Plan files of earlier
-    versions do not contain these numbers.
-    """
+    """Return the (forward, backward) seconds of each pipeline stage in one step, from a simulation of the step."""
     from partitioner.simulate.program_time import stage_seconds
 
     return [(seconds.forward, seconds.backward) for seconds in stage_seconds(plan)]

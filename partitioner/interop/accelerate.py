@@ -269,8 +269,8 @@ def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, .
 
 def _add_fsdp(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
     """Add the options of FSDP for ``layout`` to ``found``, the content of the configuration file. ``sharded``: whether
-    parameters, gradients or optimizer states are sharded; otherwise FSDP is not used. ``leave_out``: function from the
-    name of a field that cannot be expressed and the reason; it records both.
+    parameters, gradients or optimizer states are sharded; otherwise FSDP is not used. ``leave_out``: function of (name
+    of a field, reason) that records that accelerate cannot express the field.
     """
     wanted = {*layout.offload}
     if wanted and (wanted != {"optimizer", "parameters"} or not sharded):
@@ -290,8 +290,9 @@ def _add_fsdp(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leav
 
 
 def _add_parallelism(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
-    """Add the sizes of the mesh axes of ``layout`` to the configuration ``found``. ``sharded``: whether states are
-    sharded. ``leave_out``: a function that records a field that cannot be expressed.
+    """Add the sizes of the mesh axes of ``layout`` to ``found``, the content of the configuration file. ``sharded``:
+    whether parameters, gradients or optimizer states are sharded. ``leave_out``: function of (name of a field, reason)
+    that records that the framework cannot express the field.
     """
     replicas = 1 if sharded else layout.dp or 1
     shard, replicate = (layout.dp_shard or layout.dp or 1, layout.dp_replicate or 1) if sharded else (1, replicas)

@@ -291,8 +291,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the fields that say how a model is trained, name -> value. The framework, its execution profile and
-        the options without effect are left out.
+        """Return the fields that say how a model is trained (mesh, batch, schedule and so on), name -> value. The name
+        of the framework, its execution profile and the list of options without effect are left out.
         """
         return {name: getattr(self, name) for name in FACTS}
 

@@ -246,7 +246,8 @@ class Options:
                 )
 
     def _is_ignored(self, option: str) -> bool:
-        """Return whether the user said that ``option``, or its section, belongs to the training script."""
+        """Return whether the user listed ``option``, or its section, among the options that belong to the training
+        script."""
         return option in self._ignore or option.split(".")[0] in self._ignore
 
     def list_unused(self) -> tuple[UnusedOption, ...]:

@@ -196,12 +196,13 @@ class StateRead:
 class BlockProfile:
     """Kernels, collectives, parameters and buffers of one call of a block.
 
-    ``exchanges``: the collectives. ``issued``: number of operators that the host launches in forward, in backward for
-    gradients of inputs, and in backward for gradients of weights. ``issued_each``: the same three numbers for operators
-    that it launches once per expert. ``held``: number of experts in the graph. ``rings``: the attentions over a sharded
-    sequence, as pairs (node, whether it runs backward). ``states``: the parameters and buffers that the call reads.
-    ``region``: the matrix products of experts. ``routing``: number of forward operators between the attention and the
-    experts.
+    - ``kernels``: the table of GPU kernels. ``exchanges``: the collectives. ``states``: the parameters and buffers that
+      the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it runs backward).
+    - ``issued``: three numbers of operators that the host launches: in forward, in backward for gradients of inputs,
+      and in backward for gradients of weights. ``issued_each``: the same for operators that it launches once per
+      expert.
+    - ``held``: number of experts in the graph. ``region``: the matrix products of experts. ``routing``: number of
+      forward operators between the attention and the experts, which route tokens to experts.
     """
 
     kernels: KernelTable
@@ -239,9 +240,9 @@ class _BlockProfiler:
     """Collects the kernels and collectives of a block's operators.
 
     ``train``: the block has a backward. ``fp8``: products with weights are in fp8. ``again``: the nodes that selective
-    recomputation runs again. ``fused_casts``: the preceding kernels write operands in fp8. ``current_scaling``: each
-    tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the experts' products run: ``"grouped"``,
-    ``"each"`` (one kernel per expert) or ``"fused"``.
+    recomputation runs a second time, in backward. ``fused_casts``: the preceding kernels write operands in fp8.
+    ``current_scaling``: each tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the experts' products
+    run: ``"grouped"``, ``"each"`` (one kernel per expert) or ``"fused"``.
     """
 
     def __init__(
@@ -420,8 +421,9 @@ class _BlockProfiler:
             )
 
     def _add_exchanges(self, node: fx.Node, backward: bool) -> None:
-        """Record the collective that ``node`` is and, with ``backward``, the collective of its gradient. Other nodes,
-        and attentions over a sharded sequence, are ignored.
+        """Record the collective that ``node`` is and, with ``backward``, the collective that its gradient needs. Nodes
+        that are no collectives are ignored, and so are attentions over a sharded sequence, which are recorded
+        elsewhere.
         """
         name = collective_name(node.target)
         source = node.args[0] if node.args else None
@@ -484,11 +486,11 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
     """Return the extra host work of Transformer Engine's linear layers, as a dict: first matrix product of a layer ->
-    extra work. The unit of work is the launch of one operator; the products themselves are not counted.
+    number of operator launches that would take as long. The products themselves are not counted. Products that read the
+    same value are one layer. ``region``: the products of experts, which are left out.
 
     One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
-    NVIDIA/TransformerEngine issue 2053). Products that read the same value are one layer. ``region``: the products of
-    experts, which are left out.
+    NVIDIA/TransformerEngine issue 2053).
     """
     states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
     for node in block.graph.nodes:

@@ -49,8 +49,8 @@ Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
 
 def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the nodes that selective recomputation runs again in backward by default. ``sent``: values that come from
-    other ranks."""
+    """Return the nodes that selective recomputation runs a second time, in backward, by default. ``sent``: values that
+    come from other ranks, which are kept."""
     return find_recomputed_nodes(block, "selective", sent)
 
 
@@ -189,8 +189,8 @@ class _Computed:
 
     ``seconds``: of all kernels. ``weights``: seconds of backward kernels that compute gradients of weights.
     ``products``: seconds of matrix products. ``rings``: seconds of each attention over a sharded sequence. ``again``:
-    seconds of what selective recomputation runs again. ``flops``: FLOPs of matrix products. ``experts_s``: seconds of
-    forward products of experts.
+    seconds of the kernels that selective recomputation runs a second time. ``flops``: FLOPs of matrix products.
+    ``experts_s``: seconds of forward products of experts.
     """
 
     seconds: tuple[float, float]

@@ -200,13 +200,13 @@ def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
 
 
 def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: DeviceType) -> float:
-    """Return the seconds of sorting received rows (tokens) by expert and of undoing it, for one pass (forward or
-    backward). ``region``: the products of experts. ``held``: number of experts in the graph. ``spread``: how experts
-    are distributed.
+    """Return the seconds of copying received rows (tokens) into the order of the experts, and of copying the results
+    back, for one pass (forward or backward). ``region``: the products of experts. ``held``: number of experts in the
+    graph. ``spread``: how experts are distributed.
 
     Rows arrive in the order of the sending ranks (``passes/experts/sorted_rows.py``; Megatron-Core's
-    ``sort_chunks_by_idxs``). There is nothing to sort if the rank has one expert, or if the exchange itself writes rows
-    in sorted order (``dispatch`` ``"once"``).
+    ``sort_chunks_by_idxs``). 0 if a rank has only one expert, or if the exchange itself writes rows in the order of the
+    experts (``dispatch`` ``"once"``).
     """
     if not region.sorts or held * spread.of_experts <= 1 or spread.profile.dispatch == "once":
         return 0.0

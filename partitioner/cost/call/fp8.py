@@ -160,8 +160,8 @@ def _sum_kernel_seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
 
 
 def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
-    """Return a tuple with one sentence for the user: how many products with weights are not in fp8, and why. It is
-    empty if all are in fp8. ``model``: the graphs of one rank.
+    """Return a note for the user as a tuple with one sentence: how many products with weights run in fp8, and for some
+    that do not, why. The tuple is empty if all run in fp8. ``model``: the graphs of one rank.
     """
     left = {name: list(_left_out(block)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, True, expert_region(b))) for name, b in model.blocks.items()}

@@ -59,11 +59,11 @@ def _second_products(block: Block) -> frozenset[fx.Node]:
 
 
 class _RecomputeCut:
-    """Minimum cut that decides which operators are run again and which values are kept.
+    """Minimum cut that decides which operators backward runs a second time and which values are kept.
 
-    Each operator and each input has two vertices. The first is on the side of backward if the operator is run again.
-    The second is on the side of backward if its result is needed there. A result that is needed and not computed again
-    is kept, at the cost of its bytes.
+    Each operator and each input has two vertices. The first is on the side of backward if the operator is run a second
+    time. The second is on the side of backward if its result is needed there. A result that is needed and not
+    recomputed is kept, at the cost of its bytes.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class _RecomputeCut:
         self.read: dict[fx.Node, set[int]] = {}  # for each operator, the indices of the results that are needed
 
     def again(self) -> frozenset[fx.Node]:
-        """Solve the minimum cut, and return the operators that are run again; empty if backward reads no values."""
+        """Solve the minimum cut, and return the operators that backward runs a second time; empty if backward reads no
+        values."""
         wanted = [
             v
             for n in self.block.graph.nodes

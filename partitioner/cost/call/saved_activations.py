@@ -339,9 +339,9 @@ _AT_ONCE = frozenset("convolution conv1d conv2d conv3d".split())
 
 
 def carried_bytes(block: Block) -> int:
-    """Return the bytes that one call of ``block`` holds between the two halves of its backward (gradients of inputs,
-    then gradients of weights), without its inputs, parameters and buffers. The graph must mark which nodes need
-    gradients."""
+    """Return the bytes that one call of ``block`` holds between the two halves of its backward (first gradients of
+    inputs, later gradients of weights): values and gradients that the second half reads. Inputs, parameters and buffers
+    of the block are not counted. The graph must mark which nodes need gradients."""
     through = _depends_on_inputs(block)
     read: set[Value] = set()
     gradients: set[fx.Node] = set()

@@ -90,8 +90,9 @@ class StateCost:
     @cached_property
     def kept(self) -> dict[str, float]:
         """Return the bytes of this parameter or buffer that stay on the rank during the whole step, by kind of data
-        (``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"residuals"``). ZeRO-1 keeps both the whole gradient and
-        its shard.
+        (``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"residuals"``; the last is the rounding error of
+        compressed gradients). Under ZeRO-1 ``"gradients"`` counts both the whole gradient and its shard. Offloaded data
+        count 0.
         """
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
@@ -114,8 +115,9 @@ class StateCost:
 
     @property
     def in_host(self) -> float:
-        """Return the bytes of this parameter in host memory: offloaded optimizer states with their parameter and its
-        gradient, or an offloaded parameter.
+        """Return the bytes of this parameter in host memory: if the optimizer runs on the host, its optimizer states
+        (unless they are on disk), a copy of the parameter and its gradient; otherwise the parameter itself, if it is
+        offloaded.
         """
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:

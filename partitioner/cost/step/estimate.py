@@ -87,9 +87,10 @@ def stage_estimates(
 
 
 def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
-    """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches in
-    flight, and offloaded states (parameters and optimizer states). ``stage``: the plan of the stage, with its
-    microbatches in flight. ``calls``: the block calls of the stage. ``held``: the costs of its parameters and buffers.
+    """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches between
+    their forward and backward, and offloaded parameters and optimizer states. ``stage``: the plan of the stage, with
+    the number of these microbatches. ``calls``: the block calls of the stage. ``held``: the costs of its parameters and
+    buffers.
     """
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
@@ -626,11 +627,11 @@ def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
 def _compute_tied_seconds(
     problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: PlacedMesh
 ) -> float:
-    """Return the seconds of adding up the gradients of tied weights (weights that several stages read) over these
-    stages. Nothing hides this time, because it precedes all other work after the pipeline. ``states``: the cost of each
-    parameter and buffer by name. ``held``: for each stage, the names of its parameters and buffers. ``problem``: the
-    block calls of the model with their costs, to be cut into pipeline stages. ``machine``: the devices and links that
-    the mesh is laid over.
+    """Return the seconds of summing the gradients of tied weights (weights that several stages read) over the stages
+    that read them. Nothing hides this time: it lies between the end of the pipeline and the other gradient reductions.
+    ``held``: for each stage, the names of its parameters and buffers. ``states``: the cost of each parameter and buffer
+    by name. ``problem``: the block calls of the model with their costs. ``machine``: the devices and links that the
+    mesh is laid over.
     """
     often = Counter(name for names in held for name in names)
     return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)

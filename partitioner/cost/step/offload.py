@@ -174,8 +174,8 @@ def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[flo
 
 
 def _check_room(has: str, room: float, sizes: Sequence[float]) -> None:
-    """Raise :class:`CapacityError` if the sum of ``sizes`` (bytes of each rank) exceeds ``room`` bytes. ``has``: start
-    of the message, which names the memory or disk and its size.
+    """Raise :class:`CapacityError` if offloaded data do not fit: if the sum of ``sizes`` (bytes of each rank) exceeds
+    ``room`` bytes. ``has``: start of the message, which names the memory or disk and its size.
     """
     if (size := sum(sizes)) > room:
         raise CapacityError(

@@ -212,11 +212,12 @@ class _ReductionTails:
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the seconds by which gradient reductions end after the
-        pipeline if the stage with index ``stage`` consists of the block calls ``start:stop``. Negative values mean that
-        they end before.
+        pipeline if the stage with index ``stage`` consists of the block calls ``start:stop``. A negative value means
+        that they end before the pipeline does.
 
         ``windows``: the same table for the seconds of the backward; infinite for calls that are not allowed. ``ahead``:
-        for each first call of this stage, the most seconds that one backward takes on all stages in front of it.
+        for each index of the first call of this stage, the most seconds that one backward takes on all stages in front
+        of it; that backward hides reductions.
         """
         waits = np.zeros_like(windows)
         start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])

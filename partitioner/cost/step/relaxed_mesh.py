@@ -192,7 +192,8 @@ def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
 
 
 def no_slower(group: Group, other: Group) -> bool:
-    """Return whether no collective and no message takes longer over ``group`` than over ``other``, up to rounding."""
+    """Return whether no collective and no message of any size takes longer over ``group`` than over ``other``, up to
+    rounding."""
     # pairs of groups; a collective time is a start plus a slope
     lines = [(own, least) for own in group.every for least in other.every]
     hops = [pair for own, least in lines if own.hops and least.hops for pair in zip(own.hops, least.hops, strict=True)]
@@ -221,12 +222,13 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 def _enumerate_groups(
     topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
 ) -> Iterator[Group]:
-    """Yield a group for each way in which the cluster may divide ``size`` devices into parts. ``storeys``: the levels
-    of links, innermost first (such as inside a node, between nodes). Parts have as many devices as possible.
+    """Yield a group of ranks for each way in which ``size`` devices can lie on the levels of links, such as all in one
+    node or divided between two. ``storeys``: the levels, innermost first, each of which joins devices into parts (such
+    as nodes). Parts have as many devices as possible.
 
-    ``farthest``: at least one device has at most this share of the bandwidth between nodes. The other devices in its
+    ``farthest``: at least one device has at most this fraction of the bandwidth between nodes. The other devices in its
     part share that bandwidth, so the size of the smallest part matters. ``parted``: the group must span at least two
-    parts of each level in which not all groups fit into one part.
+    parts of each level whose parts cannot hold all groups of ``size`` devices.
     """
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
@@ -294,16 +296,17 @@ def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: in
 
 
 def _fewest_parts(storey: Storey, size: int) -> int:
-    """Return the least number of parts of ``storey`` (a level of links that joins devices into parts, such as nodes) in
-    which ``size`` devices can be.
+    """Return the least number of parts in which ``size`` devices can be. ``storey``: a level of links, which joins
+    devices into parts, such as nodes.
     """
     sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
     return int(np.searchsorted(np.cumsum(sizes), size)) + 1
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Return whether some group must span several parts of ``storey`` (a level of links that joins devices into parts,
-    such as nodes) if all devices are divided into groups of ``size``.
+    """Return whether, if all devices are divided into groups of ``size``, some group has to span several parts, because
+    the sizes of the parts are no multiples of ``size``. ``storey``: a level of links, which joins devices into parts,
+    such as nodes.
     """
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())

@@ -97,7 +97,7 @@ def allocate_shared_array(size: int, dtype: type) -> NDArray[np.generic]:
 
 
 def can_help() -> bool:
-    """Return whether a helper process saves time, because this process can fork and may run on two or more processors."""
+    """Return whether a helper process saves time: this process can fork and may run on several processors."""
     return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 

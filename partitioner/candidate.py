@@ -115,7 +115,7 @@ class MeshCandidate:
         return inside and isinstance(self.schedule, str)
 
     def num_microbatches(self, global_batch: int) -> int:
-        """Return the number of microbatches of the rank of ``dp`` with the most, if they are divided as evenly as
+        """Return the number of microbatches on the rank of ``dp`` that has the most, if they are divided as evenly as
         possible. ``global_batch``: samples of the whole batch."""
         return -(-self.parts(global_batch) // self.dp)
 

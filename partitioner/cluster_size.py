@@ -157,7 +157,8 @@ def size_cluster(
         step_time: greatest number of seconds of a step; ``None``: no limit.
         minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
         nodes: numbers of nodes to try.
-        every: plan all numbers of nodes, also those above the fewest nodes that are fast enough.
+        every: plan all numbers in ``nodes``. Otherwise, with ``minimise="nodes"``, the search ends at the fewest nodes
+            that are fast enough.
         more: further arguments of :func:`partitioner.partition`.
 
     Raises :class:`ConstraintError` or :class:`InputsError` for invalid arguments. Raises :class:`SizeError` if no size
@@ -397,8 +398,8 @@ def length_of(inputs: Any) -> int:
 
 
 def lengthen_sequences(inputs: Any, size: int) -> Any:
-    """Return ``inputs`` with sequences of ``size`` tokens, made by repetition of the given tokens along dim 1. Tensors
-    whose dim 1 is not as long as the sequence stay."""
+    """Return ``inputs`` with sequences of ``size`` tokens: the tokens of each sample are repeated along dim 1. Tensors
+    that have no sequence in dim 1 stay unchanged."""
     length = length_of(inputs)
 
     def stretched(leaf: Any) -> Any:

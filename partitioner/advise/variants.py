@@ -189,8 +189,9 @@ def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **chang
 
 
 def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield the job as requested, and then changed jobs with one or several changes each. ``short_of_memory``: whether
-    missing memory is the reason that the requested job has no plan. ``asked``: the job as the user requested it.
+    """Yield the job as requested, and then jobs with one or two changes each. ``short_of_memory``: whether missing
+    memory is the reason that the requested job has no plan; it decides which changes are tried. ``asked``: the job as
+    the user requested it.
     """
     base = Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
     yield base
@@ -215,8 +216,8 @@ def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[V
 
 
 def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
-    """Yield changed jobs with more memory per device or with more nodes, for a job that lacks memory. The factors go up
-    to 16384. ``asked``: the job as the user requested it.
+    """Yield changed jobs with up to 16,384 times the memory per device or the nodes, for a job that lacks memory even
+    with the smaller changes that are tried first. ``asked``: the job as the user requested it.
     """
     base = next(list_variants(asked, True))
     yield from _list_memory_variants(base, (*_TIMES, *_FAR))
@@ -322,9 +323,9 @@ def _has_its_disk(base: Variant) -> bool:
 
 
 def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield changed jobs without slower or smaller devices, with more nodes, or with a number of devices that the fixed
-    axes require. ``base``: the job that is changed. ``short_of_memory``: whether missing memory is the reason that it
-    has no plan; then numbers of devices are not tried.
+    """Yield changed jobs with other devices: without slower or smaller devices, with more nodes, or with a number of
+    devices that the sizes of the fixed mesh axes divide. ``base``: the job that is changed. ``short_of_memory``:
+    whether missing memory is the reason that it has no plan; the last kind of change is then not tried.
     """
     topology, now = base.topology, base.topology.num_devices
     for smaller in () if is_even(topology) else smaller_clusters(topology):

@@ -40,8 +40,8 @@ def format_asked_constraints(asked: Mapping[str, Any]) -> str:
 
 
 def check_asked(plan: Plan, merged: Constraints) -> None:
-    """Raise the error that ``partition`` would raise if no candidate satisfies ``merged``, the plan's constraints with
-    some replaced.
+    """Raise the error that ``partition`` would raise for the job of ``plan`` with the constraints ``merged``, if no
+    candidate of the search can satisfy them. ``merged``: the plan's constraints, some of them replaced.
     """
     train = plan.objective == "train"
     check_request(plan.topology, merged, plan.optimizer, train, plan.profile)
@@ -74,8 +74,8 @@ def _read_candidate_field(candidate: MeshCandidate, name: str) -> Any:
 
 
 def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
-    """Return all mesh candidates that the search of ``plan`` started with; empty if the plan does not contain enough
-    data to list them.
+    """Return all mesh candidates that the search of ``plan`` considered, before lower bounds ruled some of them out;
+    empty if the plan does not contain enough data to list them.
     """
     limits = plan.certificate.limits
     if limits is None or not plan.global_batch:
@@ -356,8 +356,9 @@ def _count_layouts_text(count: int) -> str:
 
 
 def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
-    """Return the answer for constraints ``asked`` (name -> value) with which no candidate is feasible. ``rows``: these
-    candidates; the one that lacks the fewest bytes is described.
+    """Return the answer for constraints ``asked`` (name -> value) with which no candidate has a plan. ``rows``: all
+    candidates with these constraints. The answer describes the one that lacks the least memory or, if none lacks
+    memory, gives their reasons.
     """
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
@@ -462,8 +463,8 @@ def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer for constraints ``asked`` (name -> value) that no candidate in the certificate has, without
-    planning again.
+    """Return the answer for constraints ``asked`` (name -> value) that no candidate in the certificate has, as far as
+    it follows without the model: that they are impossible, or why the search did not try them.
     """
     merged = _merge_asked_constraints(plan, asked)
     try:

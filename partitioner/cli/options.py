@@ -183,8 +183,8 @@ class SampleOptions:
     plan: Plan | None = None
 
     def load(self, source: str) -> TargetModel:
-        """Return the model of the configuration ``source`` (a path or name) and inputs for it, with the sizes that
-        these options choose.
+        """Return the model of a Hugging Face configuration with inputs for it. ``source``: path or name of the
+        configuration. Task, batch size and sequence length are those of these options.
         """
         from partitioner.pretrained.load import choose_samples, load_pretrained
 
@@ -206,9 +206,9 @@ class SampleOptions:
 
 
 def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:
-    """Return the model that ``text`` names, with inputs and loss if it has them. ``text``: a function that returns it,
-    or a configuration. ``meta``: create a function's tensors on the meta device, without memory. ``asked``: options for
-    a configuration.
+    """Return the model that ``text`` names, with inputs and loss if it has them. ``text``: ``FILE.py:FUNCTION``, where
+    the function returns the model, or the path or name of a configuration. ``meta``: create a function's tensors on the
+    meta device, without memory. ``asked``: options for a configuration; ``None``: the defaults.
 
     Raise :class:`TargetError` if the file or function does not exist, if the function fails, or if its result is not a
     model, (model, inputs) or (model, inputs, loss). Raise :class:`PretrainedError` for a configuration that cannot be

@@ -82,9 +82,10 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return the position of the block call (such as a layer) after whose backward the reduction of this bucket
-        starts, or ``None`` if it does not start in this action. ``index``: index of the action in the rank's order.
-        ``chunk``: index on the rank of the virtual stage that the action runs."""
+        """Return after which block call (such as a layer) of an action's backward the reduction of this bucket starts,
+        as the call's position in the stage; ``None`` if it does not start in this action. ``index``: index of the
+        action (a forward or backward of one microbatch) in the rank's order. ``chunk``: index on the rank of the
+        virtual stage that it runs."""
         if self.each:
             return self.each.get(chunk)
         return self.ready[1] if self.ready is not None and self.ready[0] == index else None
@@ -104,7 +105,7 @@ def plan_buckets(
     ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
     for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns
     the bytes that fill a bucket, given all mesh axes over which it is reduced. ``zero``: the ZeRO stage, 0 to 3. Under
-    ZeRO-3 a bucket holds the sharded parameters that the same calls read, without a limit.
+    ZeRO-3 all sharded parameters that the same calls read are one bucket, whatever its size.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
@@ -187,8 +188,9 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a key that sorts places in a rank's schedule by time. ``ready``: (index of an action in the rank's order,
-    position of a block call in the stage). A backward runs the calls of a stage from the last position to the first."""
+    """Return a key that sorts points of a rank's schedule by time. ``ready``: the point, as (index of an action in the
+    rank's order, position of a block call in the stage). A backward runs the calls from the last position to the first.
+    """
     return ready[0], -ready[1]
 
 

@@ -25,8 +25,8 @@ _APART = 2  # activations are offloaded only if forward and backward are further
 
 
 def select_offloads(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
-    """Return the kinds of data in ``offload`` that a program keeps in host memory, such as ``"optimizer"``, in a fixed
-    order. Without training (``train``) only parameters can be offloaded."""
+    """Return those kinds of data in ``offload``, such as ``"optimizer"``, that a program can keep in host memory, in a
+    fixed order. ``train``: whether the program trains; otherwise only parameters can be offloaded."""
     kinds = OFFLOADS if train else ("parameters",)
     return tuple(kind for kind in kinds if kind in offload)
 

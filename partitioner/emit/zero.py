@@ -27,9 +27,10 @@ Needs = Sequence[frozenset[int]]  # for each call of the stage, the numbers of t
 def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: bool, hybrid: bool) -> tuple[str, ...]:
     """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded.
 
-    ``grad_axes``: the mesh axes over which its gradient is summed. A trained parameter is sharded only over these.
-    ``trained``: whether it has a gradient. ``zero``: the ZeRO stage, 0 to 3. ``expert``: whether the parameter belongs
-    to an expert. ``hybrid``: whether only a part of the data-parallel ranks shards it.
+    ``grad_axes``: the mesh axes over which its gradient is summed. ``trained``: whether it has a gradient; if so, it is
+    sharded only over axes in ``grad_axes``. ``zero``: the ZeRO stage, 0 to 3; below 3, only parameters with a gradient
+    are sharded. ``expert``: whether the parameter belongs to an expert. ``hybrid``: whether only a part of the
+    data-parallel ranks shards it.
     """
     if not zero or (zero < 3 and not trained):
         return ()

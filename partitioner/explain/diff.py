@@ -83,8 +83,8 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
 
 def format_relative(old: float, new: float, text: Callable[[float], str] = seconds_text) -> str:
     """Return how ``new`` compares with ``old``, for example ``22% more than``, ``3.1 times`` or ``the same as``.
-    ``old``, ``new``: two amounts in one unit. ``text``: formats such an amount; it returns equal texts for equal
-    amounts.
+    ``old``, ``new``: two amounts in one unit. ``text``: formats such an amount; almost equal amounts count as the same
+    if it returns the same text for both.
     """
     if not old or (abs(new - old) <= _SAME * abs(old) and text(old) == text(new)):
         return "the same as"

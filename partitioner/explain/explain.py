@@ -151,9 +151,9 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
 
 
 def _describe_programs(plan: Plan) -> Iterator[str]:
-    """Yield one line for each program of ``plan``, which may have several for batches of different shapes or for
-    evaluation: its name, batch shape, seconds and memory. The first is the program that determines how the model's
-    state is sharded.
+    """Yield one line for each program of ``plan``: its name, batch shape, seconds and memory. A plan has several if
+    batches have different shapes, or for evaluation. The first line is for the main program: parameters and optimizer
+    states are sharded as it needs them.
     """
     most = max(plan.estimate.memory)
     first = f"{seconds_text(plan.estimate.step_time)}, {bytes_text(most)} on the fullest rank"

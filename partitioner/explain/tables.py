@@ -82,8 +82,9 @@ def precision_notes(plan: Plan) -> list[str]:
 
 
 def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -> tuple[str, ...]:
-    """Return notes on what of ``model`` is not computed in ``precision`` (such as ``fp8``), and on a setting of this
-    process for float32 products that plans do not follow. ``topology``: the devices that the plan is for.
+    """Return notes for the user, one sentence each: for ``precision`` ``fp8``, which products of ``model`` are not in
+    fp8; for ``fp32`` on GPUs, that plans ignore the setting ``torch.set_float32_matmul_precision`` of this process.
+    ``topology``: the devices that the plan is for.
     """
     import torch  # a plan's report does without
 
@@ -478,7 +479,7 @@ def recomputed_text(plan: Plan) -> str:
 
 def _format_recomputed(stage: StageEstimate) -> str:
     """Return a text on how many calls of layers in ``stage`` are recomputed in backward, such as ``3 of 10 calls in
-    full, 6 in part``. If the second number is not known, the text has none.
+    full, 6 in part``. If the number of calls that are recomputed in part is not known, it says ``others in part``.
     """
     count = f"of {format_plural(stage.num_calls, 'call')}"
     whole = f"{stage.recomputed} {count} in full" if stage.recomputed else ""
@@ -501,8 +502,9 @@ def host_text(plan: Plan) -> str:
 
 
 def host_kinds(plan: Plan | Baseline) -> list[str]:
-    """Return names for the kinds of data that ``plan`` keeps in host memory, such as ``activations``. If optimizer
-    states are on disk, the optimizer's name is replaced by the parameters and gradients that it updates.
+    """Return names for the kinds of data that ``plan`` keeps in host memory, such as ``activations``. If the optimizer
+    runs on the host with its states on disk, only its parameters and gradients are in host memory, and are named
+    instead.
     """
     kinds = [kind for kind in plan.offload if kind != "disk"]
     steps = "the optimizer's parameters and gradients"

@@ -66,8 +66,8 @@ def in_fp8(
       (NVIDIA's Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
     - ``apart``: with ``fused``, a separate kernel casts the operand nevertheless, for example after a collective.
     - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
-      (``Float8CurrentScalingQuantizer``). This takes two more launches; they read the tensor unless the preceding
-      kernel computed the maximum.
+      (``Float8CurrentScalingQuantizer``). Computing it takes two more launches. They read the whole tensor only with
+      ``apart``, since otherwise the preceding kernel computes the maximum.
     """
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
@@ -120,9 +120,9 @@ def _build_product_casts(product: Kernel, operands: list[Operand], result: Opera
 
 
 def _build_cast_kernels(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast ``operand`` to fp8 for ``product``. They find the largest absolute value, scale and
-    round every element to a byte, and copy the bytes if they must be ``transposed``. Computing the scale takes three
-    further launches.
+    """Yield the kernels that cast ``operand`` to fp8 for ``product``: one kernel finds the largest absolute value and
+    computes the scale, in four launches, and another scales and rounds every element to a byte, in two. ``transposed``:
+    the second also copies the bytes to a transposed tensor, in one more launch.
     """
     whole = float(operand.nbytes)
     bytes_out = operand.numel * (1.0 + 2.0 * transposed)

@@ -130,8 +130,8 @@ class _RecomputeCut:
         return kind_of(node, name) in _KINDS or name in _COPIES
 
     def _find_read_values(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """Yield the values that ``node`` reads when it is run again, except parameters and buffers, as pairs (node that
-        computed it, index of the result).
+        """Yield the values that ``node`` reads when backward runs it a second time, except parameters and buffers, as
+        pairs (node that computed it, index of the result).
         """
         for value in dict.fromkeys(map(value_of, node.all_input_nodes)):
             if value[0].name not in self.states:

@@ -143,8 +143,8 @@ def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozens
 
 
 def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
-    """Return the all-gathers of activations in ``block``. Their results need not be kept, since backward can gather
-    them again."""
+    """Return the all-gathers of activations in ``block``. Backward can repeat them, so their results are not needed in
+    memory until then."""
     states = set(block.states)
     return frozenset(
         node

@@ -25,8 +25,8 @@ OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 
 
 def gradient_bytes(spec: TensorSpec, short: bool) -> int:
-    """Return the bytes of the gradient of a parameter with the shape and dtype ``spec``. It is accumulated in float32
-    if the parameter has a shorter type, unless ``short`` gradients have the parameter's type.
+    """Return the bytes of the gradient of a parameter with the shape and dtype ``spec``. ``short``: the gradient has
+    the parameter's dtype; otherwise it is accumulated in float32 if that is longer.
     """
     return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
 
@@ -241,8 +241,8 @@ WHOLE = Sharded()
 
 
 def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
-    """Return the sums of the bytes of ``costs``, one for each group of parameters and buffers that differ in bytes
-    alone.
+    """Return ``costs``, those of single parameters and buffers, in fewer entries: all that differ in bytes alone become
+    one entry with the sum of their bytes.
     """
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:

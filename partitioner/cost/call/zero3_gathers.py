@@ -41,7 +41,8 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
     weights. Backward gathers them again and reduce-scatters the gradients. ``states``: the parameters and buffers that
     the call reads. ``spread``: the groups over which they are sharded.
 
-    Small parameters are not sharded, unless the framework gathers each parameter by itself.
+    Small parameters are not sharded and need no collective, except in a framework that shards and gathers each
+    parameter by itself.
     """
     if spread.shards.size == 1:
         return 0.0, 0.0

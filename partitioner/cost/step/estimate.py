@@ -417,8 +417,8 @@ def _compute_contended_seconds(
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
-    """Return the seconds of the pipeline and of the optimizer's update if the ranks of a node share its processor
-    cores. 0 if no node limits the number of devices that compute at the same time.
+    """Return the seconds of the pipeline plus those of the optimizer's update if the ranks of a node compete for its
+    processor cores. 0 if every node has enough cores for all its devices to compute at the same time.
 
     ``updates``: for each stage, seconds of its update if each rank has a core of its own. ``chunks``: number of virtual
     stages of each rank; ``None``: the number that the schedule fixes. Collectives get no further slowdown: their

@@ -359,11 +359,11 @@ def exposed_seconds(
 
 
 def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> GradientReduction:
-    """Return ``work``, a stage's gradient reduction, with the additional start-up times that arise if each parameter is
-    whole on one owner rank under ZeRO-1.
+    """Return ``work``, a stage's gradient reduction, for ZeRO-1 in which each parameter is whole on one owner rank:
+    with the additional latency of separate messages for each owner.
 
-    Gradients are then reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of
-    a ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
+    Gradients are reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of a
+    ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
     ``dist.broadcast``). ``tensors``: axes over which parameters are sharded -> number of parameters. ``reducer``:
     computes the seconds of single collectives.
     """

@@ -130,11 +130,12 @@ def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
 
 
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
-    """Return the seconds of sending gradients to the host and updated parameters back that computation does not hide.
+    """Return the seconds that a step takes longer because gradients are sent to the host and updated parameters are
+    sent back, as far as computation does not hide this.
 
-    ``costs``: the costs of the parameters of a rank. ``host``: the part of a host that the rank has. The backward of
-    one microbatch (``backward_s`` seconds) hides the transfer of gradients, except the last bucket, which is complete
-    only after it. The forward (``forward_s`` seconds) hides the transfer of parameters.
+    ``costs``: the costs of the parameters of a rank. ``host``: the part of a host's memory and bandwidth that the rank
+    has. The backward of one microbatch (``backward_s`` seconds) hides the transfer of gradients, except the last
+    bucket, which is complete only after it. The forward (``forward_s`` seconds) hides the transfer of parameters.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)

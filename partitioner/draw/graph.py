@@ -204,8 +204,8 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """Return a short form of the parameter name ``name``. A weight is called by its module without the path:
-    ``self_attn.q_proj.weight`` becomes ``q_proj``. Other parameters keep their own name behind it, as in
+    """Return a short form of the parameter name ``name`` for a picture. A weight gets the name of its module without
+    the path: ``self_attn.q_proj.weight`` becomes ``q_proj``. Another parameter also keeps its own name, as in
     ``q_proj.bias``.
     """
     parts = [p for p in name.split(".") if not re.fullmatch(r"\d+", p)]

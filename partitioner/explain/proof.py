@@ -18,14 +18,15 @@ _SEVERAL = "several stages on a rank"
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
     """Return whether the lower bound on the step time in ``certificate``, the proof of optimality, holds for plans of
-    the layout ``candidate``. It holds only for layouts that the search considered on all meshes: not for those that
-    were tried after the search, and of the schedules only for 1F1B, ZB-1P and GPipe (which takes as long as 1F1B).
+    the layout ``candidate``. It does not hold for layouts that were tried after the search, nor for schedules that the
+    search tried on the best meshes only. It always holds for 1F1B, ZB-1P and GPipe, which takes as long as 1F1B.
     """
     return not candidate.beside and _is_schedule_covered(candidate, certificate)
 
 
 def _is_schedule_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the proof of optimality in ``certificate`` covers the schedule of the layout ``candidate``."""
+    """Return whether the proof of optimality in ``certificate`` holds for the schedule of the layout ``candidate``: if
+    the search tried this schedule on all meshes."""
     one_stage = candidate.virtual_stages == 1 and candidate.schedule in (*SEARCHED, "gpipe")
     return one_stage or "schedule" not in certificate.beyond
 

@@ -222,10 +222,10 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """Return a list with one :class:`Reducer` whose every collective runs over ``group``. Its seconds are a lower bound
-    for gradient reductions over as many ranks of ``topology``. The list is empty if a reduction may be faster because
-    it is compressed or hierarchical. ``device``: the type of the devices. ``constraints``: the choices that the user
-    fixed.
+    """Return a list with one :class:`Reducer` whose every collective runs over ``group``, for a lower bound: if no
+    collective of as many ranks on ``topology`` is faster than over ``group``, then no reduction of gradients is. The
+    list is empty if a reduction may be faster because it is compressed or hierarchical. ``device``: the type of the
+    devices. ``constraints``: the choices that the user fixed.
     """
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []

@@ -51,7 +51,7 @@ class BestCaseMesh:
 
 
 def best_type(types: Sequence[DeviceType]) -> DeviceType:
-    """Return a device type on which no kernel takes longer than on any of ``types``."""
+    """Return an imaginary device type on which no kernel takes longer than on any of ``types``, for lower bounds."""
     if all(kind == types[0] for kind in types):
         return types[0]
     precisions = {precision for kind in types for precision in kind.peak}

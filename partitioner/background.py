@@ -45,11 +45,11 @@ _is_fork = False
 
 @dataclass(frozen=True)
 class Finding:
-    """A solution of an assignment problem in which one option is chosen for each node, under a limit on a resource such
-    as memory.
+    """A solution of an assignment problem: one option is chosen for each node of a graph, under a limit on the sum of a
+    resource such as memory.
 
-    ``choice``: index of the chosen option of each node. ``cost``: cost of the solution. ``overflow``: the amount by
-    which it exceeds the limit; 0 if it does not. ``bound``: a lower bound on the cost of all solutions.
+    ``choice``: index of the chosen option of each node. ``cost``: cost of the solution. ``overflow``: the amount of the
+    resource by which the solution exceeds the limit; 0 if it does not. ``bound``: no solution costs less.
     """
 
     choice: Choices
@@ -97,7 +97,7 @@ def allocate_shared_array(size: int, dtype: type) -> NDArray[np.generic]:
 
 
 def can_help() -> bool:
-    """Return whether this process can fork another process and may run on two or more processors."""
+    """Return whether a helper process saves time: this process can fork and may run on several processors."""
     return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
@@ -142,8 +142,8 @@ class ForkedWorker:
 
 
 def check_threads() -> None:
-    """Raise :class:`RuntimeError` if this is a forked helper process, because a fork lacks the threads that an exact
-    solver may need."""
+    """Raise :class:`RuntimeError` if this process is a fork that computes results for its parent. An exact solver calls
+    this first: it may use threads, which a fork does not inherit."""
     if _is_fork:
         raise RuntimeError("the exact solver is for the first process")
 
@@ -160,11 +160,12 @@ _PAUSE_S = 0.002
 
 
 class BackgroundWorker(Generic[K, R]):
-    """Compute ``work(key)`` for each of ``keys`` in a forked process, before :meth:`take` requests the results. Results
-    are pickled.
+    """Computes ``work(key)`` for each of ``keys`` in a forked process, so that a result is ready when :meth:`take` asks
+    for it. Results are pickled.
 
-    Keys that were passed to :meth:`wish` come first, then the others in order. ``patience_s``: seconds that
-    :meth:`take` waits for a task in progress. ``end()`` kills the process and deletes the results.
+    Keys that were passed to :meth:`wish` are computed first, then the others in the order of ``keys``. ``patience_s``:
+    the most seconds that :meth:`take` waits for a result that is being computed. :meth:`end` kills the forked process
+    and deletes its results.
     """
 
     def __init__(self, keys: Sequence[K], work: Callable[[K], R], patience_s: float = _PATIENCE_S) -> None:
@@ -271,8 +272,11 @@ def _end_helper(helper: ForkedWorker | None, file: IO[bytes]) -> None:
 
 
 class Future(Generic[R]):
-    """The result of ``work()``, computed in a forked process if one can be used and ``worth_it`` is true, otherwise on
-    request. ``most_s``: seconds that the work may take before the caller computes it itself."""
+    """The result of ``work()``. It is computed ahead in a forked process if one can be used and the caller considers
+    this ``worth_it``; otherwise it is computed when it is requested.
+
+    ``most_s``: the most seconds that the caller waits for the forked process, before it computes the result itself.
+    """
 
     def __init__(self, work: Callable[[], R], *, worth_it: bool = True, most_s: float = 0.0) -> None:
         self._work = work

@@ -16,11 +16,12 @@ Split = Literal["", "rows", "within"]  # how tp shards the experts' work: as is 
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
-    """Return how the work of experts is sharded over the ranks of the mesh axis ``tp``: ``"rows"`` (each rank has other
-    rows and experts) or ``"within"`` (each expert is sharded).
+    """Return how the matrix products of experts are divided over the ranks of the mesh axis ``tp``: ``"rows"`` (each
+    rank has whole experts and processes other tokens) or ``"within"`` (the ranks share each expert). Return ``""`` if
+    one of the axes has a single rank, or if the runtime cannot execute this number ``etp``.
 
     ``tp``, ``ep``: numbers of ranks of tensor and expert parallelism. ``etp``: ranks that share one expert; 0 means
-    ``tp``. Return ``""`` if there is nothing to decide, or if the combination is not executed.
+    ``tp``.
     """
     if ep == 1 or tp == 1:
         return ""
@@ -76,12 +77,13 @@ class MeshCandidate:
 
     @property
     def expert_replicas(self) -> int:
-        """Return the number of ranks that hold equal parts of the same experts: their data-parallel replicas."""
+        """Return the number of ranks that hold the same part of the same experts. They are data-parallel replicas of
+        it."""
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks that have the same weights, without the experts: dp x cp."""
+        """Return the number of ranks that have the same weights outside of experts: dp x cp."""
         return self.dp * self.cp
 
     @property
@@ -105,14 +107,15 @@ class MeshCandidate:
 
     @property
     def shares_out(self) -> bool:
-        """Return whether ranks of ``dp`` may have different numbers of microbatches. This requires that no experts are
-        exchanged over ``dp``, and that the schedule is not a table for a fixed number of microbatches.
+        """Return whether ranks of ``dp`` may have different numbers of microbatches. They may not if they exchange
+        tokens for experts, because then all must take part in each exchange, or if the schedule is a table, which is
+        written for one number of microbatches.
         """
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
         return inside and isinstance(self.schedule, str)
 
     def num_microbatches(self, global_batch: int) -> int:
-        """Return the number of microbatches of the rank of ``dp`` with the most, if they are divided as evenly as
+        """Return the number of microbatches on the rank of ``dp`` that has the most, if they are divided as evenly as
         possible. ``global_batch``: samples of the whole batch."""
         return -(-self.parts(global_batch) // self.dp)
 
@@ -131,8 +134,8 @@ class MeshCandidate:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """Return a key that is equal for candidates whose ranks compute the same graphs, which differ only in
-        microbatches and pipeline stages.
+        """Return a cache key that is equal for two candidates if one rank computes the same block graphs in both: they
+        may differ in microbatches, schedule and pipeline stages.
         """
         return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
@@ -145,7 +148,8 @@ class MeshCandidate:
 
     @property
     def _optional_axes(self) -> list[tuple[str, int, int]]:
-        """Return the options that a text shows only if they are not at their default, as (name, value, default)."""
+        """Return, as (name, value, default), the mesh axes and options that the text of a candidate mentions only if
+        they are not at their default."""
         shard = ("dp_shard", self.dp_shard, 0)
         return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
 

@@ -157,7 +157,8 @@ def size_cluster(
         step_time: greatest number of seconds of a step; ``None``: no limit.
         minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
         nodes: numbers of nodes to try.
-        every: plan all numbers of nodes, also those above the fewest nodes that are fast enough.
+        every: plan all numbers in ``nodes``. Otherwise, with ``minimise="nodes"``, the search ends at the fewest nodes
+            that are fast enough.
         more: further arguments of :func:`partitioner.partition`.
 
     Raises :class:`ConstraintError` or :class:`InputsError` for invalid arguments. Raises :class:`SizeError` if no size
@@ -314,11 +315,12 @@ def largest_that_fits(
         model, topology: as for :func:`partitioner.partition`.
         inputs: a sample of the batch, as for :func:`partitioner.partition`. Dim 0 is the batch. A second dim is the
             sequence; its content is repeated to make it longer.
-        of: ``sequence``, or ``microbatch``: samples of one rank at a time, with one microbatch for each device's share
-            of the batch.
+        of: what is enlarged: ``sequence`` (tokens of a sample) or ``microbatch`` (samples that a rank processes at a
+            time; the global batch is then one microbatch per device).
         most: largest size to try.
-        multiple: sizes are multiples of it; by default 1 for microbatches, and up to 1,024 tokens for sequences.
-        tolerance: the search ends when the next larger size has no plan and is larger by this share at most.
+        multiple: only multiples of this number are tried; ``None``: 1 for microbatches; for sequences 1,024 tokens, or
+            the length of the inputs if that is less.
+        tolerance: the search ends when a size that has no plan is larger than the found one by at most this fraction.
         constraints: as for :func:`partitioner.partition`.
         more: further arguments of :func:`partitioner.partition`.
 
@@ -396,8 +398,8 @@ def length_of(inputs: Any) -> int:
 
 
 def lengthen_sequences(inputs: Any, size: int) -> Any:
-    """Return ``inputs`` with sequences of ``size`` tokens, made by repetition of the given tokens along dim 1. Tensors
-    whose dim 1 is not as long as the sequence stay."""
+    """Return ``inputs`` with sequences of ``size`` tokens: the tokens of each sample are repeated along dim 1. Tensors
+    that have no sequence in dim 1 stay unchanged."""
     length = length_of(inputs)
 
     def stretched(leaf: Any) -> Any:
@@ -524,8 +526,9 @@ def check_fit(
 
 
 def _try_largest(model: Any, topology: Topology, inputs: Any, **more: Any) -> Largest | None:
-    """Return the largest size that :func:`largest_that_fits` finds; ``None`` if the first size does not fit in memory.
-    ``inputs``: one global batch. ``more``: further keyword arguments of that function.
+    """Return the largest microbatch or sequence that :func:`largest_that_fits` finds; ``None`` if not even the first
+    size that it tries fits in memory. ``inputs``: one global batch. ``more``: further keyword arguments of that
+    function.
     """
     try:
         return largest_that_fits(model, topology, inputs, tolerance=_TOLERANCE, **more)

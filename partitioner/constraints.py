@@ -255,8 +255,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def leaves_schedule(self) -> bool:
-        """Return whether the pipeline schedule is free and only some schedules are searched for every mesh. The others
-        are then tried for the best meshes alone.
+        """Return whether the user left the schedule free and did not ask for a larger search (``ahead``). The search
+        then tries 1F1B and ZB-1P on every mesh, and all other schedules only on the best meshes.
         """
         return self.schedule is None and self.virtual_stages is None and not self.ahead
 
@@ -276,8 +276,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def meaning(self) -> Constraints:
-        """Return the part of the constraints that changes what is computed, not how: ``couple``, within which group
-        samples interact, and the microbatch size if that is the group. All other fields have their defaults.
+        """Return constraints with only those fields that decide what is computed; all other fields have their defaults.
+        These are ``couple`` and ``microbatch_size`` if samples interact (as in batch norm) within a microbatch;
+        otherwise none.
         """
         if self.couple == "batch":
             return Constraints()
@@ -285,17 +286,17 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def pinned(self) -> dict[str, int]:
-        """Return the fixed mesh axes whose sizes multiply to the number of ranks (name of the axis -> size): all but
-        ``ep``, which reuses their ranks.
+        """Return the fixed sizes of those mesh axes that together make up the number of ranks (name of the axis ->
+        size): all axes but ``ep``, whose ranks are taken from the others.
         """
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def fixes_mesh(self, world_size: int) -> bool:
-        """Return whether the fixed mesh axes leave the search no choice of the sizes of axes on ``world_size`` devices,
-        except how the remaining ranks are divided between ``dp`` and ``cp``.
+        """Return whether the fixed mesh axes decide the mesh on ``world_size`` devices, except how the remaining ranks
+        are divided between ``dp`` and ``cp``.
 
-        Data are then offloaded to host memory only if this is requested. Return ``False`` for one device, on which no
-        axis is larger than 1.
+        If so, the search offloads data to host memory only if the user requests it. ``False`` for one device, where
+        every axis has one rank.
         """
         pinned = self.pinned
         if math.prod(pinned.values()) == world_size or {"pp", "tp"} <= pinned.keys() or len(pinned) >= _DECISIVE:
@@ -318,7 +319,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def too_few(self, world_size: int) -> str:
-        """Return the error message for mesh axes that are all fixed and make a number of ranks other than
+        """Return the error message for the case that the sizes of the fixed mesh axes multiply to another number than
         ``world_size``, the number of devices."""
         shown = " x ".join(f"{axis}={value}" for axis, value in self.pinned.items())
         made = math.prod(self.pinned.values())
@@ -357,8 +358,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:
-        """Raise :class:`ConstraintError` if ``tp`` is fixed and divides none of ``dims``, the sizes of the dims of all
-        weights."""
+        """Raise :class:`ConstraintError` if ``tp`` is fixed and no weight can be divided into ``tp`` equal parts.
+        ``dims``: the sizes of all dims of all weights."""
         sizes = sorted(set(dims))
         if self.tp is not None and self.tp > 1 and not any(size % self.tp == 0 for size in sizes):
             shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
@@ -435,8 +436,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def sends_compressed(self, zero: int, dp_shard: int) -> bool:
-        """Return whether gradients can be compressed as ``grad_compression`` requires. ``zero``: the ZeRO stage, 0 to
-        3. ``dp_shard``: number of ranks of ``dp`` over which ZeRO shards; 0: all. True if no compression is requested.
+        """Return whether a ZeRO stage allows the compression of gradients that ``grad_compression`` requests; true if
+        none is requested. ``zero``: the ZeRO stage, 0 to 3. ``dp_shard``: number of ranks of ``dp`` over which ZeRO
+        shards; 0: all.
         """
         if self.grad_compression is None or zero < 2 or dp_shard:
             return True

@@ -19,11 +19,11 @@ class TopologyError(PartitionError):
 
 @dataclass(frozen=True)
 class Change:
-    """A changed job that has a plan, near a job that has none. Its ``constraints``, ``topology`` and ``global_batch``
-    are arguments of ``partition``.
+    """A change of a job without a plan that gives it one. ``constraints``, ``topology`` and ``global_batch`` (in
+    samples; ``None``: that of the inputs) are the arguments of ``partition`` for the changed job.
 
-    ``text``: what was changed. ``global_batch``: samples; ``None`` if it is that of the inputs. ``planned_only``: the
-    parts of its plan that this version can plan but not execute.
+    ``text``: what was changed, for a message. ``planned_only``: techniques of the new plan that the runtime of this
+    version cannot execute, by name; empty if it can execute the plan.
     """
 
     text: str
@@ -46,11 +46,11 @@ class Advice:
 
 
 class InfeasibleError(PartitionError):
-    """Error: the job has no plan. ``message``: the reason. ``advise``: function that searches for a way out; ``None``:
-    none.
+    """Error: the job has no plan. ``message``: the reason. ``advise``: a function without arguments that searches for
+    changes of the job and returns an :class:`Advice`; ``None``: there is no such search.
 
-    :meth:`suggest` searches for changes that make a plan possible, which takes some seconds. ``str(error)`` never
-    starts this search; it lists the changes once they are known.
+    :meth:`suggest` runs this search, which takes some seconds. ``str(error)`` never starts it, but lists the changes
+    once they are known.
     """
 
     _least_conflict = 2  # a single one is what the message is about
@@ -65,8 +65,8 @@ class InfeasibleError(PartitionError):
     def suggest(self) -> Advice:
         """Return the constraints that conflict, and the nearest changes that make a plan possible, nearest first.
 
-        Each change was verified by planning. Both are empty if nothing was found, or if no job was planned because a
-        constraint is malformed. The search runs once, for at least some seconds; later calls return its result.
+        Each change was verified by planning. Both are empty if the search finds nothing, fails, or cannot start because
+        a constraint is malformed. It takes some seconds or longer and runs once; later calls return the same result.
         """
         if self._advice is None:
             self._advice = Advice()

@@ -16,10 +16,10 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
     """How a framework executes a parallel layout, as far as this changes time or memory: for example whether gradients
     are reduced behind computation.
 
-    The cost model reads these facts. The defaults describe the runtime of this project, and a plan with them can be
-    run. A plan with any other profile predicts another framework; it has estimates and no program.
+    The cost model reads the fields. The defaults describe the runtime of this project, and a plan with them can be run.
+    A plan with any other profile predicts another framework; it has estimates and no program.
     ``ExecutionProfile.parse("megatron-core")`` is a named profile.
-    ``ExecutionProfile.parse("megatron-core,overlap=true")`` is that profile with one fact changed.
+    ``ExecutionProfile.parse("megatron-core,overlap=true")`` is that profile with one field changed.
 
     Raises :class:`ConstraintError` for a malformed value.
     """

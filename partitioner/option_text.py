@@ -53,8 +53,9 @@ _SENT = 'grad_compression="bf16" or "int8"; gradients are added up in float32'
 
 
 def _profile(fact: str) -> str:
-    """Return an advice for error messages: how to call ``partition`` with an execution profile, which predicts another
-    framework. ``fact``: a keyword argument of ``ExecutionProfile`` as text, such as ``overlap=False``."""
+    """Return a clause for error messages that tells the user to pass an execution profile to ``partition``, which then
+    predicts another framework. ``fact``: a keyword argument of ``ExecutionProfile`` as text, such as ``overlap=False``.
+    """
     return f"partition(..., profile=ExecutionProfile({fact})), which predicts another framework"
 
 

@@ -63,8 +63,8 @@ class StageEstimate(Data):
 
     @property
     def again(self) -> str:
-        """Return a text on the recomputation of the stage, such as ``3 recomputed``, the number of calls that run again
-        for their backward; ``""`` if nothing is recomputed.
+        """Return the number of block calls of the stage whose activations are recomputed in backward as text, such as
+        ``3 recomputed``; ``""`` if nothing is recomputed.
         """
         if not self.recomputed:
             return f"{self.in_part or ''} recomputed in part".strip() if self.selective else ""
@@ -108,7 +108,8 @@ class Estimate(Data):
 
 class Candidate(Data):
     """One candidate of the search for a plan (mesh, microbatch size, schedule, ZeRO stage) and its outcome: chosen,
-    solved, bounded (not solved, because of its lower bound) or infeasible."""
+    solved (its step time was computed), bounded (not solved, because a lower bound on its step time is too high) or
+    infeasible."""
 
     mesh: dict[str, int] = Field(description="Ranks per axis.")
     microbatch_size: int = Field(description="Samples of a microbatch.")
@@ -151,8 +152,8 @@ class Baseline(Data):
 
 
 class Limits(Data):
-    """Properties of the model that limit the candidates of the search, such as the number of calls that pipeline stages
-    can hold."""
+    """Properties of the model that limit which candidates the search considers, such as the number of block calls that
+    can be divided among pipeline stages."""
 
     calls: int = Field(description="Calls that stages can hold.")
     dims: tuple[int, ...] = Field(description="Sizes of the dims of weights.")
@@ -206,8 +207,8 @@ class Certificate(Data):
 
 
 class ContextWay(Data):
-    """One algorithm of attention over the context-parallel axis ``cp``, and the step time if every attention uses
-    it."""
+    """One algorithm of attention for sequences that are sharded over the mesh axis ``cp``, and the step time of the
+    plan if every attention used it."""
 
     algorithm: str = Field(description="Its name: all_gather, ring or ulysses.")
     calls: int = Field(default=0, description="Calls of attention that run by it in the plan.")
@@ -218,8 +219,8 @@ class ContextWay(Data):
 
 
 class OperatorShare(Data):
-    """How much of the model's work is sharded over ranks by tensor or context parallelism, and which operators cannot
-    be."""
+    """The fraction of the model's work that tensor or context parallelism shards over ranks, and the operators that it
+    cannot shard."""
 
     matmul_sharded: float = Field(description="Share of the work of matrix products that is sharded, 0 to 1.")
     without_rule: dict[str, float] = Field(description="Operators that have no rule: name to share of the work.")
@@ -282,8 +283,8 @@ class Plan(Data):
 
     @property
     def program(self) -> Program:
-        """Return the programs of all ranks. Raises :class:`PlanError` if the plan is only an estimate, which this
-        version does not execute.
+        """Return the programs of all ranks. Raises :class:`PlanError` if the plan has only estimates, because it needs
+        something that this version can plan but not execute.
         """
         if self.written is None:
             under = f" under the profile {self.profile.name}" if self.profile.differences else ""
@@ -295,8 +296,8 @@ class Plan(Data):
 
     @property
     def expected_step_time(self) -> float:
-        """Return the mean seconds of a step over the shapes of batches, weighted by how often batches have
-        each shape.
+        """Return the mean seconds of a step if batches have several shapes, each with a program of its own: the seconds
+        of these programs, weighted by how often each shape occurs.
         """
         steps = [(f.padding, f.seconds) for f in self.further.values() if f.purpose == "step"]
         every = [(self.padding, self.estimate.step_time), *steps]
@@ -347,7 +348,8 @@ class Plan(Data):
 
     @property
     def data_shares(self) -> tuple[int, ...]:
-        """Return the number of microbatches of each data-parallel rank; empty if all have :attr:`num_microbatches`."""
+        """Return the number of microbatches of each data-parallel rank; an empty tuple if all ranks have the same
+        number, :attr:`num_microbatches`."""
         return self.of_replicas if self.written is None else self.written.data_shares
 
     @property
@@ -425,8 +427,9 @@ class Plan(Data):
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
-        """Prove that the programs of all ranks are consistent and cannot deadlock, and that further programs on the
-        same weights store parameters and optimizer states as the first one does. Return the proof of the first one.
+        """Prove that the programs of all ranks are consistent and cannot deadlock, and return the proof. A plan may
+        have further programs on the same weights, such as for evaluation: they are proven, too, and must store
+        parameters and optimizer states as the main program does.
 
         Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node, or
         :class:`partitioner.runtime.prove.layouts.LayoutError`, if this is not so.
@@ -575,8 +578,8 @@ class Plan(Data):
 def operator_share(
     batch: ShardingSolution, tensor: ShardingSolution, context: ShardingSolution | None = None
 ) -> OperatorShare:
-    """Return the share of the work of matrix products that ``tp`` or ``cp`` divides, and the operators that have no
-    rule for sharding. ``batch``, ``tensor`` and ``context``: the solved shardings over the batch, ``tp`` and ``cp``;
-    ``context`` is ``None`` without context parallelism."""
+    """Return the fraction of the work of matrix products that tensor or context parallelism shards, the larger of both,
+    and the operators without a sharding rule. ``batch``, ``tensor``, ``context``: the shardings chosen for the batch
+    and for the mesh axes ``tp`` and ``cp``; ``context`` is ``None`` without context parallelism."""
     divided = max(tensor.matmul_sharded, 0.0 if context is None else context.matmul_sharded)
     return OperatorShare(matmul_sharded=divided, without_rule=batch.without_rule)

@@ -35,8 +35,8 @@ def check_request(
 ) -> None:
     """Raise a :class:`partitioner.passes.errors.PartitionError` if an argument of ``partition`` is invalid whatever the
     model is. ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``optimizer``: name, such as
-    ``"adamw"``. ``train``: whether the job trains. ``profile``: how the plan is executed. ``precision``: such as
-    ``"bf16"``; ``None``: that of the parameters. ``constraints``: the choices that the user fixed.
+    ``"adamw"``. ``train``: whether the job trains. ``profile``: the framework that is to execute the plan.
+    ``precision``: such as ``"bf16"``; ``None``: that of the parameters.
     """
     if not isinstance(topology, Topology):
         raise InputsError(
@@ -139,14 +139,15 @@ def _output_text(model: FoldedModel) -> str:
 
 
 def type_of(precision: str | None) -> str | None:
-    """Return the precision of parameters and activations for a requested ``precision``: ``bf16`` for ``fp8``, ``fp32``
-    for ``tf32`` (both concern only matrix products), otherwise ``precision`` itself, also if it is ``None``."""
+    """Return the number format of parameters and activations for the ``precision`` that the user requested. ``fp8`` and
+    ``tf32`` concern only matrix products: they give ``bf16`` and ``fp32``. Anything else, also ``None``, is returned
+    unchanged."""
     return _AROUND.get(precision, precision) if precision else precision
 
 
 def rate_cluster(topology: Topology, precision: str, margin: float = 0.0) -> Topology:
-    """Return ``topology`` with the rates of matrix products in ``precision``, such as ``"tf32"``, and with less usable
-    memory on each device. ``margin``: the fraction of it that is taken away, 0 to 1."""
+    """Return a copy of ``topology`` for planning: if ``precision`` is ``"tf32"``, float32 products run at the rate of
+    TF32; the fraction ``margin`` (0 to 1) of each device's memory is kept free."""
     return with_margin(topology.in_tf32 if precision == "tf32" else topology, margin)
 
 

@@ -57,8 +57,9 @@ _ZERO_IS_FREE = ("etp", "dp_shard")  # in candidates
 
 @contextmanager
 def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
-    """Add advice to an :class:`InfeasibleError` that the block raises. The advice is computed when it is read, in about
-    as much time as the block took (at least 30 s). ``asked``: the request that has no plan.
+    """Run the ``with`` block; if it raises :class:`InfeasibleError`, add to the error a function that searches for
+    advice. The search runs when the advice is first read, for about as long as the block took (at least 30 s).
+    ``asked``: the job that the block plans.
     """
     begun = time.monotonic()
     try:
@@ -102,7 +103,8 @@ def _bounds_cache_key(job: Job) -> _Basis:
 
 @dataclass
 class _RelaxationSearch:
-    """A search for changes that make an infeasible job possible. It caches lower bounds and solvers across attempts.
+    """A search for changes that give a plan to a job that has none. Lower bounds and solvers are cached, so that
+    changed jobs with the same graphs share them.
 
     ``asked``: the job as the user requested it. ``short_of_memory``: whether missing memory is the reason that it has
     no plan. ``until``: time of ``time.monotonic()`` at which the search ends with what it has found.
@@ -120,8 +122,8 @@ class _RelaxationSearch:
 
     @property
     def late(self) -> bool:
-        """Return whether another attempt to plan a changed job might end after the time limit, if it takes as long as
-        the longest so far.
+        """Return whether the search must stop, because planning one more changed job might take until after the time
+        limit. It is assumed to take as long as the longest job so far.
         """
         return time.monotonic() + self._longest > self.until
 
@@ -152,8 +154,8 @@ class _RelaxationSearch:
         return found or self._then_memory() or self._relax_differing_pins()
 
     def _find_nearest_changes(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
-        """Return at most three changes that have a plan, nearest first. ``several``: the changed jobs to try.
-        ``all_pins``: keep all constraints that the user fixed; by default each attempt may also give up some of them.
+        """Return at most three changes that have a plan, nearest first. ``several``: the changed jobs to start from.
+        For each of them, the search may also give up some constraints that the user fixed, unless ``all_pins`` is true.
         """
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
@@ -192,9 +194,11 @@ class _RelaxationSearch:
         return tuple(found)
 
     def _then_memory(self) -> tuple[Change, ...]:
-        """Return one change that resolves a conflict of constraints and then adds the memory that is still lacking;
-        empty if none is found. It is only tried if memory is not the first reason for the failure, and for attempts
-        that failed by memory alone.
+        """Return a tuple with one change that does two things: it resolves a conflict of constraints, and it adds the
+        memory that is still lacking. Empty if none is found, or if memory is already the first reason that there is no
+        plan.
+
+        It starts from the changed jobs that this search met and that fail only for lack of memory.
         """
         for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:
@@ -211,9 +215,11 @@ class _RelaxationSearch:
         return ()
 
     def _relax_differing_pins(self) -> tuple[Change, ...]:
-        """Find a plan without any of the constraints that the user fixed, and return the change that gives up only
-        those in which this plan differs. If there is no such plan, return a change that frees all of them and also
-        changes batch or cluster. Empty if neither exists.
+        """Find a plan without any of the constraints that the user fixed, and return a tuple with the change that gives
+        up only those whose value this plan does not have.
+
+        If there is no such plan, return a change that gives up all of them and also changes the batch or the cluster.
+        Empty if neither exists.
         """
         base = next(iter(list_variants(self.asked, self.short_of_memory)))
         every = tuple(pins_of(base.constraints))
@@ -289,18 +295,19 @@ class _RelaxationSearch:
     def _list_plainest_zero_choices(
         self, job: Job, bounds: ModelBounds, given_up: Sequence[str]
     ) -> list[MeshCandidate]:
-        """Return the mesh candidates of ``job`` with the schedule that needs the least memory. Unless memory is
-        lacking, only those with the lowest ZeRO stage are kept. ``bounds``: lower bounds for the job. ``given_up``:
-        names of the fixed constraints that may change.
+        """Return the mesh candidates of ``job`` with the simplest techniques: those with the schedule that needs the
+        least memory and, if memory is not the problem, with the lowest ZeRO stage. ``bounds``: lower bounds for the
+        job. ``given_up``: names of the fixed constraints that may change.
         """
         plainest = self._list_plainest_candidates(job, bounds, given_up)
         least = min(candidate.zero for candidate in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
     def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
-        """Return the mesh candidates of ``job``. If the user left the schedule free, only those with 1F1B are kept,
-        which needs the least memory of the searched schedules. ``bounds``: lower bounds for the job. ``given_up``:
-        names of the fixed constraints that may change.
+        """Return the mesh candidates of ``job``; if the schedule is free, only those with 1F1B, which needs the least
+        memory of the searched schedules. ``bounds``: lower bounds for the job. ``given_up``: names of the fixed
+        constraints that may change; with ``virtual_stages`` among them, candidates with several virtual stages are
+        included.
         """
         space = space_of(job, bounds)
         asked = self.asked.constraints
@@ -312,9 +319,9 @@ class _RelaxationSearch:
         return plain or choices
 
     def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], candidate: MeshCandidate) -> bool:
-        """Return whether the lower bounds on memory allow a plan of ``candidate`` for the changed job ``variant``
-        without the fixed constraints named in ``pins``. A candidate that only lacks memory is recorded for a later
-        attempt.
+        """Return whether the lower bounds on memory allow a plan of the mesh ``candidate`` for the changed job
+        ``variant`` without the fixed constraints named in ``pins``. If only memory is lacking, remember the candidate,
+        so that a change that also adds memory can be tried later.
         """
         try:
             self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(candidate)
@@ -355,8 +362,8 @@ class _RelaxationSearch:
         return None
 
     def _is_possible_by_bounds(self, constraints: Constraints) -> bool:
-        """Return whether the lower bounds on memory allow a plan of the requested job with ``constraints`` in place of
-        the user's.
+        """Return whether the lower bounds on memory allow a plan of the job if the user's constraints are replaced by
+        ``constraints``.
         """
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
@@ -399,8 +406,8 @@ class _RelaxationSearch:
     ) -> Change:
         """Return the change from the requested job to ``candidate``, with its description and its new constraints,
         topology and batch. ``variant``: the changed job. ``pins``: names of the fixed constraints that take the
-        candidate's values. ``plan``: the candidate's solution; if it uses offload that was not requested, the
-        description says so.
+        candidate's values. ``plan``: the candidate's solution; if it needs offload that the user did not request, the
+        description names it and the step time.
         """
         new, constraints = _find_new_pin_values(pins, candidate), self._constrain_to_candidate(variant, pins, candidate)
         texts = [*variant.texts, *(describe_pin_change(variant.constraints, pin, new.get(pin)) for pin in pins)]
@@ -416,8 +423,8 @@ class _RelaxationSearch:
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
     """Return the mesh candidates of ``space``. ``given_up``: name -> value of the fixed constraints that may change. If
-    the user fixed a large ``tp`` or any ``cp`` among them, other large values are included that the search would not
-    try by itself.
+    ``tp`` is among them and larger than the sizes that the search tries by itself, candidates with other such large
+    sizes are included. If ``cp`` is among them and above 1, candidates with other sizes of ``cp`` are included.
     """
     sizes = list_divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
@@ -469,7 +476,7 @@ def _is_possible(job: Job) -> bool:
 
 
 def _maximise_offload(job: Job) -> Job:
-    """Return ``job`` with the most offload to host memory that ``partition`` would try. If lower bounds on memory
-    exclude even this job, there is no plan.
+    """Return ``job`` with as much offload to host memory as ``partition`` would try. If lower bounds on memory exclude
+    the returned job, then ``job`` has no plan with any offload.
     """
     return list(list_offload_variants(job))[-1]

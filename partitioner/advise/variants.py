@@ -30,8 +30,9 @@ _FEW_PINS = 7
 
 
 def pins_of(constraints: Constraints) -> list[str]:
-    """Return the names of the constraints that the user fixed and that decide the mesh, microbatch size, schedule,
-    recomputation or ZeRO, with one entry ``stage_of:<module>`` for each module whose stage is fixed.
+    """Return the names of the constraints that the user fixed, of those that decide the mesh, the microbatch size, the
+    schedule, recomputation or the ZeRO stage, followed by ``stage_of:<module>`` for each module whose pipeline stage is
+    fixed.
     """
     *others, zero, dp_shard = OF_POINT
     fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
@@ -40,8 +41,10 @@ def pins_of(constraints: Constraints) -> list[str]:
 
 
 def fixed_of(constraints: Constraints) -> list[str]:
-    """Return the names of all constraints that the user fixed and that could be given up for a plan. ``couple``, which
-    changes what is computed, ``ahead``, and a memory margin of at most the default are left out.
+    """Return the names of all constraints that the user fixed and that may be given up to make a plan possible.
+
+    Left out are ``couple``, which changes what is computed, ``ahead``, which only makes the search consider more
+    layouts, and a ``memory_margin`` of at most the default, because freeing it would leave less memory.
     """
     pins = pins_of(constraints)
     beside = {*OF_POINT, *pins, "stage_of", "couple", "ahead"}
@@ -67,8 +70,9 @@ def list_pin_subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def estimate_relaxation_effort(pins: Sequence[str]) -> float:
-    """Return the effort (a number by which changes are ordered) of giving up the fixed constraints ``pins``, without
-    the size of the change. Further fixed stages of modules add little, since they are often wrong together.
+    """Return the effort of giving up the fixed constraints ``pins``: a number without a unit that orders changes, the
+    smallest first. How far a value changes is not included. Each fixed stage of a module after the first adds little,
+    since such stages are often wrong together.
     """
     places = sum(":" in pin for pin in pins)
     others = sum(_WEIGHTS.get(pin, 1.0) for pin in pins if ":" not in pin)
@@ -144,10 +148,11 @@ _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class RelaxationRequest:
-    """A job as the user requested it: cluster, constraints, and samples in the global batch (``None``: those of the
-    inputs).
+    """A job as the user requested it: the cluster, the constraints, and ``global_batch``, its samples (``None``: those
+    of the inputs).
 
-    ``prepare``: returns the job for another (topology, constraints, global batch).
+    ``prepare``: function that returns the job to plan for (topology, constraints, global batch), which may be changed
+    ones.
     """
 
     topology: Topology
@@ -158,10 +163,11 @@ class RelaxationRequest:
 
 @dataclass(frozen=True)
 class Variant:
-    """A job after zero or more changes to the user's request.
+    """The job that the user requested, with zero or more changes.
 
-    ``cost``: the summed effort of the changes, by which changed jobs are ordered. ``kinds``: a key for each change.
-    ``texts``: a description of each change. ``topology``, ``constraints``, ``global_batch``: the changed request.
+    ``cost``: the summed effort of the changes, by which changed jobs are ordered. ``kinds``: one text for each change
+    that says what kind it is, such as ``offload``. ``texts``: a description of each change. ``topology``,
+    ``constraints``, ``global_batch``: the arguments of ``partition`` after the changes.
     """
 
     cost: float
@@ -173,8 +179,9 @@ class Variant:
 
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
-    """Return ``variant`` (a changed job) with the fields ``changed``, which is one more change. ``cost``: the effort of
-    the change, which is added to that of ``variant``. ``kind``: the key of the change. ``text``: its description.
+    """Return the changed job ``variant`` with one more change, which replaces the fields ``changed`` (name -> value).
+    ``cost``: the effort of this change, which is added to that of ``variant``. ``kind``: its kind as text, such as
+    ``offload``. ``text``: its description.
     """
     return replace(
         variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
@@ -182,8 +189,9 @@ def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **chang
 
 
 def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield the job as requested, and then changed jobs with one or several changes each. ``short_of_memory``: whether
-    missing memory is the reason that the requested job has no plan. ``asked``: the job as the user requested it.
+    """Yield the job as requested, and then jobs with one or two changes each. ``short_of_memory``: whether missing
+    memory is the reason that the requested job has no plan; it decides which changes are tried. ``asked``: the job as
+    the user requested it.
     """
     base = Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
     yield base
@@ -208,8 +216,8 @@ def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[V
 
 
 def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
-    """Yield changed jobs with more memory per device or with more nodes, for a job that lacks memory. The factors go up
-    to 16384. ``asked``: the job as the user requested it.
+    """Yield changed jobs with up to 16,384 times the memory per device or the nodes, for a job that lacks memory even
+    with the smaller changes that are tried first. ``asked``: the job as the user requested it.
     """
     base = next(list_variants(asked, True))
     yield from _list_memory_variants(base, (*_TIMES, *_FAR))
@@ -217,9 +225,9 @@ def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
 
 
 def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Yield changed jobs in which one entry of ``stage_of`` is corrected: a module name that does not exist becomes the
-    most similar one, and a stage that does not exist becomes the first or the last. ``base``: the job that is changed.
-    ``asked``: the job as the user requested it.
+    """Yield changed jobs in which one entry of the constraint ``stage_of`` (module path -> pipeline stage) is
+    corrected: a path that does not exist becomes the most similar one, and a stage that does not exist becomes the
+    first or the last. ``base``: the job that is changed. ``asked``: the job as the user requested it.
     """
     given = base.constraints.stage_of
     stages = _num_stages(base.constraints)
@@ -236,8 +244,8 @@ def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Itera
 
 
 def _num_stages(given: Constraints) -> int | None:
-    """Return the number of pipeline stages, virtual ones included, that the constraint ``stage_of`` can name; ``None``
-    if the constraints ``given`` leave it open.
+    """Return the number of pipeline stages that the constraints ``given`` fix, virtual ones included; ``None`` if they
+    leave it open.
     """
     if given.pp is None or (given.virtual_stages is None and given.schedule not in (None, *OF_ONE_STAGE)):
         return None
@@ -250,9 +258,9 @@ def _replace_stage_places(base: Variant, places: dict[str, int], text: str) -> V
 
 
 def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Yield changed jobs with the nearest global batch sizes that are multiples of the fixed ``dp`` times the fixed
-    microbatch size, or of the number of coupled groups of samples times a divisor of the number of devices. ``base``:
-    the job that is changed. ``asked``: the job as the user requested it.
+    """Yield changed jobs with the nearest global batch sizes that divide evenly: multiples of the fixed ``dp`` times
+    the fixed microbatch size, or, where samples interact in groups (as in batch norm), of the group size times a
+    divisor of the number of devices. ``base``: the job that is changed. ``asked``: the job as the user requested it.
     """
     given = base.constraints
     batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch
@@ -282,12 +290,12 @@ def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
 
 
 def _list_offload_pin_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield changed jobs with other kinds of data in host memory than the user fixed. ``base``: the job that is
-    changed. ``short_of_memory``: whether missing memory is the reason that it has no plan.
+    """Yield changed jobs with other kinds of data offloaded to host memory. ``base``: the job that is changed.
+    ``short_of_memory``: whether missing memory is the reason that it has no plan.
 
-    Without a description of the hosts, only the job without offload is tried. If the user fixed optimizer states in
-    host memory, they may move to disk. If the mesh is fixed and offload is not, the kinds are tried that ``partition``
-    does not try by itself.
+    If the user fixed the offload, the other kinds are tried; optimizer states in host memory may also move to disk. If
+    the user fixed the mesh but not the offload, the kinds are tried too, because ``partition`` then tries none by
+    itself. If the topology does not describe its hosts, only the job without offload is tried.
     """
     given, known = base.constraints.offload, can_offload(base.topology)
     if given is None and known and short_of_memory and base.constraints.fixes_mesh(base.topology.num_devices):
@@ -315,9 +323,9 @@ def _has_its_disk(base: Variant) -> bool:
 
 
 def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield changed jobs without slower or smaller devices, with more nodes, or with a number of devices that the fixed
-    axes require. ``base``: the job that is changed. ``short_of_memory``: whether missing memory is the reason that it
-    has no plan; then numbers of devices are not tried.
+    """Yield changed jobs with other devices: without slower or smaller devices, with more nodes, or with a number of
+    devices that the sizes of the fixed mesh axes divide. ``base``: the job that is changed. ``short_of_memory``:
+    whether missing memory is the reason that it has no plan; the last kind of change is then not tried.
     """
     topology, now = base.topology, base.topology.num_devices
     for smaller in () if is_even(topology) else smaller_clusters(topology):

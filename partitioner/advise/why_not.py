@@ -40,8 +40,8 @@ def format_asked_constraints(asked: Mapping[str, Any]) -> str:
 
 
 def check_asked(plan: Plan, merged: Constraints) -> None:
-    """Raise the error that ``partition`` would raise if no candidate satisfies ``merged``, the plan's constraints with
-    some replaced.
+    """Raise the error that ``partition`` would raise for the job of ``plan`` with the constraints ``merged``, if no
+    candidate of the search can satisfy them. ``merged``: the plan's constraints, some of them replaced.
     """
     train = plan.objective == "train"
     check_request(plan.topology, merged, plan.optimizer, train, plan.profile)
@@ -55,8 +55,8 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
 
 
 def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Return whether the search tried candidates with the constraints ``asked`` (name -> value) that are missing in the
-    certificate's table of candidates, because the certificate gives only the number of the worst ones.
+    """Return whether the search had candidates with the constraints ``asked`` (name -> value) that do not appear in the
+    certificate's table. A long table lists only the best candidates, and the certificate counts the others.
     """
     pinned = {name: value for name, value in asked.items() if name in OF_POINT}
     if not plan.certificate.left or pinned != asked:
@@ -74,8 +74,8 @@ def _read_candidate_field(candidate: MeshCandidate, name: str) -> Any:
 
 
 def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
-    """Return all mesh candidates that the search of ``plan`` started with; empty if the plan does not contain enough
-    data to list them.
+    """Return all mesh candidates that the search of ``plan`` considered, before lower bounds ruled some of them out;
+    empty if the plan does not contain enough data to list them.
     """
     limits = plan.certificate.limits
     if limits is None or not plan.global_batch:
@@ -87,8 +87,9 @@ def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
 
 
 def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) -> SearchSpace:
-    """Return the space of mesh candidates that a search for the job of ``plan`` has under ``constraints``. ``limits``:
-    facts of the model that the certificate records, such as the number of block calls and the sequence length.
+    """Return the mesh candidates that a search for the job of ``plan`` would consider under ``constraints``, as a
+    search space. ``limits``: properties of the model from the plan's certificate, such as the number of block calls and
+    the sequence length.
     """
     return SearchSpace(
         plan.topology,
@@ -164,11 +165,12 @@ Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknow
 class WhyNot:
     """The answer to the question why a plan does not have other constraints. ``str()`` returns it as text.
 
-    ``asked``: these constraints, name -> value. ``lines``: the answer's lines. ``verdict``: ``chosen``: the plan has
-    them. ``slower`` or ``faster``: the best plan with them is ``candidate``. ``bounded``: no plan with them takes less
-    than ``bound`` seconds, which is at least the time of the chosen plan. ``infeasible``: no plan has them.
-    ``unknown``: the answer needs the model; ``bound`` may be known. ``changes``: changes that make an infeasible
-    request possible. ``with_model``: what an answer with the model would add; empty: nothing.
+    - ``asked``: the constraints in question, name -> value. ``lines``: the answer's lines. ``changes``: changes that
+      make an infeasible request possible. ``with_model``: what an answer with the model would add; empty: nothing.
+    - ``verdict``: ``chosen``: the plan has these constraints. ``slower``, ``faster``: ``candidate`` is the best layout
+      that has them. ``bounded``: every plan that has them takes at least ``bound`` seconds, which is no less than the
+      chosen plan takes. ``infeasible``: no plan has them. ``unknown``: an answer needs the model; ``bound`` may be
+      known.
     """
 
     asked: Mapping[str, Any]
@@ -237,8 +239,8 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
 
 
 def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
-    """Return the baselines (common layouts that the search computes for comparison) that were solved for the plan's own
-    job and that its constraints allow.
+    """Return the common layouts (baselines) with a computed step time that are fair to compare with the plan: for the
+    same job and devices and the same offload, and allowed by the plan's constraints.
     """
     return [
         baseline.candidate
@@ -255,8 +257,10 @@ def _matches_asked(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
 
 
 def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
-    """Return whether ``candidate`` has ``value`` for the constraint ``name``. Any value of ``zero`` counts as equal if
-    no two ranks have the same states. An ``etp`` of 1 or ``None`` counts as equal without expert parallelism.
+    """Return whether ``candidate`` has ``value`` for the constraint ``name``.
+
+    Two constraints count as satisfied where they have no effect: ``zero``, if only one rank has each state, and ``etp``
+    of 1 or ``None``, without expert parallelism.
     """
     mesh = candidate.mesh
     alone = {"zero": mesh.get("dp", 1) * mesh.get("cp", 1) == 1, "etp": mesh.get("ep", 1) == 1 and value in (1, None)}
@@ -264,8 +268,8 @@ def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
 
 
 def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Return whether the search tried the constraints ``asked`` (name -> value) on the best meshes only, because they
-    concern a schedule or virtual stages and the user left the schedule free.
+    """Return whether the search tried layouts with the constraints ``asked`` (name -> value) on the best meshes only.
+    That is so for schedules other than 1F1B and ZB-1P and for virtual stages, if the user left the schedule free.
     """
     several = asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1
     return several and plan.constraints.leaves_schedule
@@ -275,8 +279,8 @@ def _explain_slower(
     plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), other: Plan | None = None
 ) -> WhyNot:
     """Return the answer that compares the plan with ``best``, the best candidate under the constraints ``asked`` (name
-    -> value). ``marks``: sentences to add. ``other``: the complete plan of ``best``; ``None`` if the job was not
-    planned again.
+    -> value). ``marks``: further sentences for the answer. ``other``: the plan of ``best``, if the job was planned
+    again with these constraints; otherwise ``None``.
     """
     assert best.step_time is not None
     chosen = plan.estimate
@@ -308,9 +312,10 @@ def _explain_slower(
 def _explain_bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
-    """Return the answer for constraints ``asked`` (name -> value) whose plans are only known by lower bounds. ``rows``:
-    all candidates with these constraints. ``solved``: the fastest one with a computed step time, or ``None``.
-    ``least``: the smallest lower bound of the others, in seconds.
+    """Return the answer for constraints ``asked`` (name -> value) if the search has lower bounds on the step times of
+    their layouts, but has not worked out all of them. ``rows``: all candidates with these constraints. ``solved``: the
+    one with the shortest computed step time, or ``None``. ``least``: the smallest lower bound of the others, in
+    seconds.
     """
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
@@ -337,8 +342,9 @@ def _explain_bounded(
 
 
 def _list_uncovered_schedules(plan: Plan, asked: Mapping[str, Any]) -> list[str]:
-    """Return, in a list, the certificate's sentence on schedules that its lower bounds do not cover, if plans with the
-    constraints ``asked`` (name -> value) may use these schedules; otherwise an empty list.
+    """Return a list with the sentence of ``plan``'s certificate on schedules for which its lower bounds do not hold.
+    The list is empty if there is no such sentence, or if the constraints ``asked`` (name -> value) exclude these
+    schedules.
     """
     sentence = plan.certificate.beyond.get("schedule")
     fixed = asked.get("pp") == 1 or "schedule" in asked or asked.get("virtual_stages") == 1
@@ -350,8 +356,9 @@ def _count_layouts_text(count: int) -> str:
 
 
 def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
-    """Return the answer for constraints ``asked`` (name -> value) with which no candidate is feasible. ``rows``: these
-    candidates; the one that lacks the fewest bytes is described.
+    """Return the answer for constraints ``asked`` (name -> value) with which no candidate has a plan. ``rows``: all
+    candidates with these constraints. The answer describes the one that lacks the least memory or, if none lacks
+    memory, gives their reasons.
     """
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
@@ -456,8 +463,8 @@ def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer for constraints ``asked`` (name -> value) that no candidate in the certificate has, without
-    planning again.
+    """Return the answer for constraints ``asked`` (name -> value) that no candidate in the certificate has, as far as
+    it follows without the model: that they are impossible, or why the search did not try them.
     """
     merged = _merge_asked_constraints(plan, asked)
     try:

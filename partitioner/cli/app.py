@@ -475,8 +475,8 @@ def _print_summary(found: Any) -> None:
 
 
 def _so_far(seen: Any) -> str:
-    """Return the progress of a search as a short text. ``seen``: a ``Progress`` object with the number of solved,
-    bounded and open candidates and the best step time so far.
+    """Return the progress of a search as a short text. ``seen``: a ``Progress`` object with the best step time so far,
+    and the numbers of candidates that were solved, were ruled out by a lower bound, or remain.
     """
     best = f", best so far {seconds_text(seen.best)}" if seen.best is not None else ""
     return (

@@ -86,8 +86,8 @@ def takes_constraints(ctx: Any) -> bool:
 
 
 def _is_of_the_command_line(error: Exception) -> bool:
-    """Return whether ``error`` must not be converted to an error of this project, because the command line handles it
-    itself: an ``OSError``, or an exception with which typer ends a command.
+    """Return whether the command line itself reports ``error``: an ``OSError``, or an exception with which typer ends a
+    command. Other exceptions are converted to errors of this project.
     """
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 

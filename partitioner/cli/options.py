@@ -141,7 +141,8 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 class TargetModel:
     """The model for which a command plans, from the user's function or from a configuration. ``model``: the module.
     ``inputs``: one global batch; ``None`` if the function returned none. ``loss``: function that computes the loss from
-    the output, or ``None``. ``pretrained``: the model with notes and weights, if it was built from a configuration.
+    the output, or ``None``. ``pretrained``: for a configuration, the same model together with its weights and with
+    notes for the user; ``None`` for a function.
     """
 
     model: nn.Module
@@ -154,22 +155,22 @@ class TargetModel:
         return type(self.model).__name__
 
     def global_batch(self, asked: int | None) -> int | None:
-        """Return the argument ``global_batch`` for ``partition``, in samples. It is ``asked``, the value of the option
-        on the command line (``None``: not given), or ``None`` for the model of a configuration, whose inputs have that
-        size already.
+        """Return the value to pass to ``partition`` as ``global_batch``, in samples: ``asked``, the value of the
+        command's option (``None``: not given). For the model of a configuration it is ``None``, because its inputs were
+        made with that number of samples.
         """
         return None if self.pretrained is not None else asked
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Options of a command for the model and the batch that are built from a Hugging Face configuration; ``None``: the
+    """Options of a command for a model and a batch that are built from a Hugging Face configuration; ``None``: the
     default.
 
     ``seq``: tokens of a sample. ``batch``: samples of the global batch. ``task``: name of the task, which decides the
     class of the model. ``lora``: options of LoRA adapters as text. ``objective``: ``train`` or ``infer``. ``values``:
     whether tensors have values or are on the meta device. ``devices``: number of devices, from which the default number
-    of samples follows. ``plan``: a plan of the model, whose batch has the sizes to use.
+    of samples follows. ``plan``: an existing plan of the model; sizes that are not given are those of its batch.
     """
 
     seq: int | None = None
@@ -182,8 +183,8 @@ class SampleOptions:
     plan: Plan | None = None
 
     def load(self, source: str) -> TargetModel:
-        """Return the model of the configuration ``source`` (a path or name) and inputs for it, with the sizes that
-        these options choose.
+        """Return the model of a Hugging Face configuration with inputs for it. ``source``: path or name of the
+        configuration. Task, batch size and sequence length are those of these options.
         """
         from partitioner.pretrained.load import choose_samples, load_pretrained
 
@@ -205,9 +206,9 @@ class SampleOptions:
 
 
 def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:
-    """Return the model that ``text`` names, with inputs and loss if it has them. ``text``: a function that returns it,
-    or a configuration. ``meta``: create a function's tensors on the meta device, without memory. ``asked``: options for
-    a configuration.
+    """Return the model that ``text`` names, with inputs and loss if it has them. ``text``: ``FILE.py:FUNCTION``, where
+    the function returns the model, or the path or name of a configuration. ``meta``: create a function's tensors on the
+    meta device, without memory. ``asked``: options for a configuration; ``None``: the defaults.
 
     Raise :class:`TargetError` if the file or function does not exist, if the function fails, or if its result is not a
     model, (model, inputs) or (model, inputs, loss). Raise :class:`PretrainedError` for a configuration that cannot be

@@ -69,12 +69,12 @@ _PAD = 14.0
 
 @dataclass(frozen=True)
 class Panel:
-    """Describes what is drawn for one pipeline stage.
+    """Describes what is drawn for one pipeline stage: a panel with boxes of text (cards) and curves between them.
 
-    ``header``: the card (a list of text lines) at the top. ``cards``: one card for each sequence of repeated blocks,
-    such as decoder layers, by a name like ``g0``. ``tips``: the tooltip of each card, by the same names. ``layout``:
-    the positions of the cards and of the curves between them, in pixels. ``flows``: the curves, as (name of the source
-    card, name of the target card, tooltip). ``tooltip``: that of the whole panel.
+    ``header``: the card at the top. ``cards``: name such as ``g0`` -> the card of a sequence of repeated blocks, such
+    as decoder layers. ``tips``: the tooltip of each card, by the same names. ``layout``: the positions of the cards and
+    of the curves, in pixels. ``flows``: the curves, as (name of the source card, name of the target card, tooltip).
+    ``tooltip``: that of the whole panel.
     """
 
     header: Card
@@ -94,9 +94,10 @@ class Panel:
 
 
 def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
-    """Return what is drawn for one pipeline stage. ``header``: the card at the top. ``groups``: the sequences of
-    repeated blocks in the stage, such as decoder layers; each gets a card. ``flows``: values passed between such
-    sequences, in all stages; those that stay inside this stage become curves. ``tooltip``: that of the panel.
+    """Return what is drawn for one pipeline stage. ``header``: the card (text lines) at the top. ``groups``: the
+    sequences of repeated blocks in the stage, such as decoder layers; each gets a card. ``flows``: the values that pass
+    from one sequence to another, in the whole model; only those inside this stage become curves. ``tooltip``: that of
+    the panel.
     """
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
     cards = {names[g.stage, g.index]: group_card(g) for g in groups}
@@ -203,8 +204,8 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """Return a short form of the parameter name ``name``. A weight is called by its module without the path:
-    ``self_attn.q_proj.weight`` becomes ``q_proj``. Other parameters keep their own name behind it, as in
+    """Return a short form of the parameter name ``name`` for a picture. A weight gets the name of its module without
+    the path: ``self_attn.q_proj.weight`` becomes ``q_proj``. Another parameter also keeps its own name, as in
     ``q_proj.bias``.
     """
     parts = [p for p in name.split(".") if not re.fullmatch(r"\d+", p)]
@@ -448,8 +449,8 @@ class _GraphScene:
         return wires
 
     def build_relay_wires(self) -> list[Wire]:
-        """Return one line for each pair of panels between which values pass by way of other stages instead of one
-        direct send.
+        """Return one line for each pair of panels between which values pass although their stages send nothing to each
+        other directly: other stages receive the values and send them on.
         """
         between: dict[tuple[int, int], list[ValueFlow]] = {}
         for flow in self.whole.flows:

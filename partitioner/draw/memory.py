@@ -110,8 +110,9 @@ def stage_levels(
 
 
 def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment: MemoryMoment) -> int:
-    """Return the bytes of temporary tensors while the layer of ``moment`` (the memory at one time) runs on ``stage``
-    (an index); 0 if no layer runs. ``durations``: the predicted seconds of the plan's instructions.
+    """Return the bytes of temporary tensors while a layer runs; 0 if ``moment``, the memory at one time, is not that of
+    a running layer. ``durations``: the cost model's predictions for ``plan``, which include these bytes. ``stage``:
+    index of the pipeline stage.
     """
     if moment.call is None:
         return 0
@@ -191,8 +192,8 @@ class _MemoryChart:
         return root
 
     def _far_note(self) -> str:
-        """Return a sentence that states the usable memory, if its line lies outside of the picture because it is much
-        larger than the peak; otherwise an empty text.
+        """Return a sentence with the usable memory of a device for the subtitle, if the line that marks it lies above
+        the picture because it is much larger than the peak; otherwise an empty text.
         """
         if not self.far:
             return ""

@@ -147,10 +147,10 @@ def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
 
 
 def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:
-    """Yield pairs of a list of anchors and a tuple of strides. Anchors are bars at which a period may begin, such as
-    the first forward of each microbatch, in order of time. Strides are the numbers of anchors that one period may
-    contain. ``bars``: the forward and backward computations of one pipeline stage. ``num_stages``: number of pipeline
-    stages.
+    """Yield pairs of a list of anchors and a tuple of strides, from which the search for repeated periods starts.
+    Anchors are bars at which a period may begin, such as the first forward of each microbatch, in order of time. A
+    period runs from one anchor to the next but ``stride - 1``. ``bars``: the forward and backward computations of one
+    pipeline stage. ``num_stages``: number of pipeline stages.
     """
     for ops in ("F", "BI"):
         every = sorted((b for b in bars if b.instruction.op in ops), key=lambda b: b.start)
@@ -165,9 +165,9 @@ def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[
 def _equal_periods(
     ordered: Sequence[Drawn], anchors: Sequence[Drawn], stride: int, folds: Sequence[Fold]
 ) -> Iterator[Fold]:
-    """Yield the sequences of at least four consecutive equal periods. ``ordered``: the bars of all stages by start.
-    ``anchors``: bars at which a period may begin, in order. ``stride``: number of anchors in one period. ``folds``: the
-    repeated parts that are known already; periods that overlap their hidden time are skipped.
+    """Yield, as folds, the places where at least four consecutive periods are equal. ``ordered``: the bars of all
+    stages by start. ``anchors``: bars at which a period may begin, in order. ``stride``: number of anchors in one
+    period. ``folds``: the repeated parts that were found before; periods that overlap what they hide are skipped.
     """
     begins = anchors[::stride]
     spans = [(a.start, b.start) for a, b in pairwise(begins)]

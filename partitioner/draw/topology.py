@@ -48,11 +48,12 @@ _HEADS = ("links", "join", "a device gets", "latency")
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Describes a table of the links of a topology: one row for each kind of link, and a column for each mesh axis.
-    ``rows``: name, what the link connects, bandwidth per device, latency. ``axes``: (heading, subheading) of each axis.
+    """Describes a table of the links of a topology: one row for each kind of link, and, for a plan, one column for each
+    mesh axis.
 
-    ``cells``: (index of the row, index of the axis) -> how the groups of ranks along the axis use the link. A pair
-    without an entry is not in use.
+    ``rows``: four texts for each row: name, what the link connects, bandwidth per device, latency. ``axes``: (heading,
+    subheading) of each axis. ``cells``: (index of the row, index of the axis) -> how the groups of ranks along the axis
+    use the link; a pair without an entry means that they do not.
     """
 
     rows: tuple[tuple[str, str, str, str], ...]
@@ -294,8 +295,8 @@ class _TopologyScene:
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
 
     def format_drawn_share(self, clusters: Sequence[NodeCluster]) -> str:
-        """Return how many of all nodes are drawn as text, such as ``1 of 16``. ``clusters``: the groups of
-        equal nodes.
+        """Return, as text such as ``1 of 16``, for how many of the topology's nodes devices are drawn. ``clusters``:
+        the groups of equal nodes, of which only the first node is drawn.
         """
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
@@ -353,8 +354,8 @@ class _TopologyScene:
         )
 
     def cluster_left_out_nodes(self, left_out: Sequence[Sequence[int]]) -> list[NodeCluster]:
-        """Return an entry without devices that lists the nodes of ``left_out``, groups of node indices; an empty list
-        if there are none.
+        """Return a list with one entry that only names nodes, for those in ``left_out`` (lists of node indices), whose
+        devices are not drawn because there are too many groups. The list is empty if ``left_out`` is.
         """
         if not left_out:
             return []
@@ -366,9 +367,10 @@ class _TopologyScene:
         ]
 
     def build_likeness_key(self, start: int, stop: int, exact: bool) -> object:
-        """Return a value that is equal for nodes of which only one is drawn. ``start``, ``stop``: the range ``[start,
-        stop)`` of the indices of the node's devices. ``exact``: whether equal nodes must have the same pipeline stages;
-        otherwise stages are compared relative to the last one on the node.
+        """Return a key that is equal for two nodes if drawing one of them suffices: equal devices, links, bandwidth and
+        pipeline stages. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the node's devices.
+        ``exact``: whether the stages must have the same indices; otherwise only the differences to the last stage of
+        the node must be equal.
         """
         here = slice(start, stop)
         devices = self.topology.devices[here]

@@ -29,9 +29,9 @@ _PER_RANK = 2_000_000
 
 
 def bucket_limit(ranks: int) -> int:
-    """Return the bytes of gradients that fill a bucket which ``ranks`` ranks reduce together. This is PyTorch's 25 MiB
-    or, for many ranks, Megatron-LM's one million two-byte gradients per rank, so that latency does not dominate the
-    ring."""
+    """Return the bytes of gradients at which a bucket that ``ranks`` ranks reduce together is full: PyTorch's 25 MiB
+    or, if that is more, Megatron-LM's one million two-byte gradients per rank. In a ring of many ranks a smaller bucket
+    would mostly wait for latency."""
     return max(_LEAST_BUCKET, _PER_RANK * ranks)
 
 
@@ -60,11 +60,11 @@ class PlannedBucket:
 
     - ``states``: names of the parameters. ``axes``: the mesh axes over which their gradients are summed. ``sharded``:
       whether ZeRO shards the parameters or their gradients.
-    - ``ready``: (index of the action in the rank's order, position of the block call in the stage) after which the
-      gradients are complete on this rank. ``None`` if they do not exist, or are first summed over the stages that share
-      the parameters.
+    - ``ready``: when the gradients are complete on this rank: (index of the action in the rank's order of forwards and
+      backwards, position in the stage of the block call that completes them). ``None`` if they do not exist, or are
+      first summed over the stages that share the parameters.
     - ``each``: under ZeRO-2 and ZeRO-3, for each virtual stage of the rank (its index on the rank), the position of the
-      block call after whose backward a microbatch has added its whole part.
+      block call after whose backward one microbatch adds nothing more to the bucket.
     - ``levels``: for each level of a hierarchical or compressed reduction, the mesh axes over which the bucket is
       reduce-scattered and later gathered again. ``compression``: the number format of compressed gradients; ``None``:
       they are not compressed.
@@ -82,9 +82,10 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return the position of the block call (such as a layer) after whose backward the reduction of this bucket
-        starts, or ``None`` if it does not start in this action. ``index``: index of the action in the rank's order.
-        ``chunk``: index on the rank of the virtual stage that the action runs."""
+        """Return after which block call (such as a layer) of an action's backward the reduction of this bucket starts,
+        as the call's position in the stage; ``None`` if it does not start in this action. ``index``: index of the
+        action (a forward or backward of one microbatch) in the rank's order. ``chunk``: index on the rank of the
+        virtual stage that it runs."""
         if self.each:
             return self.each.get(chunk)
         return self.ready[1] if self.ready is not None and self.ready[0] == index else None
@@ -104,13 +105,14 @@ def plan_buckets(
     ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
     for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns
     the bytes that fill a bucket, given all mesh axes over which it is reduced. ``zero``: the ZeRO stage, 0 to 3. Under
-    ZeRO-3 a bucket holds the sharded parameters that the same calls read, without a limit.
+    ZeRO-3 all sharded parameters that the same calls read are one bucket, whatever its size.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
     def done(gradient: Gradient) -> tuple[int, int]:
-        """Return a sort key for the time at which a gradient is complete: (index of the action in the rank's order,
-        minus the position of the block call that completes it)."""
+        """Return a sort key for the time at which a gradient is complete: (index of the last action that adds to it, in
+        the rank's order of forwards and backwards; minus the position of the block call that adds last). Backwards run
+        calls from the last position to the first."""
         times = [(last[stage.chunk_of(i)], -i) for i in adds.get(gradient.state, ())]
         return max(times, default=(0, 0))
 
@@ -118,8 +120,8 @@ def plan_buckets(
     filling: dict[object, list[Gradient]] = {}
 
     def close(key: object) -> None:
-        """Append the gradients collected under ``key`` to ``buckets`` as one bucket, and remove them from the open
-        ones."""
+        """Turn the gradients collected in ``filling`` under ``key`` into one bucket: append it to ``buckets``, and
+        remove the key from ``filling``."""
         content = filling.pop(key)
         action, position = done(content[-1])
         sharded = bool(content[0].sharded)
@@ -160,13 +162,14 @@ def follow_buckets(
     buckets: Sequence[Sequence[str]],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Return buckets of one pipeline rank with the same parameters as those of another program, such as the training
-    program for an evaluation program. Each has the place in this program where its reduction starts.
+    """Return buckets for a further program on the same weights, such as evaluation beside training, with the same
+    parameters in each bucket as in the first program. Each has the place in this program's schedule where its reduction
+    starts.
 
-    ``buckets``: for each bucket of the other program, the names of its parameters. ``stage``: the block calls of the
-    rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients. ``adds``: for each parameter,
-    the positions in the stage of the calls whose backward adds to its gradient. ``zero``: the ZeRO stage, 0 to 3. A
-    bucket whose parameters have no gradient here only gathers parameters.
+    ``buckets``: for each bucket of the first program, the names of its parameters. ``stage``: the block calls of the
+    pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients. ``adds``: for each
+    parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``: the ZeRO stage, 0
+    to 3. A bucket whose parameters have no gradient in this program only gathers parameters.
     """
     here = {g.state: g for g in gradients}
     planned = []
@@ -185,8 +188,9 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a key that sorts places in a rank's schedule by time. ``ready``: (index of an action in the rank's order,
-    position of a block call in the stage). A backward runs the calls of a stage from the last position to the first."""
+    """Return a key that sorts points of a rank's schedule by time. ``ready``: the point, as (index of an action in the
+    rank's order, position of a block call in the stage). A backward runs the calls from the last position to the first.
+    """
     return ready[0], -ready[1]
 
 
@@ -201,9 +205,9 @@ _DATA = frozenset({"cp", *_INNER, *_OUTER.values()})  # axes whose ranks have gr
 class ReductionScheme:
     """How gradients are reduced over the data-parallel ranks.
 
-    ``inside``: number of neighbouring ranks of the mesh axis ``dp`` among which gradients are reduce-scattered before
-    the reduction over the other ranks; 0: one reduction over all. ``compression``: compression of the data on the
-    outermost links; ``None``: none.
+    ``inside``: for a hierarchical reduction, the number of neighbouring ranks of the mesh axis ``dp`` that form a
+    group; gradients are reduce-scattered inside each group, then reduced between groups. 0: one reduction over all
+    ranks. ``compression``: compression of what crosses the outermost links; ``None``: none.
     """
 
     inside: int = 0
@@ -216,8 +220,9 @@ AT_ONCE = ReductionScheme()
 def with_levels(
     bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: ReductionScheme
 ) -> PlannedBucket:
-    """Return ``bucket`` with the levels and the collectives of its reduction filled in. At each level the bucket is
-    reduce-scattered over some mesh axes and later gathered again over them.
+    """Return ``bucket`` with the collectives of its reduction filled in (its fields ``levels``, ``compression`` and
+    ``turns``). At each level, the bucket is reduce-scattered over some mesh axes; after the reduction over the
+    remaining axes it is gathered over them.
 
     ``shared``: the mesh axes over which ZeRO shards the parameters of the bucket. ``sizes``: number of ranks by mesh
     axis. ``how``: whether the reduction is hierarchical or compressed.
@@ -237,14 +242,16 @@ def with_levels(
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh axes ``axes`` with ``dp`` replaced by ``dp_shard``, the part of it inside each group of
-    neighbouring ranks, and likewise ``edp`` (data-parallel ranks of experts) by ``edp_shard``. Other axes stay."""
+    """Return the mesh axes of the reduction inside groups of neighbouring ranks, for a reduction over ``axes``: ``dp``
+    is replaced by ``dp_shard``, the ranks of ``dp`` in one group, and likewise ``edp`` (data-parallel ranks of experts)
+    by ``edp_shard``. Other axes stay."""
     return tuple(_INNER.get(axis, axis) for axis in axes)
 
 
 def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts of the mesh axes ``axes`` that connect different groups of neighbouring ranks: ``dp_replicate``
-    for ``dp`` and ``edp_replicate`` for ``edp`` (data-parallel ranks of experts). Other axes are left out."""
+    """Return the mesh axes of the reduction between groups of neighbouring ranks, for a reduction over ``axes``: for
+    ``dp`` it is ``dp_replicate``, the ranks at the same place in different groups, and for ``edp`` (data-parallel ranks
+    of experts) ``edp_replicate``. Other axes are left out."""
     return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
 
 
@@ -258,12 +265,12 @@ def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
 
 
 def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
-    """Yield ``instructions``, the list of one pipeline rank, with the further collectives of each gradient bucket
-    inserted.
+    """Yield ``instructions``, the list of one pipeline rank, with the missing collectives of each gradient bucket
+    inserted. A bucket whose reduction takes several collectives has only the first of them in ``instructions``.
 
-    The reduction of a bucket may take several collectives, of which ``instructions`` has the first. Each later backward
-    instruction is followed by one more collective of every bucket that has some left. Those still left come before the
-    first SYNC or STEP, the end of the step. ``buckets``: the buckets of the stage, in the order of their numbers.
+    After each later backward instruction, one more collective of every such bucket starts, so that computation hides
+    it. Those that remain come before the first SYNC or STEP, at the end of the step. ``buckets``: the buckets of the
+    stage, in the order of their numbers.
     """
     started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
     waiting: list[deque[Instruction]] = []  # the remaining turns of each bucket

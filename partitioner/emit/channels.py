@@ -78,9 +78,10 @@ def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, tr
 
 
 def _find_wanted_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> Fetch | None:
-    """Return the transfer from another rank that an action of the pipeline rank ``rank`` reads; ``None`` if it reads
-    none. ``routes``: the values that are sent between virtual stages. ``virtual``: the virtual stage of the action,
-    counted over all ranks. ``train``: whether gradients are sent."""
+    """Return the transfer from another rank that an action (a forward or backward of one microbatch) of the pipeline
+    rank ``rank`` must receive first; ``None`` if it needs none. ``routes``: the values that are sent between virtual
+    stages. ``virtual``: the virtual stage of the action, counted over all ranks. ``train``: whether gradients are sent.
+    """
     if action.kind == "F":
         if routes.arriving[virtual]:
             return Fetch("F", action.microbatch, virtual, routes.ranks[virtual - 1])

@@ -25,17 +25,17 @@ _APART = 2  # activations are offloaded only if forward and backward are further
 
 
 def select_offloads(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
-    """Return the kinds of data in ``offload`` that a program keeps in host memory, such as ``"optimizer"``, in a fixed
-    order. Without training (``train``) only parameters can be offloaded."""
+    """Return those kinds of data in ``offload``, such as ``"optimizer"``, that a program can keep in host memory, in a
+    fixed order. ``train``: whether the program trains; otherwise only parameters can be offloaded."""
     kinds = OFFLOADS if train else ("parameters",)
     return tuple(kind for kind in kinds if kind in offload)
 
 
 def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with instructions that offload activations: OFFLOAD (copy
-    to host memory) after a forward, and FETCH (copy back) one computation before its backward. Each forward instruction
-    must run a single block call (such as a layer). ``runs``: for each block call of the stage, whether it has a
-    backward."""
+    to host memory) after a forward, and FETCH (copy back) one computation before the backward that needs them.
+    Activations whose backward follows soon stay on the device. Each forward instruction must run a single block call
+    (such as a layer). ``runs``: for each block call of the stage, whether it has a backward."""
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
     number = {index: k for k, index in enumerate(places)}
     ahead: dict[tuple[int, int | None], int] = {}
@@ -96,13 +96,13 @@ def with_passing(
     hosted: Collection[str],
     buckets: Mapping[int, Sequence[str]],
 ) -> list[Instruction]:
-    """Return ``instructions``, the list of one pipeline rank, with a FETCH (copy from host memory) before and a FREE
-    after every computation that reads parameters in host memory. A parameter that the next computation reads, too,
-    stays.
+    """Return ``instructions``, the list of one pipeline rank, with copies of the parameters in host memory: each is
+    copied to the device (FETCH) one computation before the one that reads it, and freed (FREE) after it, unless the
+    next computation reads it, too.
 
-    ``hosted``: names of these parameters. ``calls``: the block calls (such as layers) of the stage. ``runs``: for each
-    of them, whether it has a backward. ``buckets``: names of the parameters that ZeRO shards, by number of their
-    bucket; they are fetched right before they are gathered.
+    ``hosted``: names of the parameters in host memory. ``calls``: the block calls (such as layers) of the stage.
+    ``runs``: for each call, whether it has a backward. ``buckets``: number of a bucket -> names of its parameters,
+    which ZeRO shards; their shards are fetched right before each all-gather of the bucket.
     """
     shared = {s for states in buckets.values() for s in states}
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
@@ -142,11 +142,11 @@ def with_gradients(
     tied: Collection[str],
 ) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with an OFFLOAD (copy to host memory) of the gradients of
-    the parameters ``wanted``.
+    the parameters ``wanted``, whose optimizer runs on the host.
 
     The gradients of a bucket are offloaded after the backward instruction that follows the last collective of the
-    bucket. Gradients that no bucket reduces, or of parameters that several stages share (``tied``), are offloaded
-    before STEP, the end of the step. ``buckets``: for each bucket, the names of its parameters.
+    bucket. Gradients that are in no bucket, and those of ``tied`` parameters (which several stages share), are
+    offloaded before STEP, the end of the step. ``buckets``: for each bucket, the names of its parameters.
     """
     reducing = (
         k for k, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE") or (i.op == "GATHER" and i.gradients)

@@ -100,7 +100,8 @@ class ProgramSpec:
       ``selective``: indices of the calls of which only the nodes in ``again`` (names of nodes by block) are recomputed.
     - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter (0: all). ``left_whole``:
       names of the parameters that ZeRO-3 does not shard.
-    - ``layout_of``: another program whose ZeRO axes and buckets this program must have; ``None``: they are chosen.
+    - ``layout_of``: another program on the same weights; this program then shards parameters and fills buckets as that
+      one does. ``None``: both are chosen.
     - ``bucket_bytes``: bytes of gradients that are reduced together. ``reducing``: the scheme of gradient reductions.
     - ``data_shares``: number of microbatches of each data-parallel rank; empty if all have ``num_microbatches``.
     - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``, ``whole_scatter``, ``offload``:
@@ -328,11 +329,12 @@ Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
 def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
-    """Return, for each pipeline stage, its gradient buckets and its instructions for a step of ``num_microbatches``.
+    """Return, for each pipeline stage, its gradient buckets and its instructions for a step of ``num_microbatches``
+    microbatches.
 
-    ``lists``: function that returns them for any number of microbatches. ``found``: the steady state of the schedule,
-    with which the lists for many microbatches are stored as repetitions of lists for few; ``None``: the lists are
-    written out in full.
+    ``lists``: function that computes the same for any number of microbatches. ``found``: the repeating part of the
+    schedule, if there is one: the instructions for many microbatches are then stored as repetitions of those for few.
+    ``None``: the instructions are stored in full.
     """
     if found is None:
         return lists(num_microbatches)
@@ -427,11 +429,11 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Return ``states``, the parameters and buffers of a program by name, with pipeline stages as in the program
-    ``base``, and with the parameters and buffers that only ``base`` has.
+    """Return ``states``, the parameters and buffers of a program by name, matched to the program ``base`` on the same
+    weights: each is on the pipeline stages where ``base`` has it, and those that only ``base`` has are added.
 
-    ``read``: names of those that this program's calls or updates use; these keep their stages. One whose layout differs
-    from that in ``base`` is not changed; the check of the program then refuses it.
+    ``read``: names of the parameters and buffers that this program's calls or updates use; these keep their stages. If
+    their layout differs from that in ``base``, a later check of the program raises an error.
     """
     found = dict(states)
     for name, held in base.states.items():
@@ -445,9 +447,9 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
 
 
 def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str, ...]]:
-    """Return, for each gradient bucket of the program ``base`` on one pipeline stage, the names of its parameters.
-    ``stage``: index of the stage. Without ``train``, return only the buckets whose parameters ZeRO shards, because they
-    are gathered."""
+    """Return, for each gradient bucket of the program ``base`` on one pipeline stage, the names of its parameters, so
+    that a further program can have the same buckets. ``stage``: index of the stage. ``train``: whether the further
+    program trains; otherwise only buckets whose parameters ZeRO shards are returned, since it has to gather these."""
     buckets = [b.states for b in base.stages[stage].buckets]
     return [states for states in buckets if train or base.states[states[0]].zero_axes]
 

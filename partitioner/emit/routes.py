@@ -25,11 +25,11 @@ class StageCalls:
     """The block calls (such as layers) that one pipeline rank runs, and what they read from outside the pipeline.
 
     ``calls``: indices of the calls in the model. The first ``num_prologue`` run before the pipeline starts (prologue),
-    then come calls that all stages share, then the calls of each virtual stage of the rank. ``chunks``: for each
-    virtual stage, the range ``[start, end)`` of its positions in ``calls``. ``loads``: for each virtual stage, the
-    names of the model inputs that it is the first on this rank to read. ``prologue_loads``: names of the model inputs
-    that the prologue reads. ``totals``: names of the values that the prologue computes, which are summed over the
-    global batch.
+    then come the calls that every stage runs for itself, then the calls of each virtual stage of the rank. ``chunks``:
+    for each virtual stage, the range ``[start, end)`` of its positions in ``calls``. ``loads``: for each virtual stage,
+    the names of the model inputs that it is the first on this rank to read. ``prologue_loads``: names of the model
+    inputs that the prologue reads. ``totals``: names of the values that the prologue computes and that are summed over
+    the global batch, such as the number of targets.
     """
 
     calls: tuple[int, ...]
@@ -138,9 +138,10 @@ def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> lis
 
 
 def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
-    """Return the pipeline ranks that get a value through one transfer, directly or forwarded by other ranks. ``hop``:
-    index of the virtual stage that receives this transfer. ``hops``: indices of all virtual stages that receive the
-    value, in increasing order. ``ranks``: rank of each virtual stage."""
+    """Return the pipeline ranks that get a value through one of its transfers: the receiver, and the ranks to which it
+    sends the value on, directly or through others. If one of them computes a gradient of the value, the transfer has a
+    counterpart for this gradient. ``hop``: index of the virtual stage that receives the transfer. ``hops``: indices of
+    all virtual stages that receive the value, in increasing order. ``ranks``: rank of each virtual stage."""
     found = {ranks[hop]}
     for later in hops:
         if later > hop and ranks[later - 1] in found:
@@ -171,10 +172,11 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Return the block calls (such as layers) that one pipeline rank runs: those of its virtual stages, and the calls
-    shared by all stages that they need. ``chunks``: for each virtual stage of the rank, the indices of its calls in the
-    model. ``leaving``: names of values that this rank provides as outputs of the model and that no virtual stage
-    computes. Raise :class:`EmitError` if a call before the pipeline reads more than inputs of the model."""
+    """Return the block calls (such as layers) that one pipeline rank runs: those of its virtual stages, and those of
+    the calls outside of stages (shared by all stages, or before the pipeline) whose results it needs. ``chunks``: for
+    each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names of values that this rank
+    provides as outputs of the model and that no virtual stage computes. Raise :class:`EmitError` if a call before the
+    pipeline reads anything but inputs of the model."""
     producer = {v: i for i, c in enumerate(model.calls) for v in c.outputs}
     inputs = {i.value for i in model.inputs}
     common: set[int] = set()

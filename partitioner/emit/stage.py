@@ -81,15 +81,15 @@ class StageJob:
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """Return the indices of this rank's virtual stages in increasing order. An action's ``chunk`` is an index into
-        this tuple.
+        """Return the indices of this rank's virtual stages, counted over all ranks, in increasing order. The ``chunk``
+        of an action of this rank is an index into this tuple.
         """
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
-        """Return whether a virtual stage exists and receives something from the one before it. ``hops``: for each
-        virtual stage, the names of the values that it receives. ``virtual``: index of the virtual stage, counted over
-        all ranks."""
+        """Return whether a virtual stage receives anything from the one before it; false if there is no such virtual
+        stage. ``hops``: for each virtual stage, the names of the values that it receives. ``virtual``: index of the
+        virtual stage, counted over all ranks."""
         return virtual < len(hops) and bool(hops[virtual])
 
 
@@ -206,8 +206,8 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Yield the pieces ``(start, end)`` into which a range of block calls (such as layers) is split, the last piece
     first. ``start``, ``end``: the range ``[start, end)`` of positions in the stage. ``cuts``: positions at which a new
-    piece begins. ``runs``: for each call of the stage, whether it has a backward. A leading piece in which no call has
-    a backward is not split off."""
+    piece begins. ``runs``: for each call of the stage, whether it has a backward. There is no cut where no call of the
+    range before it has a backward."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
         yield cut, here

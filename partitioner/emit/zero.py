@@ -27,9 +27,10 @@ Needs = Sequence[frozenset[int]]  # for each call of the stage, the numbers of t
 def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: bool, hybrid: bool) -> tuple[str, ...]:
     """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded.
 
-    ``grad_axes``: the mesh axes over which its gradient is summed. A trained parameter is sharded only over these.
-    ``trained``: whether it has a gradient. ``zero``: the ZeRO stage, 0 to 3. ``expert``: whether the parameter belongs
-    to an expert. ``hybrid``: whether only a part of the data-parallel ranks shards it.
+    ``grad_axes``: the mesh axes over which its gradient is summed. ``trained``: whether it has a gradient; if so, it is
+    sharded only over axes in ``grad_axes``. ``zero``: the ZeRO stage, 0 to 3; below 3, only parameters with a gradient
+    are sharded. ``expert``: whether the parameter belongs to an expert. ``hybrid``: whether only a part of the
+    data-parallel ranks shards it.
     """
     if not zero or (zero < 3 and not trained):
         return ()
@@ -39,8 +40,8 @@ def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: boo
 
 
 def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
-    """Return the names of the parameters and buffers that ZeRO-3 does not shard because they are small, such as the
-    weights of a norm. ``sizes``: bytes of the parameters and buffers of one block, by name.
+    """Return the names of the parameters and buffers that ZeRO-3 does not shard because they have a small part of the
+    block's bytes, such as the weights of a norm. ``sizes``: bytes of the parameters and buffers of one block, by name.
 
     Gathering them in a separate collective would cost its latency and save next to no memory (compare DeepSpeed's
     persistent parameters).
@@ -106,8 +107,9 @@ def _find_read_buckets(
 def _gathered_by_call(
     instructions: Sequence[Instruction], needs: Needs, runs: Sequence[bool], prologue: Sequence[int]
 ) -> list[Instruction]:
-    """Return ``instructions`` with a GATHER of the buckets that a computation reads, one computation ahead of it, and a
-    FREE after it of those that the next computation does not read (ZeRO-3).
+    """Return ``instructions``, the list of one pipeline rank, with the gathers of ZeRO-3: a GATHER (all-gather) of each
+    bucket one computation before the one that reads its parameters, and a FREE after the computation, unless the next
+    one reads them, too.
 
     ``needs``: for each block call of the stage, the numbers of the buckets whose sharded parameters it reads. ``runs``:
     for each call, whether it has a backward. ``prologue``: positions of the calls that run before the pipeline starts.
@@ -138,9 +140,9 @@ def _gathered_by_call(
 
 
 def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]) -> list[Instruction]:
-    """Return ``instructions`` with one GATHER of the parameters of each bucket at the start of the step (ZeRO-1 and
-    ZeRO-2). Forwards are split before a block call that reads a bucket that no earlier call reads, so that they do not
-    wait for all gathers.
+    """Return ``instructions``, the list of one pipeline rank, with one GATHER (all-gather) of the parameters of each
+    bucket at the start of the step (ZeRO-1 and ZeRO-2). Forwards are split before a block call that reads a bucket that
+    no earlier call reads, so that they do not wait for all gathers.
 
     ``needs``: for each block call of the stage, the numbers of the buckets whose sharded parameters it reads.
     ``prologue``: positions in the stage of the calls that run before the pipeline starts.

@@ -83,8 +83,8 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
 
 def format_relative(old: float, new: float, text: Callable[[float], str] = seconds_text) -> str:
     """Return how ``new`` compares with ``old``, for example ``22% more than``, ``3.1 times`` or ``the same as``.
-    ``old``, ``new``: two amounts in one unit. ``text``: formats such an amount; it returns equal texts for equal
-    amounts.
+    ``old``, ``new``: two amounts in one unit. ``text``: formats such an amount; almost equal amounts count as the same
+    if it returns the same text for both.
     """
     if not old or (abs(new - old) <= _SAME * abs(old) and text(old) == text(new)):
         return "the same as"
@@ -149,8 +149,8 @@ def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _added_up(plan: Plan) -> str:
-    """Return a text of the collectives that sum the gradients of ``plan`` over ranks, with their data types and mesh
-    axes, such as ``all-reduce over dp``.
+    """Return a text that names the collectives by which ``plan`` sums gradients over ranks, with number formats and
+    mesh axes, such as ``all-reduce over dp``.
     """
     if plan.written is None:
         return "not written out"

@@ -151,9 +151,9 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
 
 
 def _describe_programs(plan: Plan) -> Iterator[str]:
-    """Yield one line for each program of ``plan``, which may have several for batches of different shapes or for
-    evaluation: its name, batch shape, seconds and memory. The first is the program that determines how the model's
-    state is sharded.
+    """Yield one line for each program of ``plan``: its name, batch shape, seconds and memory. A plan has several if
+    batches have different shapes, or for evaluation. The first line is for the main program: parameters and optimizer
+    states are sharded as it needs them.
     """
     most = max(plan.estimate.memory)
     first = f"{seconds_text(plan.estimate.step_time)}, {bytes_text(most)} on the fullest rank"
@@ -181,8 +181,8 @@ def _describe_shape(padding: BatchPadding | None) -> str:
 
 
 def _hosted_unasked(plan: Plan) -> str:
-    """Return a text which says that ``plan`` fits into device memory only with offload to host memory that the user did
-    not request; empty otherwise.
+    """Return a text to append to a line on memory: that ``plan`` does not fit into device memory without the offload
+    that the search chose. Empty if it fits without offload, or if the user requested the offload.
     """
     return f": fits only {format_offload(plan)}" if plan.lacking and plan.offload else ""
 
@@ -320,8 +320,8 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a line on how much of the optimizer's update in ``plan`` is spent on disk reads and writes; nothing if no
-    state is on disk.
+    """Yield a line that compares the seconds of the optimizer's update in ``plan`` with the seconds of reading and
+    writing its states on disk, and says whether the disk limits the plan; nothing if no states are on disk.
     """
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     if "disk" not in plan.offload or not update:
@@ -510,8 +510,8 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a line that names the standard layouts, such as ZeRO-3 alone, that were worked out in addition to the
-    layouts of the search; nothing if there are none.
+    """Yield a line with the names of the standard layouts, such as ZeRO-3 alone, whose step time was computed although
+    the search did not consider them, so that they are not in the table of layouts; nothing if there are none.
     """
     rows = {_get_layout(row) for row in plan.certificate.candidates}
     names = [

@@ -84,9 +84,9 @@ def sum_exchange_seconds(plan: Plan) -> Seconds:
 
 
 def _list_exchange_seconds(durations: PlanDurations, stage: int, name: str) -> Iterator[tuple[str, float]]:
-    """Yield pairs (purpose, seconds) for the communication in one call of a block, such as ``tensor parallelism (tp)``.
-    ``durations``: the cost model's predictions for the plan. ``stage``: index of the stage that makes the call.
-    ``name``: name of the block.
+    """Yield pairs (purpose, seconds) for the communication in one call of a block; a purpose is a text such as ``tensor
+    parallelism (tp)``. ``durations``: the cost model's predictions for the plan. ``stage``: index of the stage that
+    makes the call. ``name``: name of the block.
     """
     train = durations.plan.program.objective == "train"
     seat = durations.machine.seats[stage][0]

@@ -46,9 +46,9 @@ KINDS = {
 
 def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
     """Write the predicted step of ``plan`` as a trace file to ``path`` and return the path. ``folder``: the recordings
-    of the ranks of a job that executed the plan; its last measured step is added to the trace. If the job was
-    restarted, the recordings after the last restart are used. ``None``: only the prediction is written. Raise
-    :class:`PlanError` if the recordings have another number of ranks.
+    of the ranks of a job that executed the plan; its last measured step is added to the trace. If the job was started
+    several times, the recordings of the last start are used. ``None``: only the prediction is written. Raise
+    :class:`PlanError` if the recordings have another number of ranks than the plan.
     """
     events: list[Event] = []
     if folder is not None:
@@ -99,9 +99,10 @@ def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[
 
 @dataclass(frozen=True)
 class StageComparison:
-    """Describes predicted and measured seconds of one kind of work, of waiting, or of one instruction. ``stage``: index
-    of the pipeline stage, -1 for a sum over all stages. ``what``: name of the kind or instruction. ``predicted``,
-    ``measured``: seconds in one step; the measured ones are the median over the ranks of a stage.
+    """Describes the predicted and the measured seconds of one line of a comparison. ``stage``: index of the pipeline
+    stage; -1 for a sum over all stages. ``what``: what took the time: a kind of work, ``waiting``, or the name of an
+    instruction. ``predicted``, ``measured``: seconds in one step; the measured ones are the median over the ranks of a
+    stage.
     """
 
     stage: int
@@ -247,8 +248,8 @@ def _describe_differences(stages: Sequence[StageComparison], kinds: Sequence[Sta
 
 
 def _format_time_ratio(predicted: float, measured: float) -> str:
-    """Return how a measured time compares with a predicted one as text, such as ``1.20 times as long``. Both are
-    seconds.
+    """Return how a measured time compares with a predicted one as text, such as ``1.20 times as long``. ``predicted``,
+    ``measured``: seconds.
     """
     return f"{measured / predicted:.2f} times as long" if predicted else "nothing was predicted"
 

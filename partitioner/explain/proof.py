@@ -17,22 +17,23 @@ _SEVERAL = "several stages on a rank"
 
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the proof of optimality in ``certificate``, a lower bound on the step time, holds for plans of the
-    layout ``candidate``. It does not hold for layouts that were tried after the search, nor for schedules that the
-    search tried on the best meshes only. It holds for GPipe, which takes as long as the schedule 1F1B.
+    """Return whether the lower bound on the step time in ``certificate``, the proof of optimality, holds for plans of
+    the layout ``candidate``. It does not hold for layouts that were tried after the search, nor for schedules that the
+    search tried on the best meshes only. It always holds for 1F1B, ZB-1P and GPipe, which takes as long as 1F1B.
     """
     return not candidate.beside and _is_schedule_covered(candidate, certificate)
 
 
 def _is_schedule_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the proof of optimality in ``certificate`` covers the schedule of the layout ``candidate``."""
+    """Return whether the proof of optimality in ``certificate`` holds for the schedule of the layout ``candidate``: if
+    the search tried this schedule on all meshes."""
     one_stage = candidate.virtual_stages == 1 and candidate.schedule in (*SEARCHED, "gpipe")
     return one_stage or "schedule" not in certificate.beyond
 
 
 def _describe_uncovered(plan: Plan) -> str:
-    """Return what of the chosen layout the proof of optimality does not cover, such as ``its schedule (zb-v, 2 virtual
-    stages on each rank) and its context parallelism (cp 2)``.
+    """Return a phrase that names the choices of ``plan`` for which the proof of optimality does not hold, such as ``its
+    schedule (zb-v, 2 virtual stages on each rank) and its context parallelism (cp 2)``.
     """
     certificate, chosen = plan.certificate, plan.chosen
     covered = any(row.mesh == chosen.mesh for row in certificate.candidates if not row.beside)
@@ -42,9 +43,9 @@ def _describe_uncovered(plan: Plan) -> str:
 
 
 def certificate_text(plan: Plan) -> str:
-    """Return what is proven of ``plan`` in one sentence: that no plan is faster, of all plans or of those that the
-    proof covers, or lower bounds on their step time. A further sentence states the fastest layout found with a schedule
-    that the proof does not cover, if there is one that may be faster than ``plan``.
+    """Return a text on what is proven of the step time of ``plan``: that it is the fastest, or by which fraction a plan
+    may be faster at most. If the proof does not hold for some schedules, a further sentence states the fastest layout
+    found with one of them, if a plan of that layout may be faster than ``plan``.
     """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     takes = f"this plan takes {seconds_text(c.objective)}"
@@ -65,16 +66,17 @@ def certificate_text(plan: Plan) -> str:
 
 
 def _compare_with_covered(certificate: Certificate) -> str:
-    """Return a clause that says that the plan is faster than every covered plan; empty if that is not known.
-    ``certificate``: the results of the search.
+    """Return a clause that says that the chosen plan is faster than every plan for which the proof of optimality holds,
+    because its step time is below the lower bound for these plans; otherwise an empty text. ``certificate``: the
+    results of the search.
     """
     faster = certificate.covered_bound is not None and certificate.objective < certificate.covered_bound
     return ", so it is faster than each of them" if faster else ""
 
 
 def _describe_proven(plan: Plan) -> str:
-    """Return a phrase for ``plan``, which is proven to be the fastest: of all plans, or of those that the proof
-    covers.
+    """Return a phrase that says of which plans ``plan`` is proven to be the fastest: of all, or of those for which the
+    proof of optimality holds.
     """
     if not list_uncovered_choices(plan):
         return "proven optimal, fastest of all plans"
@@ -105,9 +107,9 @@ def explain_proof(plan: Plan) -> Iterator[str]:
 
 
 def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
-    """Yield sentences on the layouts with schedules that the proof of optimality does not cover: how many of them the
-    search worked out, and which one, other than the chosen plan, takes the least time. ``certificate``: the results of
-    the search.
+    """Yield sentences on the layouts with schedules for which the proof of optimality does not hold: for how many of
+    them the search computed a step time, and which of them, apart from the chosen plan, has the shortest.
+    ``certificate``: the results of the search.
     """
     found = [row for row in certificate.candidates if row.step_time is not None and not is_covered(row, certificate)]
     if not found:
@@ -129,9 +131,9 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
 
 
 def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
-    """Return the fastest layout with a schedule that the proof of optimality does not cover and a lower bound below the
-    step time of the chosen plan, but which was not chosen. Return ``None`` if there is none. ``certificate``: the
-    results of the search.
+    """Return the layout with the shortest computed step time, of those that may be faster than the chosen plan although
+    it is proven optimal: their schedule is one for which the proof does not hold, and their lower bound is below the
+    plan's step time. Return ``None`` if there is none. ``certificate``: the results of the search.
     """
     below_s = certificate.objective * (1 - _ROUNDING)
     rivals = [
@@ -143,7 +145,7 @@ def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
 
 
 def _get_seconds(candidate: Candidate) -> float:
-    """Return the step time of the layout ``candidate`` in seconds; 0 if the search did not work it out."""
+    """Return the step time of the layout ``candidate`` in seconds; 0 if the search did not compute it."""
     return candidate.step_time or 0.0
 
 
@@ -156,9 +158,9 @@ def _format_rival_times(rival: Candidate) -> str:
 
 
 def _compare_bound(bound: float, objective: float, what: str) -> str:
-    """Return a text such as ``3.55 s, so no covered plan is faster by more than 3.4%.`` ``bound``: a lower bound on the
-    step time of some plans, in seconds. ``objective``: the step time of the chosen plan, in seconds. ``what``: a name
-    for one of these plans, such as ``covered plan``.
+    """Return a sentence on how much faster other plans can be, such as ``3.55 s, so no covered plan is faster by more
+    than 3.4%.`` ``bound``: a lower bound on the step time of these plans, in seconds. ``objective``: the step time of
+    the chosen plan, in seconds. ``what``: a name for one of these plans, such as ``covered plan``.
     """
     faster = 1 - bound / objective if objective else 0.0
     most = f" by more than {format_percent(faster)}" if faster > _PROVEN else ""
@@ -166,9 +168,9 @@ def _compare_bound(bound: float, objective: float, what: str) -> str:
 
 
 def list_uncovered_choices(plan: Plan) -> list[str]:
-    """Return a sentence for each choice that the proof of optimality does not cover, the most important first:
-    schedules and other choices that :attr:`Certificate.beyond` lists, and attention algorithms over the mesh axis
-    ``cp`` that would make the plan faster.
+    """Return a sentence for each choice (such as a schedule) for which the proof of optimality does not hold: attention
+    algorithms over the mesh axis ``cp`` with which the plan is estimated to be faster, then the choices that
+    :attr:`Certificate.beyond` lists, the most important first.
     """
     found = []
     for way in plan.context:
@@ -182,8 +184,8 @@ def list_uncovered_choices(plan: Plan) -> list[str]:
 
 
 def list_main_uncovered_choices(plan: Plan) -> list[str]:
-    """Return the two most important sentences on choices that the proof of optimality does not cover, and one that says
-    how many further ones there are.
+    """Return the two most important sentences on choices for which the proof of optimality does not hold, and one that
+    says how many further ones there are.
     """
     told = list_uncovered_choices(plan)
     more = len(told) - _TOLD_GAPS

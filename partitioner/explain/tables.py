@@ -82,8 +82,9 @@ def precision_notes(plan: Plan) -> list[str]:
 
 
 def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -> tuple[str, ...]:
-    """Return notes on what of ``model`` is not computed in ``precision`` (such as ``fp8``), and on a setting of this
-    process for float32 products that plans do not follow. ``topology``: the devices that the plan is for.
+    """Return notes for the user, one sentence each: for ``precision`` ``fp8``, which products of ``model`` are not in
+    fp8; for ``fp32`` on GPUs, that plans ignore the setting ``torch.set_float32_matmul_precision`` of this process.
+    ``topology``: the devices that the plan is for.
     """
     import torch  # a plan's report does without
 
@@ -127,8 +128,9 @@ def _product_types(program: Program) -> str:
 
 
 def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
-    """Yield texts on the data types of parameters and, in training, of gradients, master copies and optimizer states,
-    such as ``parameters in bf16``. ``program``: the program of ``plan``.
+    """Yield texts such as ``parameters in bf16`` on the data types of what ``plan`` keeps in memory: parameters and, in
+    training, gradients, float32 copies of parameters (master copies), and optimizer states. ``program``: the program of
+    ``plan``.
     """
     parameters = [state for state in program.states.values() if state.kind == "parameter"]
     trained = [state for state in parameters if state.requires_grad and program.objective == "train"]
@@ -198,13 +200,13 @@ _SAME = 1e-3  # of a step: less is no difference
 
 
 def is_barred(candidate: Candidate) -> bool:
-    """Return whether ``candidate``, a layout of the search, is not possible for another reason than lack of memory."""
+    """Return whether ``candidate``, a layout of the search, has no plan for another reason than lack of memory."""
     return candidate.status == "infeasible" and candidate.missing is None
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the search worked out the layout ``candidate`` without choosing it, although it takes no longer
-    than the chosen plan. ``certificate``: the results of the search.
+    """Return whether the search computed the step time of the layout ``candidate`` and did not choose it, although the
+    step takes no longer than that of the chosen plan, up to rounding. ``certificate``: the results of the search.
     """
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
@@ -221,8 +223,8 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
     """Return what the search found for the layout ``candidate`` as one word (a key of ``STATUS_WORDS``), such as
-    ``solved`` or ``infeasible``. Layouts that were not worked out but may be faster than the plan have a key of their
-    own. ``certificate``: the results of the search.
+    ``solved`` (its step time was computed) or ``infeasible``. Layouts with only a lower bound that may be faster than
+    the plan have a key of their own. ``certificate``: the results of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
@@ -339,8 +341,8 @@ def throughput_text(plan: Plan) -> str:
 
 
 def mfu_text(plan: Plan) -> str:
-    """Return the model FLOPs utilisation of ``plan`` as text, with the rate per device and its peak where all devices
-    have the same."""
+    """Return the model FLOPs utilisation of ``plan`` as text, such as ``41%``. If all devices have the same peak rate,
+    the rate per device and this peak follow."""
     mfu, peak = plan.estimate.mfu, _find_peak_rate(plan)
     rates = f", {format_digits(mfu * peak / 1e12)} of {peak_rate_text(plan)} per device" if peak else ""
     return f"{format_percent(mfu)}{rates}: the FLOPs of the model, without recomputation"
@@ -363,8 +365,8 @@ def _find_peak_rate(plan: Plan) -> float | None:
 
 
 def constraint_cost_text(plan: Plan) -> str:
-    """Return a text which says by how much the fastest standard layout that the user's constraints exclude is faster
-    than ``plan``; empty if none is faster.
+    """Return a text on what the user's constraints cost: by which fraction a step of the fastest standard layout that
+    they exclude is shorter than one of ``plan``; empty if none is shorter.
     """
     step = plan.certificate.objective
     found = [
@@ -380,8 +382,8 @@ def constraint_cost_text(plan: Plan) -> str:
 
 
 def fewer_text(plan: Plan) -> str:
-    """Return a text on the fastest plan found that uses only a part of the devices of ``plan``; empty if no such plan
-    was found.
+    """Return a text that compares ``plan`` with the fastest plan found that leaves some of the devices idle: its number
+    of devices and its step time; empty if no such plan was found.
     """
     step = plan.certificate.objective
     found = [
@@ -399,8 +401,8 @@ def fewer_text(plan: Plan) -> str:
 
 
 def other_batch_text(plan: Plan) -> str:
-    """Return a text on a plan for another global batch, with its step time and its time per sample relative to
-    ``plan``; empty if none was found.
+    """Return a text that compares ``plan`` with the plan that the search found for another number of samples in a step:
+    its step time and its time per sample; empty if none was found.
     """
     found = next((b for b in plan.certificate.baselines if b.global_batch), None)
     if found is None or found.candidate is None or not found.candidate.step_time or not plan.global_batch:
@@ -413,8 +415,8 @@ def other_batch_text(plan: Plan) -> str:
 
 
 def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
-    """Return the step time of another batch and its time per sample relative to ``plan``, such as ``7 s, 5% less per
-    sample``. ``global_batch``: samples of the other batch. ``seconds``: its step time.
+    """Return the step time with another batch size as text, and how its time per sample compares with that of ``plan``,
+    such as ``7 s, 5% less per sample``. ``global_batch``: samples of the other batch. ``seconds``: its step time.
     """
     ratio = seconds / global_batch / (plan.certificate.objective / plan.global_batch)
     return f"{seconds_text(seconds)}, {format_percent(abs(1 - ratio))} {'less' if ratio < 1 else 'more'} per sample"
@@ -443,9 +445,9 @@ def sharing_text(plan: Plan) -> str:
 
 
 def _format_expert_sharding(plan: Plan, ranks: int) -> str:
-    """Return a clause on over how many ranks the states of experts are sharded. It is empty if these are ``ranks``, the
-    number for all other states, or if experts are not distributed. Only ranks with the same experts can share their
-    states.
+    """Return a clause that says over how many ranks the parameters, gradients and optimizer states of experts are
+    sharded. Only ranks with the same experts can share them. It is empty if the number is ``ranks``, the number of
+    ranks for all other parameters, or if experts are not distributed.
     """
     chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
     parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)
@@ -477,7 +479,7 @@ def recomputed_text(plan: Plan) -> str:
 
 def _format_recomputed(stage: StageEstimate) -> str:
     """Return a text on how many calls of layers in ``stage`` are recomputed in backward, such as ``3 of 10 calls in
-    full, 6 in part``. If the second number is not known, the text has none.
+    full, 6 in part``. If the number of calls that are recomputed in part is not known, it says ``others in part``.
     """
     count = f"of {format_plural(stage.num_calls, 'call')}"
     whole = f"{stage.recomputed} {count} in full" if stage.recomputed else ""
@@ -500,8 +502,9 @@ def host_text(plan: Plan) -> str:
 
 
 def host_kinds(plan: Plan | Baseline) -> list[str]:
-    """Return names for the kinds of data that ``plan`` keeps in host memory, such as ``activations``. If optimizer
-    states are on disk, the optimizer's name is replaced by the parameters and gradients that it updates.
+    """Return names for the kinds of data that ``plan`` keeps in host memory, such as ``activations``. If the optimizer
+    runs on the host with its states on disk, only its parameters and gradients are in host memory, and are named
+    instead.
     """
     kinds = [kind for kind in plan.offload if kind != "disk"]
     steps = "the optimizer's parameters and gradients"
@@ -517,8 +520,9 @@ def format_offload(plan: Plan | Baseline) -> str:
 
 
 def describe_tried_offload(plan: Plan) -> str:
-    """Return a phrase for the offload with which the search tried all its layouts, because a layout that does not fit
-    may fit with more offload. It is empty if no more offload is possible, or if the user prescribed the offload.
+    """Return a phrase on the offload with which layouts were tried, such as ``on the devices alone (offload to host
+    memory was not tried)``, for a message on a layout that does not fit and might fit with more offload. It is empty if
+    no more offload is possible, or if the user fixed the offload.
     """
     if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
         return ""
@@ -638,9 +642,7 @@ def _format_peak(peak: int, usable: int) -> str:
 
 
 def _simulate_stage_seconds(plan: Plan) -> list[tuple[float, float]]:
-    """Return the (forward, backward) seconds of each stage in one step, from a simulation. Plan files of earlier
-    versions do not contain these numbers.
-    """
+    """Return the (forward, backward) seconds of each pipeline stage in one step, from a simulation of the step."""
     from partitioner.simulate.program_time import stage_seconds
 
     return [(seconds.forward, seconds.backward) for seconds in stage_seconds(plan)]
@@ -711,8 +713,9 @@ def _format_candidate_memory(candidate: Candidate, plan: Plan) -> str:
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return ``candidates``, the layouts that a search examined, sorted by outcome (chosen, worked out, ruled out by a
-    bound, not possible), then by step time or its lower bound.
+    """Return ``candidates``, the layouts that a search examined, sorted by outcome, then by step time or its lower
+    bound. The order of outcomes: the chosen layout, those with a computed step time, those ruled out by a lower bound,
+    those without a plan.
     """
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     return sorted(candidates, key=lambda c: (order[c.status], c.step_time or c.bound, sorted(c.mesh.items())))
@@ -772,8 +775,8 @@ def format_text_line(text: str) -> RenderableType:
 
 def describe_outcome(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
     """Return a phrase for what the search found for the layout ``candidate``, such as ``takes 7 s, 5% more``.
-    ``chosen``: the step time of the chosen plan in seconds. ``unhosted``: a phrase on the offload to host memory with
-    which the search tried its layouts, added to the result if memory is lacking; empty for no addition.
+    ``chosen``: the step time of the chosen plan in seconds. ``unhosted``: a phrase that says that more offload to host
+    memory was not tried; it is added if the layout lacks memory. Empty: nothing is added.
     """
     why = f" ({candidate.reason})" if candidate.reason else ""
     if candidate.status == "chosen":
@@ -870,8 +873,9 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
-    """Yield a line on the search's layouts in which the mesh axis ``axis`` has ``size`` ranks: the best step time, or a
-    lower bound if none was worked out. ``words``: the beginning of the line, which names this size.
+    """Yield a line on the best layout that the search found with ``size`` ranks on the mesh axis ``axis``, for
+    comparison with the plan: its step time or, if none was computed, a lower bound. ``words``: the beginning of the
+    line, which names this size.
     """
     others = [c for c in plan.certificate.candidates if c.mesh.get(axis, 1) == size]
     chosen = plan.certificate.objective

@@ -46,8 +46,9 @@ _BEYOND = {
 
 def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
     """Return the training layout (mesh, batch, schedule, state sharding) that a YAML configuration of accelerate
-    describes. ``text``: its content. ``folder``: where a DeepSpeed file is looked for that the configuration names.
-    ``ignore``: names of options that belong to the training script.
+    describes. ``text``: its content. ``folder``: the folder of the configuration, in which a DeepSpeed file is looked
+    for that it may name; ``None``: it must not name one. ``ignore``: names of options that belong to the training
+    script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -156,8 +157,8 @@ def _read_axes(options: Options, zero: int) -> dict[str, Any]:
 
 def _read_deepspeed_section(options: Options, folder: Path | None, processes: int | None) -> TrainingLayout:
     """Return the training layout of a configuration that uses DeepSpeed. Its section ``deepspeed_config`` names a
-    DeepSpeed file or holds the options. ``folder``: where the file is looked for. ``processes``: number of processes;
-    ``None`` if unknown.
+    DeepSpeed file or holds the options. ``folder``: the folder in which this file is looked for; ``None``: a named file
+    is an error. ``processes``: number of processes; ``None`` if unknown.
     """
     file = options.take_text("deepspeed_config.deepspeed_config_file")
     if file is not None:
@@ -187,8 +188,8 @@ def _read_deepspeed_section(options: Options, folder: Path | None, processes: in
 
 
 def _translate_deepspeed(options: Options) -> dict[str, Any]:
-    """Return the DeepSpeed configuration (nested options) that ``options``, the section ``deepspeed_config`` of
-    accelerate, stands for.
+    """Return the options of DeepSpeed (in nested sections, as in its JSON file) to which accelerate translates its own
+    section ``deepspeed_config``. ``options``: the options of the accelerate configuration.
     """
     name = "deepspeed_config."
     zero: dict[str, Any] = {"stage": options.take_number(f"{name}zero_stage", 2, least=0)}
@@ -204,8 +205,9 @@ def _translate_deepspeed(options: Options) -> dict[str, Any]:
 
 
 def _read_megatron_section(options: Options, layout: dict[str, Any]) -> TrainingLayout:
-    """Return the training layout of a configuration that uses Megatron-LM. ``layout``: the fields (name -> value) that
-    other sections have decided. ``options``: the options of the configuration.
+    """Return the training layout of a configuration that uses Megatron-LM. ``options``: the options of the
+    configuration. ``layout``: the fields of the layout (name -> value) that its other sections decide, such as the
+    precision; this function adds to them.
     """
     name = "megatron_lm_config.megatron_lm_"
     tp, pp = options.take_number(f"{name}tp_degree", 1), options.take_number(f"{name}pp_degree", 1)
@@ -266,8 +268,9 @@ def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, .
 
 
 def _add_fsdp(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
-    """Add the options of FSDP for ``layout`` to the configuration ``found``. ``sharded``: whether states are sharded.
-    ``leave_out``: a function that records a field that cannot be expressed.
+    """Add the options of FSDP for ``layout`` to ``found``, the content of the configuration file. ``sharded``: whether
+    parameters, gradients or optimizer states are sharded; otherwise FSDP is not used. ``leave_out``: function of (name
+    of a field, reason) that records that accelerate cannot express the field.
     """
     wanted = {*layout.offload}
     if wanted and (wanted != {"optimizer", "parameters"} or not sharded):
@@ -287,8 +290,9 @@ def _add_fsdp(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leav
 
 
 def _add_parallelism(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
-    """Add the sizes of the mesh axes of ``layout`` to the configuration ``found``. ``sharded``: whether states are
-    sharded. ``leave_out``: a function that records a field that cannot be expressed.
+    """Add the sizes of the mesh axes of ``layout`` to ``found``, the content of the configuration file. ``sharded``:
+    whether parameters, gradients or optimizer states are sharded. ``leave_out``: function of (name of a field, reason)
+    that records that the framework cannot express the field.
     """
     replicas = 1 if sharded else layout.dp or 1
     shard, replicate = (layout.dp_shard or layout.dp or 1, layout.dp_replicate or 1) if sharded else (1, replicas)

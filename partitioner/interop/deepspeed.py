@@ -125,7 +125,8 @@ def _read_axes(options: Options) -> dict[str, Any]:
 
 def _read_batch(options: Options) -> dict[str, Any]:
     """Return microbatch size, number of microbatches and global batch, as fields of a training layout (name -> value).
-    Raise :class:`ContradictionError` if they do not divide. ``options``: the options of the configuration.
+    Raise :class:`ContradictionError` if the global batch is no multiple of the others. ``options``: the options of the
+    configuration.
     """
     micro, steps = options.take_number(_MICRO), options.take_number(_STEPS)
     total = options.take_number(_TOTAL)
@@ -150,8 +151,8 @@ def _read_batch(options: Options) -> dict[str, Any]:
 
 
 def _read_states(options: Options) -> dict[str, Any]:
-    """Return the ZeRO stage, the kinds of data in host memory and the number of sharding ranks, as fields of a training
-    layout (name -> value). ``options``: the options of the configuration.
+    """Return fields of a training layout (name -> value): the ZeRO stage, the kinds of data in host memory, and the
+    number of ranks over which ZeRO shards. ``options``: the options of the configuration.
     """
     stage = options.take_number("zero_optimization.stage", 0, least=0)
     if stage > 3:
@@ -288,8 +289,8 @@ def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ..
 
 
 def _add_offload(layout: TrainingLayout, zero: dict[str, Any], leave_out: Any) -> None:
-    """Add the options for data in host memory to ``zero``, the section on state sharding. ``leave_out``: a function
-    that records a field of ``layout`` that cannot be expressed.
+    """Add the options for data of ``layout`` in host memory to ``zero``, the configuration's section on ZeRO.
+    ``leave_out``: function of (name of a field, reason) that records that the framework cannot express the field.
     """
     wanted = {*layout.offload}
     if "activations" in wanted or (wanted and not layout.zero) or ("parameters" in wanted and layout.zero != 3):
@@ -303,8 +304,8 @@ def _add_offload(layout: TrainingLayout, zero: dict[str, Any], leave_out: Any) -
 
 
 def _add_axes(layout: TrainingLayout, found: dict[str, Any], leave_out: Any) -> None:
-    """Add the sizes of the mesh axes of ``layout`` to the configuration ``found``. ``leave_out``: a function that
-    records a field that cannot be expressed.
+    """Add the sizes of the mesh axes of ``layout`` to ``found``, the content of the configuration file. ``leave_out``:
+    function of (name of a field, reason) that records that the framework cannot express the field.
     """
     if layout.tp > 1:
         found["tensor_parallel"] = {"autotp_size": layout.tp}

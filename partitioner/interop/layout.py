@@ -129,7 +129,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         self._check()
 
     def _check(self) -> None:
-        """Raise :class:`ContradictionError` for values that exclude each other on any number of devices."""
+        """Raise :class:`ContradictionError` if fields of the layout contradict each other, such as sizes that do not
+        divide. If the layout has a number of devices, it must fit it, too."""
         shard, replicate = self.dp_shard, self.dp_replicate
         if shard and replicate and self.dp not in (None, shard * replicate):
             raise ContradictionError(
@@ -191,7 +192,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
 
     def at(self, num_devices: int) -> TrainingLayout:
         """Return the layout for ``num_devices`` devices, with all sizes that follow from this number, such as ``dp``.
-        Fields that concern a mesh axis of one rank are reset.
+        Fields that have no effect because a mesh axis has one rank, such as the schedule with ``pp=1``, are reset to
+        their defaults.
 
         Raise :class:`ContradictionError` if the layout does not fit this number of devices.
         """
@@ -236,9 +238,9 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         )
 
     def _resolve_batch(self, dp: int) -> dict[str, Any]:
-        """Return the fields ``global_batch`` (samples in a step) and ``microbatches`` for ``dp`` data-parallel ranks; a
-        field that the layout leaves open is ``None``. Raise :class:`ContradictionError` if the sizes contradict each
-        other.
+        """Return two fields of the layout as a dict: ``global_batch`` (samples in a step) and ``microbatches`` (on each
+        of ``dp`` data-parallel ranks). Each is computed from the other sizes if they suffice, and ``None`` if not.
+        Raise :class:`ContradictionError` if the sizes contradict each other.
         """
         batch, size, count = self.global_batch, self.microbatch_size, self.microbatches
         if size and count and batch not in (None, size * count * dp):
@@ -289,8 +291,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the fields that say how a model is trained, name -> value. The framework, its execution profile and
-        the options without effect are left out.
+        """Return the fields that say how a model is trained (mesh, batch, schedule and so on), name -> value. The name
+        of the framework, its execution profile and the list of options without effect are left out.
         """
         return {name: getattr(self, name) for name in FACTS}
 
@@ -306,10 +308,11 @@ def _show_value(value: Any) -> str:
 
 def divide_layers(layout: TrainingLayout, num_layers: int) -> tuple[int, ...]:
     """Return the number of layers in each pipeline stage, virtual ones included, if a model of ``num_layers`` layers is
-    divided as ``layout`` says.
+    divided as ``layout`` says: as listed in its ``stage_layers`` or else equally.
 
-    The first and the last stage have ``first_less`` and ``last_less`` layers fewer than the others; a remainder goes to
-    the first stages. Raise :class:`ContradictionError` if the layers cannot be divided in this way.
+    In an equal division, the first and the last stage have ``first_less`` and ``last_less`` layers fewer than the
+    others, and a remainder goes to the first stages. Raise :class:`ContradictionError` if the layers cannot be divided
+    in this way.
     """
     if layout.stage_layers:
         if sum(layout.stage_layers) != num_layers:

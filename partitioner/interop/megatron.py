@@ -604,8 +604,8 @@ def _list_options(layout: TrainingLayout) -> tuple[dict[str, Any], tuple[UnusedO
 
 
 def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
-    """Add the pipeline options of ``layout`` to ``given`` (option name -> value). ``leave_out``: a function that
-    records a field that cannot be expressed.
+    """Add the pipeline options of ``layout`` to ``given`` (option name -> value). ``leave_out``: function of (name of a
+    field, reason) that records that the framework cannot express the field.
     """
     if layout.pp == 1:
         return
@@ -634,8 +634,9 @@ def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
 
 
 def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
-    """Add the options of ``layout`` for state sharding, recomputation, offload, precision and the optimizer to
-    ``given`` (option name -> value). ``leave_out``: a function that records a field that cannot be expressed.
+    """Add the options of ``layout`` for ZeRO, recomputation, offload, precision and the optimizer to ``given`` (option
+    name -> value). ``leave_out``: function of (name of a field, reason) that records that the framework cannot express
+    the field.
     """
     if layout.zero is None:
         leave_out("zero", "states are not sharded unless it is asked for")

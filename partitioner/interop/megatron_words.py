@@ -24,12 +24,12 @@ _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
 
 def read_words(text: str) -> list[str]:
-    """Return the words of a command line. If ``text`` is a shell script, return the words of the line that starts a
-    Python script with options, with variables and arrays replaced by their values; without such a line, the words of
-    all arrays of options.
+    """Return the words of a Megatron-LM command. ``text``: the command line, or a shell script that contains it. Of a
+    script, these are the words of the line that has options and starts a Python script, with variables and arrays
+    replaced by their values; without such a line, the words of all lines or else of all arrays that contain options.
 
-    Assignments in a branch of a condition count if the condition holds, or if it cannot be evaluated. Raise
-    :class:`LayoutError` for an unbalanced quote.
+    Commands and assignments in a branch of a condition count if the condition holds, or if it cannot be evaluated.
+    Raise :class:`LayoutError` for an unbalanced quote.
     """
     if len(text) > _LONGEST:
         raise LayoutError(f"the command has {len(text)} characters; expected a command line or a shell script")
@@ -67,9 +67,10 @@ def _assign(found: re.Match[str], variables: dict[str, str]) -> None:
 
 
 def _follow_condition(line: str, variables: dict[str, str], branches: list[list[bool]]) -> bool:
-    """Return whether a line of a shell script is part of a condition (``if`` to ``fi``) or prints or exits, and so is
-    no command. ``variables``: name -> value of the shell variables. ``branches`` is updated: for each open condition,
-    whether the current branch is taken, and whether any branch has been.
+    """Return whether a line of a shell script should be skipped, because it belongs to a condition (``if`` to ``fi``)
+    or only prints or exits. ``variables``: name -> value of the shell variables. ``branches``: for each condition that
+    is open, the innermost last, whether its current branch is taken, and whether any of its branches has been; this
+    function updates it.
     """
     word = line.split(None, 1)[0].rstrip(";")
     if word == "if":

@@ -110,9 +110,9 @@ class Options:
     """The options of one configuration, name -> value. The ``take`` methods return a value in a required type and mark
     the option as read; options that were not read are listed as having no effect.
 
-    ``given``: the options. ``where``: the name of the configuration, for error messages. ``write``: how messages write
-    an option, with ``{}`` for its name, such as ``--{}``. ``written``: how they write single options, by name.
-    ``ignore``: names of options that belong to the training script.
+    ``given``: the options. ``where``: the name of the configuration, for error messages. ``write``: a template for an
+    option in messages, with ``{}`` for its name, such as ``--{}``. ``written``: name -> text in messages, for options
+    that the template does not fit. ``ignore``: names of options that belong to the training script.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Options:
                 self.note(option, "belongs to the training script")
 
     def name(self, option: str) -> str:
-        """Return the name of ``option`` as the configuration writes it, for messages."""
+        """Return the text by which messages name ``option``, such as ``--tensor-model-parallel-size``."""
         return self.written.get(option) or self.write.format(option)
 
     def has(self, option: str) -> bool:
@@ -246,7 +246,8 @@ class Options:
                 )
 
     def _is_ignored(self, option: str) -> bool:
-        """Return whether the user said that ``option``, or its section, belongs to the training script."""
+        """Return whether the user listed ``option``, or its section, among the options that belong to the training
+        script."""
         return option in self._ignore or option.split(".")[0] in self._ignore
 
     def list_unused(self) -> tuple[UnusedOption, ...]:

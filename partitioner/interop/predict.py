@@ -119,11 +119,11 @@ def _price_layout(
     job: tuple[Constraints, dict[str, Any], list[str]],
 ) -> tuple[Plan, int]:
     """Return the plan of ``layout`` without a program, and the bytes that its fullest rank lacks on ``topology`` (0 if
-    it fits).
+    it fits). A layout that does not fit is planned on devices with larger memories.
 
     ``inputs``: one global batch. ``job``: a triple of the constraints, further arguments of ``partition`` by name, and
-    a list of assumptions, to which this function adds. If the layout does not fit, it is planned with larger memories.
-    Raise :class:`CapacityError` if it does not fit in any of these either.
+    a list of assumptions (sentences), to which this function may add. Raise :class:`CapacityError` if the layout does
+    not even fit into the largest memories that are tried.
     """
     pins, given, notes = job
 

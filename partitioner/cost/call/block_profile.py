@@ -63,14 +63,13 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can overlap with the
 class KernelRow:
     """One GPU kernel of a block, and its role in the block.
 
-    ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix product or an attention. ``again``: selective
-    recomputation runs it a second time in backward. ``ring``: if its operator is an attention over a sharded sequence,
-    the index of that attention among those of the block, else -1.
-
-    ``expert``: its operator is a matrix product of a mixture of experts. For these: ``widest`` is the smaller side of
-    an expert's weight matrix; ``rows`` the number of rows (tokens) of all experts in the graph (0: every expert gets
-    all rows); ``held`` the number of experts in the graph; ``each``: a rank launches the kernel separately for each of
-    its experts.
+    - ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix product or an attention. ``again``:
+      selective recomputation runs it a second time in backward. ``ring``: if its operator is an attention over a
+      sharded sequence, the index of that attention among those of the block, else -1.
+    - ``expert``: its operator is a matrix product of a mixture of experts. Only then the other fields matter:
+      ``widest``: the smaller side of an expert's weight matrix. ``rows``: the number of rows (tokens) of all experts in
+      the graph; 0: every expert processes all rows. ``held``: the number of experts in the graph. ``each``: a rank
+      launches the kernel separately for each of its experts.
     """
 
     kernel: Kernel
@@ -151,10 +150,12 @@ class KernelTable:
 class Exchange:
     """A collective of the block over a mesh axis.
 
-    ``way``: 0 forward, 1 backward. ``op``: name of the collective. ``axis``: name of the mesh axis. ``nbytes``: size of
-    its operand, which is one rank's part of the tensor if ``from_part``. ``strided``: the dim that it joins or splits
-    is not outermost in memory. ``in_pieces``: it may overlap with matrix products. ``anew``: it is a gather that
-    backward repeats if its result is not kept.
+    - ``way``: 0 forward, 1 backward. ``op``: name of the collective. ``axis``: name of the mesh axis.
+    - ``nbytes``: bytes of its operand. ``from_part``: the operand is one rank's part of the tensor, as in an
+      all-gather; otherwise it is the whole tensor.
+    - ``strided``: the dim that it joins or splits is not outermost in memory, so the data are copied. ``in_pieces``: it
+      can be split into pieces that overlap with matrix products. ``anew``: it is a gather that backward repeats if its
+      result is not kept.
     """
 
     way: int
@@ -169,10 +170,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StateRead:
-    """A parameter or buffer (state) that a block reads.
+    """A parameter or buffer that a block reads.
 
-    ``name``: its name in the block. ``nbytes``: its bytes in the graph. ``gradient_bytes``: the bytes of its
-    accumulated gradient; 0 if it has none. ``expert``: it belongs to experts. ``small``: ZeRO-3 does not shard it.
+    ``name``: its name in the block. ``nbytes``: its bytes in the block's graph, which has one rank's shapes before
+    ZeRO. ``gradient_bytes``: the bytes of its accumulated gradient; 0 if it has none. ``expert``: it belongs to
+    experts. ``small``: it has so few bytes that ZeRO-3 does not shard it.
     """
 
     name: str
@@ -183,7 +185,8 @@ class StateRead:
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
         """Return two numbers of bytes: of the fraction ``share`` of the parameter, and of the same fraction of its
-        gradient. ``short_gradients``: the gradient is no larger than the parameter.
+        gradient. ``short_gradients``: the gradient has the parameter's dtype, even if gradients are otherwise
+        accumulated in float32.
         """
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
@@ -193,12 +196,13 @@ class StateRead:
 class BlockProfile:
     """Kernels, collectives, parameters and buffers of one call of a block.
 
-    ``exchanges``: the collectives. ``issued``: number of operators that the host launches in forward, in backward for
-    gradients of inputs, and in backward for gradients of weights. ``issued_each``: the same three numbers for operators
-    that it launches once per expert. ``held``: number of experts in the graph. ``rings``: the attentions over a sharded
-    sequence, as pairs (node, whether it runs backward). ``states``: the parameters and buffers that the call reads.
-    ``region``: the matrix products of experts. ``routing``: number of forward operators between the attention and the
-    experts.
+    - ``kernels``: the table of GPU kernels. ``exchanges``: the collectives. ``states``: the parameters and buffers that
+      the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it runs backward).
+    - ``issued``: three numbers of operators that the host launches: in forward, in backward for gradients of inputs,
+      and in backward for gradients of weights. ``issued_each``: the same for operators that it launches once per
+      expert.
+    - ``held``: number of experts in the graph. ``region``: the matrix products of experts. ``routing``: number of
+      forward operators between the attention and the experts, which route tokens to experts.
     """
 
     kernels: KernelTable
@@ -236,9 +240,9 @@ class _BlockProfiler:
     """Collects the kernels and collectives of a block's operators.
 
     ``train``: the block has a backward. ``fp8``: products with weights are in fp8. ``again``: the nodes that selective
-    recomputation runs again. ``fused_casts``: the preceding kernels write operands in fp8. ``current_scaling``: each
-    tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the experts' products run: ``"grouped"``,
-    ``"each"`` (one kernel per expert) or ``"fused"``.
+    recomputation runs a second time, in backward. ``fused_casts``: the preceding kernels write operands in fp8.
+    ``current_scaling``: each tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the experts' products
+    run: ``"grouped"``, ``"each"`` (one kernel per expert) or ``"fused"``.
     """
 
     def __init__(
@@ -338,9 +342,12 @@ class _BlockProfiler:
     def _in_fp8(
         self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand], results: list[Operand]
     ) -> list[Kernel]:
-        """Return ``kernels``, those of ``node``, as fp8 kernels, followed by the casts of its operands; count the casts
-        as operators that the host launches. If ``node`` is no product in fp8, return ``kernels`` unchanged. ``way``: 0
-        forward, 1 backward. ``operands``, ``results``: the tensors that ``node`` reads and writes.
+        """Return the kernels that run ``node`` if it is a product in fp8: ``kernels`` with fp8 operands, followed by
+        the kernels that cast its operands. Each launch of a cast is added to the operators that the host launches.
+        Return ``kernels`` unchanged for any other node.
+
+        ``kernels``: those of ``node`` without fp8. ``way``: 0 forward, 1 backward. ``operands``, ``results``: the
+        tensors that ``node`` reads and writes.
         """
         if node not in self.short:
             return kernels
@@ -355,13 +362,13 @@ class _BlockProfiler:
     def _count_fused_bytes(
         self, node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], way: int
     ) -> float:
-        """Return the additional bytes that fused kernels of experts' products move because they also do the work of
-        ``node``.
+        """Return the bytes of memory traffic that ``node`` adds to the fused kernels of experts' products, which also
+        do its work. Values between two fused operators stay inside the kernel and count nothing.
 
-        Forward (``way`` 0) reads only operands from outside of the fused kernels. Backward (``way`` 1) reads the
-        results of products, which forward has kept, and operands from outside. Results are written if they have other
-        readers. Backward also writes a gradient of everything that it reads. Everything between two fused operators
-        stays in the kernel.
+        Forward (``way`` 0) reads the operands from outside of the fused kernels, and writes the results if other
+        operators read them. Backward (``way`` 1) reads the operands from outside and the results of products, which
+        forward has kept, and writes as many bytes of gradients. ``operands``, ``results``: the tensors that ``node``
+        reads and writes.
         """
         sources = [skip_views(o) for o in tensors_of(node)]
         kept = self.fused if way == 1 else self.fused | self.region.products  # in the kernel's own memory
@@ -376,14 +383,16 @@ class _BlockProfiler:
         return self.expert_kernels == "each" and node in self.region.products
 
     def _is_issued(self, node: fx.Node) -> bool:
-        """Return whether the host launches an operator for ``node``. If each expert's products are launched separately,
-        products of the same operand count as one product, because their weights lie together in memory.
+        """Return whether the host launches an operator for ``node``. It does not if a fused kernel does the work of
+        ``node``. If each expert's products are launched separately, of several products with the same operand only the
+        first counts, because their weights lie together in memory and form one product.
         """
         return node not in self.fused and (not self._runs_each(node) or node in self.first)
 
     def _casts_apart(self, node: fx.Node) -> bool:
-        """Return whether a separate kernel casts an operand of ``node`` to fp8. This holds for rows that were just sent
-        by a collective and, if each expert's product is launched separately, for every operand.
+        """Return whether a separate kernel casts an operand of the experts' product ``node`` to fp8, because the kernel
+        before it cannot. This holds for rows that a collective has just delivered and, if each expert's product is
+        launched separately, for every operand.
         """
         return self.expert_kernels == "each" or bool(self.region.reads_entry(node))
 
@@ -412,8 +421,9 @@ class _BlockProfiler:
             )
 
     def _add_exchanges(self, node: fx.Node, backward: bool) -> None:
-        """Record the collective that ``node`` is and, with ``backward``, the collective of its gradient. Other nodes,
-        and attentions over a sharded sequence, are ignored.
+        """Record the collective that ``node`` is and, with ``backward``, the collective that its gradient needs. Nodes
+        that are no collectives are ignored, and so are attentions over a sharded sequence, which are recorded
+        elsewhere.
         """
         name = collective_name(node.target)
         source = node.args[0] if node.args else None
@@ -438,7 +448,7 @@ class _BlockProfiler:
 
 
 def find_nodes_between(products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the operators and views on all paths from one of ``products`` to another, without the products
+    """Return the operators and views on all paths from one of the nodes ``products`` to another, without ``products``
     themselves."""
     behind = _reach_nodes(products, lambda node: node.users)
     ahead = _reach_nodes(products, lambda node: node.all_input_nodes)
@@ -460,8 +470,8 @@ def _reach_nodes(starts: Collection[fx.Node], step: Callable[[fx.Node], Iterable
 
 
 def _fuse_kernels(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
-    """Return ``kernels`` without launches and with traffic scaled down to ``num_bytes`` in total. Traffic is never
-    scaled up."""
+    """Return ``kernels`` as parts of one fused kernel: with 0 launches each, and with their memory traffic scaled down
+    so that it adds up to ``num_bytes``. Traffic that is less already stays."""
     total = sum(kernel.num_bytes for kernel in kernels)
     share = min(1.0, num_bytes / total) if total else 0.0
     return [kernel._replace(num_bytes=kernel.num_bytes * share, launches=0) for kernel in kernels]
@@ -476,11 +486,11 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
     """Return the extra host work of Transformer Engine's linear layers, as a dict: first matrix product of a layer ->
-    extra work. The unit of work is the launch of one operator; the products themselves are not counted.
+    number of operator launches that would take as long. The products themselves are not counted. Products that read the
+    same value are one layer. ``region``: the products of experts, which are left out.
 
     One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
-    NVIDIA/TransformerEngine issue 2053). Products that read the same value are one layer. ``region``: the products of
-    experts, which are left out.
+    NVIDIA/TransformerEngine issue 2053).
     """
     states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
     for node in block.graph.nodes:
@@ -508,7 +518,8 @@ def node_operands(
     """Return two lists: the tensors that ``node`` reads and the tensors that it computes.
 
     ``states``: names of the block's parameters and buffers. ``learned``: nodes computed from these alone. ``copied``:
-    an operand that ``expand`` repeated counts as repeated even if a later reshape copied it.
+    whether elements that ``expand`` repeated count as repeated (``Operand.repeats``) even if a later reshape copied
+    them to memory.
     """
     read = [(o.meta["val"], is_state(o, states), o in learned, repeats_of(o, copied)) for o in tensors_of(node)]
     operands = [Operand(tuple(v.shape), v.dtype, state, made, repeats) for v, state, made, repeats in read]

@@ -49,8 +49,8 @@ Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
 
 def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the nodes that selective recomputation runs again in backward by default. ``sent``: values that come from
-    other ranks."""
+    """Return the nodes that selective recomputation runs a second time, in backward, by default. ``sent``: values that
+    come from other ranks, which are kept."""
     return find_recomputed_nodes(block, "selective", sent)
 
 
@@ -60,8 +60,9 @@ class CallCost:
 
     Fields that end in ``_comm_s`` are seconds of collectives; other ``_s`` fields are seconds without collectives.
 
-    - ``weights_s``: the part of ``backward_s`` that computes gradients of weights, for which no other stage waits.
-      ``flops``, ``backward_flops``: FLOPs of matrix products, forward and backward.
+    - ``weights_s``: the part of ``backward_s`` that computes gradients of weights, which can run after the gradients of
+      inputs are sent to the previous stage. ``flops``, ``backward_flops``: FLOPs of matrix products, forward and
+      backward.
     - ``saved_bytes``: bytes kept from forward to backward, besides those inputs that ``saved_inputs`` (one flag per
       input) marks as kept. ``carried_bytes``: bytes held between backward for inputs and backward for weights.
       ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host memory.
@@ -69,8 +70,9 @@ class CallCost:
       receives a gradient. ``state_bytes``: bytes of all parameters and buffers that the call reads. ``gathered_bytes``:
       bytes of parameters that ZeRO-3 gathers for it, and of their gradients.
     - ``selective_bytes``: the part of ``saved_bytes`` that selective recomputation does not keep. ``selective_inputs``:
-      for each input, whether it is kept then. ``selective_s``: seconds of the recomputation. ``slim``: the cost with
-      selective recomputation, if it cannot be derived from these fields.
+      for each input, whether it is kept under selective recomputation. ``selective_s``: seconds that this recomputation
+      takes in backward. ``slim``: the whole cost with selective recomputation, if it cannot be derived from these
+      fields; otherwise ``None``.
     - ``forward_only_s``: the part of the forward that full recomputation does not add to backward, because backward
       already contains it (selective recomputation, waits for gathered weights).
     """
@@ -115,8 +117,8 @@ class CallCost:
         )
 
     def at_least(self, forward_s: float, backward_s: float) -> CallCost:
-        """Return this cost of a block call with forward and backward seconds raised to at least ``forward_s`` and
-        ``backward_s``.
+        """Return this cost of a block call with ``forward_s`` and ``backward_s`` raised to at least the given seconds.
+        The part of the backward for gradients of inputs takes at least half of the given ``backward_s``.
         """
         back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
@@ -155,8 +157,8 @@ class CallCost:
 
     @cached_property
     def recompute_s(self) -> float:
-        """Return the seconds that full recomputation of the block adds to the backward of one call and one
-        microbatch.
+        """Return the seconds that full recomputation of the block adds to the backward of one microbatch: those of its
+        forward, without work that backward does anyway.
         """
         return self.forward_total_s - self.forward_only_s
 
@@ -173,11 +175,10 @@ def call_costs(
     train: bool = True,
     spread: Spread = NO_SPREAD,
 ) -> CallCost:
-    """Return the cost of one call of ``block``, a local graph (one rank's shapes, with its collectives). ``groups``:
-    mesh axis -> the group of ranks over which collectives of that axis run.
-
-    A collective over an axis that is not in ``groups`` costs nothing. Without ``train`` there is no backward and
-    nothing is saved. ``spread``: how expert parallelism and ZeRO-3 distribute the call over ranks.
+    """Return the cost of one call of ``block``, a local graph (one rank's shapes, with its collectives), on ``device``.
+    ``groups``: mesh axis -> the group of ranks over which collectives of that axis run; collectives over other axes
+    cost nothing. ``train``: whether the call has a backward and saves activations for it. ``spread``: how expert
+    parallelism and ZeRO-3 distribute the call over ranks.
     """
     return CallWork(block, train).cost(device, groups, spread)
 
@@ -188,8 +189,8 @@ class _Computed:
 
     ``seconds``: of all kernels. ``weights``: seconds of backward kernels that compute gradients of weights.
     ``products``: seconds of matrix products. ``rings``: seconds of each attention over a sharded sequence. ``again``:
-    seconds of what selective recomputation runs again. ``flops``: FLOPs of matrix products. ``experts_s``: seconds of
-    forward products of experts.
+    seconds of the kernels that selective recomputation runs a second time. ``flops``: FLOPs of matrix products.
+    ``experts_s``: seconds of forward products of experts.
     """
 
     seconds: tuple[float, float]
@@ -203,11 +204,11 @@ class _Computed:
 
 class CallWork:
     """The work of one call of ``block``, from which :meth:`cost` computes seconds and bytes for any device type and
-    groups.
+    groups of ranks.
 
-    ``train``: the call has a backward. ``again``: a function that returns the nodes that selective recomputation runs
-    again, given the block and the values that come from other ranks. Kernel times are cached by device and by how
-    experts are distributed.
+    ``train``: the call has a backward. ``again``: a function from the block and the values that come from other ranks
+    to the nodes that selective recomputation runs a second time, in backward. Kernel times are cached by device and by
+    how experts are distributed over ranks.
     """
 
     def __init__(self, block: Block, train: bool = True, again: Again = find_selectively_recomputed) -> None:
@@ -227,14 +228,15 @@ class CallWork:
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
-        """Return the nodes that selective recomputation runs again if every rank holds all experts; empty without
-        training.
+        """Return the nodes that selective recomputation runs a second time, in backward, if every rank holds all
+        experts; empty without training.
         """
         return self._again(self.block, ()) if self.train else frozenset()
 
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
-        """Return the nodes that selective recomputation runs again if experts are distributed over several ranks."""
+        """Return the nodes that selective recomputation runs a second time, in backward, if experts are distributed
+        over several ranks: results that come from other ranks are not recomputed. Empty without training."""
         entries = self.asked(False).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
 
@@ -322,10 +324,10 @@ class CallWork:
         forward_only_s: float,
     ) -> CallCost:
         """Return the complete cost of a call. ``asked``: kernels and collectives of the block. ``spread``: how expert
-        parallelism and ZeRO-3 distribute the call over ranks. ``halves``: seconds without collectives of forward,
-        backward for inputs and backward for weights. ``comm``: seconds of collectives, forward and backward.
-        ``computed``: seconds and FLOPs of the kernels. ``forward_only_s``: seconds of the forward that full
-        recomputation does not repeat.
+        parallelism and ZeRO-3 distribute the call over ranks. ``halves``: three durations in seconds without
+        collectives: forward, backward for inputs, backward for weights. ``comm``: two durations in seconds of
+        collectives: forward, backward. ``computed``: seconds and FLOPs of the kernels. ``forward_only_s``: seconds of
+        the forward that full recomputation does not repeat.
         """
         regather = self.train and spread.profile.regather
         apart = spread.ep > 1
@@ -370,8 +372,9 @@ class CallWork:
     def _find_saved_bytes(self, regather: bool, selective: bool, apart: bool) -> SavedBytes:
         """Return the bytes and inputs that one call of the block keeps from forward to backward.
 
-        ``regather``: activations that were gathered over ``tp`` are gathered again instead of kept. ``selective``: with
-        selective recomputation. ``apart``: experts are distributed over several ranks.
+        ``regather``: activations that were gathered over ``tp`` are not kept but gathered a second time in backward.
+        ``selective``: results that selective recomputation computes in backward are not kept. ``apart``: experts are
+        distributed over several ranks.
         """
         again = (self._again_apart if apart else self.again) if selective else frozenset()
         if not again:
@@ -403,13 +406,13 @@ def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
 
 
 def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: DeviceType) -> float:
-    """Return the seconds that a forward waits for the host to launch the kernels of each expert. ``asked``: kernels and
-    operators of the block. ``spread``: how experts are distributed over ranks. ``device_s``: seconds that the device
-    takes for these kernels.
+    """Return the seconds by which the experts' kernels start late in a forward, because the host cannot launch them
+    ahead: it knows the number of rows of each expert only after the device has counted them (Megatron-LM,
+    deepseek-v3-gb200-optimization, section 3.1). 0 if one kernel serves all experts, if CUDA graphs contain the
+    kernels, or if each expert's rows are padded to a fixed number.
 
-    The host knows the number of rows of each expert only after the device has counted them, so it cannot launch ahead
-    (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1). There is no wait if each expert's rows are padded to one
-    fixed number.
+    ``asked``: kernels and operators of the block. ``spread``: how experts are distributed over ranks. ``device_s``:
+    seconds that the device takes for these kernels.
     """
     profile = spread.profile
     if profile.expert_kernels != "each" or profile.graphs == "all" or profile.even_experts == "padded":
@@ -447,9 +450,9 @@ def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _
 
 def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
     """Return ``columns``, the table of a block's kernels, as one rank runs them if experts are distributed as in
-    ``spread``. The experts' weights are divided over the ranks of ``ep``, and each expert on a rank gets the rows of
-    all these ranks. Expected load imbalance between experts is included. A graph that is ``divided`` has only one
-    rank's experts already.
+    ``spread``. Each rank of ``ep`` has a part of the experts' weights, and its experts get rows (tokens) of all these
+    ranks. The expected imbalance of load between experts is included. If ``spread.divided``, the graph of the block has
+    only one rank's experts already, and the weights and rows are not divided a second time.
     """
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():

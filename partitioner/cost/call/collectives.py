@@ -52,8 +52,8 @@ def moved_share(op: str, size: int) -> float:
 
 
 def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
-    """Return the seconds of an all-to-all over ``group`` in which each row (token) goes to ``copies`` ranks. A row
-    crosses to each node only once and is copied to the other ranks inside the node (as in DeepEP). ``num_bytes``: size
+    """Return the seconds of an all-to-all over ``group`` that sends each row (token) to ``copies`` ranks, as in DeepEP:
+    a row is sent once to each node that needs it, and is copied to further ranks inside the node. ``num_bytes``: bytes
     of all copies on all ranks together. With one copy the time is that of a plain all-to-all.
     """
     if group.size == 1:
@@ -81,9 +81,10 @@ def message_time(num_bytes: float, link: Link) -> float:
 
 
 def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
-    """Return a link on which one message takes as long as the following transfer: each of ``size`` ranks sends its part
-    of a tensor over ``link`` to its peer in the next stage, and the peers all-gather the parts (Narayanan et al. 2021,
-    section 4.1). ``gathering``: the group of the peers; ``None``: the all-gather takes no time.
+    """Return a link whose message time stands for the following transfer of a tensor between two pipeline stages: each
+    of ``size`` ranks sends its part of the tensor over ``link`` to its peer in the next stage, and the peers then
+    all-gather the parts (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the peers; ``None``: the
+    all-gather takes no time.
     """
     latency, per_byte = link.latency, 1 / (size * link.bandwidth)
     if gathering is not None:
@@ -100,12 +101,13 @@ _WIDE_BYTES = 4  # gradients of narrow types travel in float32
 def exchange_seconds(
     query: Operand, key: Operand, value: Operand, seen: Band, algorithm: str, zigzag: bool, group: Group
 ) -> Seconds:
-    """Return the forward and backward seconds of communication of one attention over a sharded sequence.
+    """Return the seconds of communication, forward and backward, of one attention whose sequence is sharded over the
+    ranks of ``group``.
 
-    ``query``, ``key``, ``value``: the operands with their shapes on one rank. ``group``: the ranks that share the
-    sequence. ``seen``: which keys each query attends to. ``algorithm``: ``"ring"``, or one that gathers keys and
-    values. ``zigzag``: each rank has two distant parts of the sequence, which balances a causal mask. Steps of a ring
-    are sequential; each takes as long as its slowest pair of ranks.
+    ``query``, ``key``, ``value``: the operands with their shapes on one rank. ``seen``: the range of positions before
+    and after its own that a query attends to. ``algorithm``: ``"ring"``, whose steps follow one another and each take
+    as long as the slowest pair of ranks, or another name: keys and values are all-gathered. ``zigzag``: each rank has
+    two distant parts of the sequence, which balances a causal mask.
     """
     if group.others:
         each = (exchange_seconds(query, key, value, seen, algorithm, zigzag, one) for one in group.every)

@@ -37,9 +37,10 @@ class Spread:
     """How a call is distributed over ranks by expert parallelism and ZeRO-3, besides ``tp`` and ``cp``.
 
     - ``tp``: number of ranks of the axis ``tp``. ``experts``: the group over which experts are distributed (``ep``).
-      ``sharers``: the group of ranks that share one expert. ``expert_tensor``: ratio of ``tp`` to the number of these
-      ranks (``etp``). ``num_experts``: the number of experts of the layer with the most.
-    - ``shards``, ``expert_shards``: the groups over which ZeRO-3 shards weights, and weights of experts.
+      ``sharers``: the group of ranks that share one expert. ``expert_tensor``: ``tp`` divided by ``etp``, the number of
+      ranks that share one expert. ``num_experts``: the number of experts of the layer that has most.
+    - ``shards``, ``expert_shards``: the groups of ranks over which ZeRO-3 shards the weights outside of experts, and
+      those of experts.
     - ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: products with
       weights are in fp8. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``profile``:
       how the training framework executes the plan.
@@ -80,10 +81,10 @@ NO_SPREAD = Spread()
 
 
 def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-    """Return, for each number of tokens in ``tokens``, the expected load of the fullest of ``ranks`` ranks relative to
-    the mean load. Each token goes to a random rank.
-
-    The expected maximum of a binomial is ``1 + sqrt(2 ln r (r - 1) / t)`` (Raab and Steger 1998).
+    """Return how uneven routing is expected to be, for each number of tokens in ``tokens``: the expected load of the
+    fullest of ``ranks`` ranks, divided by the mean load, if each token goes to a random rank. For ``t`` tokens and
+    ``r`` ranks this is ``1 + sqrt(2 ln r (r - 1) / t)``, at most ``r`` (the maximum of a binomial, Raab and Steger
+    1998).
     """
     if ranks <= 1:
         return np.ones(len(tokens))
@@ -95,9 +96,9 @@ def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float6
 class ExpertProducts:
     """The matrix products of the experts of one block.
 
-    ``products``: the nodes of these products. ``entries``: the values sent to the experts. ``exits``: the values that
-    come back. ``states``: the names of the experts' weights. ``known``: the planner can distribute these products over
-    ranks.
+    ``products``: the nodes of these products. ``entries``: the nodes whose values are sent to the experts. ``exits``:
+    the nodes whose values come back from them. ``states``: the names of the experts' weights. ``known``: the form of
+    the products is known, so the planner can distribute them over ranks.
     """
 
     entries: tuple[fx.Node, ...] = ()
@@ -121,8 +122,8 @@ class ExpertProducts:
 
     @property
     def copies(self) -> float:
-        """Return the number of copies of each row that are sent to experts (such as the ``k`` of top-k routing), as far
-        as the graph shows it; 1 if unknown.
+        """Return the number of experts to which each row (token) is sent, such as the ``k`` of top-k routing, as far as
+        the graph shows it; 1 if unknown.
         """
         return max((_count_row_copies(node) for node in self.entries), default=1.0)
 
@@ -170,7 +171,8 @@ def _skip_views_and_casts(node: object) -> fx.Node:
 
 
 def _count_row_copies(node: fx.Node) -> float:
-    """Return how many times ``node`` contains each row of the tensor from which its rows are selected or repeated."""
+    """Return the number of elements of ``node``'s value divided by those of the tensor from which views, selections and
+    repetitions of rows produced it; for example ``k`` if each row was repeated ``k`` times."""
     size, source = node.meta["val"].numel(), node
     while source.op == "call_function" and (is_view(source) or operator_name(source) in _REPEATS):
         source = source.all_input_nodes[0]
@@ -198,13 +200,13 @@ def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
 
 
 def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: DeviceType) -> float:
-    """Return the seconds of sorting received rows (tokens) by expert and of undoing it, for one pass (forward or
-    backward). ``region``: the products of experts. ``held``: number of experts in the graph. ``spread``: how experts
-    are distributed.
+    """Return the seconds of copying received rows (tokens) into the order of the experts, and of copying the results
+    back, for one pass (forward or backward). ``region``: the products of experts. ``held``: number of experts in the
+    graph. ``spread``: how experts are distributed.
 
     Rows arrive in the order of the sending ranks (``passes/experts/sorted_rows.py``; Megatron-Core's
-    ``sort_chunks_by_idxs``). There is nothing to sort if the rank has one expert, or if the exchange itself writes rows
-    in sorted order (``dispatch`` ``"once"``).
+    ``sort_chunks_by_idxs``). 0 if a rank has only one expert, or if the exchange itself writes rows in the order of the
+    experts (``dispatch`` ``"once"``).
     """
     if not region.sorts or held * spread.of_experts <= 1 or spread.profile.dispatch == "once":
         return 0.0
@@ -221,10 +223,10 @@ def compute_exposed_seconds(compute_s: float, comm_s: float, slowdown: float, ov
 
 
 def in_pieces(compute_s: float, comm_s: float, pieces: int, slowdown: float) -> float:
-    """Return the seconds that gathers and scatters, split into ``pieces``, add to the matrix products that they overlap
-    with. ``compute_s``: seconds of the products. ``comm_s``: seconds of the gathers and scatters. ``slowdown``: factor
-    on the time of computation and of a collective while both run. Nothing hides the first piece (Wang et al. 2023;
-    Transformer Engine's user buffers)."""
+    """Return the seconds that collectives (gathers and scatters) add to the matrix products with which they overlap, if
+    each collective is split into ``pieces``. The first piece overlaps with nothing (Wang et al. 2023; Transformer
+    Engine's user buffers). ``compute_s``: seconds of the products. ``comm_s``: seconds of the collectives.
+    ``slowdown``: factor on the time of computation and of a collective while both run."""
     first = comm_s / max(1, pieces)
     return first + compute_exposed_seconds(compute_s, comm_s - first, slowdown)
 

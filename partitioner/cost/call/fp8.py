@@ -17,11 +17,11 @@ _SHOWN = 3  # products that a note names
 
 
 def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozenset[fx.Node]:
-    """Return the matrix products of ``block`` that run in fp8.
+    """Return the matrix products of ``block`` that run in fp8: the nodes that are fp8 operators already and, if
+    ``asked`` (the user requested fp8 and the model is not converted yet), the products that will be converted.
 
-    These are the nodes that are fp8 operators already. If ``asked`` (the user requested fp8), they are also the
-    products that will be converted, and the products of experts (``region``), which are planned in fp8 although the
-    runtime does not execute them so.
+    ``region``: the products of experts. With ``asked`` they are included if the planner can distribute them, although
+    the runtime does not execute them in fp8.
     """
     found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}
     if asked:
@@ -30,9 +30,9 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozen
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return those ``products`` (nodes of ``block``) before which no other of them reads the same operands. Later
-    products with the same operands reuse the cast to fp8. The projections to queries, keys and values therefore count
-    as one, for software that casts once.
+    """Return those ``products`` (nodes of ``block``) that are the first to read their operands. The cast to fp8 is
+    counted for them alone, for software such as Transformer Engine that casts an operand once: the projections to
+    queries, keys and values read the same operand, and the later two reuse its cast.
     """
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():
@@ -66,8 +66,8 @@ def in_fp8(
       (NVIDIA's Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
     - ``apart``: with ``fused``, a separate kernel casts the operand nevertheless, for example after a collective.
     - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
-      (``Float8CurrentScalingQuantizer``). This takes two more launches; they read the tensor unless the preceding
-      kernel computed the maximum.
+      (``Float8CurrentScalingQuantizer``). Computing it takes two more launches. They read the whole tensor only with
+      ``apart``, since otherwise the preceding kernel computes the maximum.
     """
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
@@ -90,9 +90,9 @@ def in_fp8(
 
 
 def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
-    """Return ``kernel`` as an fp8 kernel, which reads one byte per element and writes results of unchanged width. A
-    kernel that is no product of 16-bit numbers is returned unchanged. ``matrices``: the factors of the forward product.
-    ``result``: its result. ``backward``: the kernel is one of the backward."""
+    """Return ``kernel`` as an fp8 kernel: it reads operands of one byte per element, and its results have the width
+    that they had. A kernel that is no product of 16-bit numbers is returned unchanged. ``matrices``: the two operands
+    of the forward product. ``result``: its result. ``backward``: the kernel is one of the backward."""
     if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
         return kernel
     read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
@@ -120,9 +120,9 @@ def _build_product_casts(product: Kernel, operands: list[Operand], result: Opera
 
 
 def _build_cast_kernels(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast ``operand`` to fp8 for ``product``. They find the largest absolute value, scale and
-    round every element to a byte, and copy the bytes if they must be ``transposed``. Computing the scale takes three
-    further launches.
+    """Yield the kernels that cast ``operand`` to fp8 for ``product``: one kernel finds the largest absolute value and
+    computes the scale, in four launches, and another scales and rounds every element to a byte, in two. ``transposed``:
+    the second also copies the bytes to a transposed tensor, in one more launch.
     """
     whole = float(operand.nbytes)
     bytes_out = operand.numel * (1.0 + 2.0 * transposed)
@@ -139,8 +139,9 @@ def least_in_fp8(
     fused: bool = False,
     first: bool = True,
 ) -> list[Kernel]:
-    """Return the faster kernels of a product on ``device``: those in fp8 with casts, or the unconverted ``kernels``.
-    The result is a lower bound, because a shard may have sizes that are not multiples of 16 and cannot run in fp8.
+    """Return the kernels of a product that take less time on ``device``: those in fp8 with its casts, or ``kernels``,
+    those without fp8. The result is a lower bound for any shard of the product, which runs in fp8 only if its sizes are
+    multiples of 16.
 
     ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of the
     backward. ``fused``: neighbouring kernels do the casts. ``first``: no earlier product reads the same operands.
@@ -159,8 +160,8 @@ def _sum_kernel_seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
 
 
 def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
-    """Return a tuple with one sentence for the user: how many products with weights are not in fp8, and why. It is
-    empty if all are in fp8. ``model``: the graphs of one rank.
+    """Return a note for the user as a tuple with one sentence: how many products with weights run in fp8, and for some
+    that do not, why. The tuple is empty if all run in fp8. ``model``: the graphs of one rank.
     """
     left = {name: list(_left_out(block)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, True, expert_region(b))) for name, b in model.blocks.items()}

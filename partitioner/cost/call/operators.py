@@ -33,7 +33,7 @@ class Operand(NamedTuple):
     """A tensor that an operator reads or writes.
 
     ``state``: it is a weight, whose size does not depend on the batch. ``learned``: it is computed from weights alone,
-    so no other pipeline stage waits for its gradient. ``repeats``: how many times a view such as ``expand`` repeats
+    so its gradient is not sent to another pipeline stage. ``repeats``: how many times a view such as ``expand`` repeats
     each element that is in memory.
     """
 
@@ -72,7 +72,7 @@ class Kernel(NamedTuple):
     number of launches. ``kind``: the key in the device's table of memory efficiencies. ``smallest``: the smallest of M,
     N and K of a product, or the number of keys of an attention. ``width``: the smallest head width of an attention.
     ``aligned``: every row of a product's 16-bit matrices is a multiple of 16 bytes, which matrix units need for full
-    speed. ``learned``: the kernel computes a gradient of weights.
+    speed. ``learned``: the kernel computes a gradient of weights, which no other pipeline stage waits for.
     """
 
     kind: str
@@ -205,8 +205,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def repeats_of(node: fx.Node, copied: bool = False) -> float:
-    """Return how many times ``node`` contains each element of the tensor that it is a view of. ``copied``: also look
-    through reshapes that copy."""
+    """Return how many times the view ``node`` repeats each element of the tensor that it is a view of, such as after
+    ``expand``; 1 if it repeats none. ``copied``: whether to continue through reshapes that copy, to the tensor before
+    them."""
     found = 1.0
     while node.op == "call_function" and operator_name(node) in VIEWS and (copied or is_view(node)):
         source = node.all_input_nodes[0]
@@ -228,15 +229,15 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _only_sends(node: fx.Node) -> bool:
-    """Return whether the operator of ``node`` is a collective that computes nothing, that is, any but an attention over
-    a sharded sequence.
+    """Return whether ``node`` is a collective without computation of its own. All collectives are, except attentions
+    over a sharded sequence.
     """
     name = collective_name(node.target)
     return name is not None and name not in CONTEXT
 
 
 def _is_strided_shard(node: fx.Node) -> bool:
-    """Return whether the operator of ``node`` copies a rank's part of a whole tensor, because this part is not
+    """Return whether ``node`` takes one rank's part of a whole tensor and has to copy it, because the part is not
     contiguous in memory.
     """
     if collective_name(node.target) not in ("shard_slice", "shard_narrow"):
@@ -267,8 +268,8 @@ def _copies_to_reshape(shape: Shape, strides: tuple[int, ...], target: Shape) ->
 
 
 def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand]) -> list[Kernel]:
-    """Return the kernels that run ``node`` forward on operands and results of these shapes. Empty for most views and
-    collectives."""
+    """Return the kernels that run the operator of ``node`` in forward; empty for most views and collectives.
+    ``operands``, ``results``: the tensors on one rank that it reads and writes."""
     if node.target is operator.getitem or not results:
         return []
     if _only_sends(node):
@@ -299,9 +300,9 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
 
 
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
-    """Return the kernel of a cross-entropy. ``as_given``: number of passes over the logits. ``as_made``: number of
-    passes over intermediate results of the same shape, in the dtype in which sums are accumulated. ``kind``: the key in
-    the device's table of memory efficiencies. ``launches``: number of launches.
+    """Return the kernel of a cross-entropy over ``logits``. Its memory traffic is ``as_given`` passes over the logits,
+    plus ``as_made`` passes over intermediate results of the same shape in the dtype in which sums are accumulated.
+    ``kind``: the key in the device's table of memory efficiencies. ``launches``: number of launches.
     """
     made = logits._replace(dtype=accumulated_in(logits.dtype))
     return _build_kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
@@ -366,10 +367,10 @@ def backward_kernels(
 def _pointwise_backward(
     kind: str, name: str, wanted: Operand, operands: Sequence[Operand], result: Operand
 ) -> list[Kernel]:
-    """Return the kernels that compute the gradient of the operand ``wanted`` of a pointwise operator: a product with
-    the other operands, and a sum if the operand was broadcast. ``kind``: the key in the device's table of memory
-    efficiencies. ``name``: the operator's name. ``operands``, ``result``: the tensors that its forward reads and
-    writes.
+    """Return the kernels that compute the gradient of the operand ``wanted`` of a pointwise operator: one that
+    multiplies the gradient of the result by the other operands (none for additions), and a sum if ``wanted`` was
+    broadcast. ``kind``: the key in the device's table of memory efficiencies. ``name``: the operator's name.
+    ``operands``, ``result``: the tensors that its forward reads and writes.
     """
     broadcast = [_gradient_kernel("reduction", wanted, [result])] if wanted.numel < result.numel else []
     if name in _ADDITIONS or (name in _ADDED_TO and wanted is operands[0]):
@@ -439,10 +440,13 @@ def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Sha
 
 
 def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks: tuple[int, bool]) -> _Product:
-    """Return the FLOPs of the attention ``node`` and its number of keys, on the rank with the most work. ``query`` and
-    ``key``: shapes on each rank. ``width``: head width of the values. ``ranks``: the number of ranks that share the
-    sequence, and whether each has two distant parts of it. Within documents of known lengths, pairs of one document are
-    counted, and the number of keys is the mean length."""
+    """Return the FLOPs of the attention ``node`` and its number of keys, on the rank with the most work. Pairs of query
+    and key that a mask excludes are not counted. If the lengths of packed documents are known, only pairs inside one
+    document are counted, and the number of keys is at most the mean length of a document.
+
+    ``query``, ``key``: shapes on each rank. ``width``: head width of the values. ``ranks``: the number of ranks that
+    share the sequence, and whether each has two distant parts of it.
+    """
     lengths = find_document_lengths(node)
     pairs, keys = 0.0, float(key[-2])
     if lengths and query[-2] == key[-2]:
@@ -454,8 +458,8 @@ def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks
 
 
 def _find_priced_band(node: fx.Node) -> Band:
-    """Return how many positions before and after its own each query of the attention ``node`` sees. The node may be a
-    portable attention or a device's fused kernel.
+    """Return the range of positions before and after its own that each query of the attention ``node`` attends to.
+    ``node`` is this project's attention operator, or one of PyTorch's fused attention kernels, which has no window.
     """
     if "partition" in str(node.target):
         return find_attention_band(node) or Band()

@@ -41,10 +41,10 @@ _COPIES = frozenset(
 
 
 def find_recomputed_nodes(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the operators of ``block`` that backward runs again. ``how``: ``"scores"`` (attention scores only),
-    ``"selective"`` (also all other results whose bytes are worth the time) or ``"alternate"`` (also every second matrix
-    product). The graph must mark which nodes need gradients. ``sent``: values that come from other ranks when the block
-    is executed; they are never recomputed.
+    """Return the operators of ``block`` that backward runs a second time, so that their results are not kept. ``how``:
+    ``"scores"`` (attention scores only), ``"selective"`` (also other results that take many bytes and little time) or
+    ``"alternate"`` (also every second matrix product). The graph must mark which nodes need gradients. ``sent``: values
+    that come from other ranks when the block is executed; they are never recomputed.
     """
     scores = find_score_nodes(block)
     if how == "scores":
@@ -59,11 +59,11 @@ def _second_products(block: Block) -> frozenset[fx.Node]:
 
 
 class _RecomputeCut:
-    """Minimum cut that decides which operators are run again and which values are kept.
+    """Minimum cut that decides which operators backward runs a second time and which values are kept.
 
-    Each operator and each input has two vertices. The first is on the side of backward if the operator is run again.
-    The second is on the side of backward if its result is needed there. A result that is needed and not computed again
-    is kept, at the cost of its bytes.
+    Each operator and each input has two vertices. The first is on the side of backward if the operator is run a second
+    time. The second is on the side of backward if its result is needed there. A result that is needed and not
+    recomputed is kept, at the cost of its bytes.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class _RecomputeCut:
         self.read: dict[fx.Node, set[int]] = {}  # for each operator, the indices of the results that are needed
 
     def again(self) -> frozenset[fx.Node]:
-        """Solve the minimum cut, and return the operators that are run again; empty if backward reads no values."""
+        """Solve the minimum cut, and return the operators that backward runs a second time; empty if backward reads no
+        values."""
         wanted = [
             v
             for n in self.block.graph.nodes
@@ -109,8 +110,9 @@ class _RecomputeCut:
         self.flow.add_arc_with_capacity(start, end, capacity)
 
     def _is_quick(self, node: fx.Node) -> bool:
-        """Return whether ``node`` may be run again: scores, chosen products, and deterministic torch operators whose
-        cost is about a pass over memory (pointwise, norms, reductions, copies).
+        """Return whether recomputation may run ``node`` a second time. It may run attention scores, the matrix products
+        that ``"alternate"`` recomputation selected, and deterministic operators that cost about one pass over memory
+        (pointwise, norms, reductions, copies).
         """
         if node in self.scores:
             return True
@@ -128,8 +130,8 @@ class _RecomputeCut:
         return kind_of(node, name) in _KINDS or name in _COPIES
 
     def _find_read_values(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """Yield the values that ``node`` reads when it is run again, except parameters and buffers, as pairs (node that
-        computed it, index of the result).
+        """Yield the values that ``node`` reads when backward runs it a second time, except parameters and buffers, as
+        pairs (node that computed it, index of the result).
         """
         for value in dict.fromkeys(map(value_of, node.all_input_nodes)):
             if value[0].name not in self.states:
@@ -139,8 +141,8 @@ class _RecomputeCut:
         return sum(size_of((node, result)) for result in self.read.get(node, ()))
 
     def _price_recomputation(self, node: fx.Node) -> int:
-        """Return the cost of running the operator of ``node`` again, in bytes of memory that the time is worth. It is
-        at least 1, so that no operator is run again needlessly; attention scores cost 0.
+        """Return the cost of running the operator of ``node`` a second time, as the number of kept bytes that would be
+        as bad. It is at least 1, so that no operator is run needlessly; attention scores cost 0.
         """
         kernels = forward_kernels(node, *node_operands(node, self.states, ()))
         traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)

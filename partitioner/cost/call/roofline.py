@@ -96,8 +96,8 @@ def copied_s(nbytes: float, device: DeviceType) -> float:
 
 
 def memory_efficiency(kind: str, device: DeviceType) -> float:
-    """Return the fraction of memory bandwidth that kernels of ``kind`` reach. If the device does not list the kind, the
-    value of a similar kind is returned."""
+    """Return the fraction of memory bandwidth that kernels of ``kind`` (such as ``"norm"``) reach on ``device``. If the
+    device does not list the kind, return the value of a similar kind or, without one, of the kind ``"default"``."""
     table = device.memory_efficiency
     return table.get(kind, table.get(_ALIKE.get(kind, "default"), table.get("default", 1.0)))
 
@@ -134,8 +134,8 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
 
 
 def attention_factor(kernel: Kernel, device: DeviceType) -> float:
-    """Return the fraction of its best efficiency that a fused attention reaches with the number of keys and the head
-    width of ``kernel``."""
+    """Return the fraction of the best measured efficiency of a fused attention on ``device`` that ``kernel`` reaches
+    with its number of keys and its head width; both must be large for 1.0."""
     return _evaluate_curve(device.attention_lengths, kernel.smallest) * _evaluate_curve(
         device.attention_widths, kernel.width
     )

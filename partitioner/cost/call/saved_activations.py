@@ -86,8 +86,8 @@ class SavedBytes:
     """Memory of one call of a block, in bytes.
 
     ``inside``: tensors that the block computes and keeps for backward. ``inputs``: for each input, whether it is kept.
-    ``working``: largest temporary memory, in forward or backward, in addition to what is kept. ``passing``: the part of
-    ``working`` that is not the block's outputs.
+    ``working``: largest temporary memory, in forward or backward, in addition to what is kept; the block's outputs
+    count as temporary. ``passing``: the same without the block's outputs.
     """
 
     inside: int
@@ -97,12 +97,12 @@ class SavedBytes:
 
 
 def find_score_nodes(block: Block) -> frozenset[fx.Node]:
-    """Return the operators whose results are attention scores. These are products of two activations that are larger
-    than both, and the operators that process results of this size. Masks that are combined with scores are included if
-    they depend on no input and no parameter, such as dropout masks.
+    """Return the operators whose results are attention scores, which selective recomputation (Korthikanti et al. 2022)
+    runs a second time in backward. A fused attention has none.
 
-    Selective recomputation (Korthikanti et al. 2022) runs these operators again. A fused attention has none.
-    Collectives are never included, because their results are kept.
+    Scores are products of two activations that have more elements than both together, and results of this size that are
+    computed from them. Operators that depend on no input and no parameter and are combined with scores, such as those
+    of a dropout mask, are included. Collectives are not, because their results are kept.
     """
     states = set(block.states)
     found: dict[fx.Node, int] = {}
@@ -143,8 +143,8 @@ def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozens
 
 
 def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
-    """Return the all-gathers of activations in ``block``. Their results need not be kept, since backward can gather
-    them again."""
+    """Return the all-gathers of activations in ``block``. Backward can repeat them, so their results are not needed in
+    memory until then."""
     states = set(block.states)
     return frozenset(
         node
@@ -156,8 +156,9 @@ def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
 
 
 def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> SavedBytes:
-    """Return the bytes that one call of ``block`` keeps for backward, and those that it needs while it runs.
-    ``without``: nodes whose results are not kept but computed again in backward. Without ``train`` nothing is kept.
+    """Return the bytes that one call of ``block`` keeps for backward, and those that it needs while it runs. ``train``:
+    whether there is a backward; otherwise nothing is kept. ``without``: nodes whose results are not kept but computed a
+    second time in backward.
     """
     states = set(block.states)
     saved: dict[Value, int] = {}
@@ -180,8 +181,9 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
 
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
-    """Yield the values that must be kept so that ``nodes`` can be computed again, as pairs (node that computed it,
-    index of the result). ``without``: all nodes whose results are not kept.
+    """Yield the values that must be kept so that backward can compute the nodes ``nodes`` a second time, as pairs (node
+    that computed it, index of the result). ``without``: all nodes whose results are not kept; values are traced back
+    through them.
     """
     seen, stack = set(nodes), [*nodes]
     while stack:
@@ -301,9 +303,9 @@ def _compute_scratch_bytes(node: fx.Node) -> int:
 def _backward_peak(block: Block) -> int:
     """Return the largest number of bytes of gradients that exist at the same time in a backward of ``block``.
 
-    A parameter's gradient is added to its buffer as soon as it is computed. That of a product's weight is added while
-    it is computed (``runtime/execute/codegen.py``), so it takes no memory of its own. Gradients of other parameters
-    exist for a moment.
+    A parameter's gradient is added to an accumulation buffer, which is not counted here. That of a product's weight is
+    computed directly into the buffer (``runtime/execute/codegen.py``) and takes no further memory. That of another
+    parameter exists only until it is added.
     """
     states = set(block.states)
     alive = {value_of(n): size_of(value_of(n)) for n in block.outputs if needs_gradient(n)}
@@ -337,9 +339,9 @@ _AT_ONCE = frozenset("convolution conv1d conv2d conv3d".split())
 
 
 def carried_bytes(block: Block) -> int:
-    """Return the bytes that one call of ``block`` holds between the two halves of its backward (gradients of inputs,
-    then gradients of weights), without its inputs, parameters and buffers. The graph must mark which nodes need
-    gradients."""
+    """Return the bytes that one call of ``block`` holds between the two halves of its backward (first gradients of
+    inputs, later gradients of weights): values and gradients that the second half reads. Inputs, parameters and buffers
+    of the block are not counted. The graph must mark which nodes need gradients."""
     through = _depends_on_inputs(block)
     read: set[Value] = set()
     gradients: set[fx.Node] = set()
@@ -372,14 +374,16 @@ def _depends_on_inputs(block: Block) -> set[fx.Node]:
 
 
 def _is_sum(node: fx.Node, operand: fx.Node) -> bool:
-    """Return whether the gradient of ``operand`` is a sum over a much larger tensor. It is then computed in the half of
-    backward for inputs.
+    """Return whether the gradient of ``operand`` is a sum over a tensor that is much larger than ``operand``. If
+    backward is split, the first half (gradients of inputs) computes such a sum, so that the large tensor need not be
+    kept for the second.
     """
     return not is_product(node) and is_early(size_of(value_of(operand)), size_of(value_of(node)))
 
 
 def _makes_all_at_once(node: fx.Node) -> bool:
-    """Return whether one backward operator computes the gradients of all operands of ``node``."""
+    """Return whether PyTorch computes the gradients of all operands of ``node`` by one operator, as for a norm or an
+    attention, so that a split backward cannot postpone some of them."""
     name = operator_name(node)
     return NEEDS.get(name) in ("norm", "attention") or name in _AT_ONCE
 

@@ -25,23 +25,24 @@ OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 
 
 def gradient_bytes(spec: TensorSpec, short: bool) -> int:
-    """Return the bytes of the gradient of a parameter with the shape and dtype ``spec``. It is accumulated in float32
-    if the parameter has a shorter type, unless ``short`` gradients have the parameter's type.
+    """Return the bytes of the gradient of a parameter with the shape and dtype ``spec``. ``short``: the gradient has
+    the parameter's dtype; otherwise it is accumulated in float32 if that is longer.
     """
     return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
 
 
 @dataclass(frozen=True)
 class StateCost:
-    """Bytes of one state (parameter or buffer) on one rank, with its gradient and optimizer states.
+    """Bytes of one parameter or buffer on one rank, with its gradient and optimizer states.
 
     - ``parameter``, ``gradient``, ``optimizer``: bytes of the parameter or buffer itself, of its gradient and of its
       optimizer states, before ZeRO shards them.
-    - ``grad_axes``: the mesh axes over which its gradient is summed. ``stage``: the ZeRO stage (0: none). ``replicas``:
-      the number of ranks that shard it under ZeRO. ``hybrid``: these are only a part of the data-parallel ranks.
-      ``expert``: it belongs to experts.
-    - ``hosted``: its optimizer states are in host memory, and the optimizer runs there. ``disk``: they are on the
-      node's disk and are read for each step. ``passing``: the parameter itself is in host memory, too.
+    - ``grad_axes``: the mesh axes over which its gradient is summed. ``expert``: it belongs to experts.
+    - ``stage``: the ZeRO stage (0: none). ``replicas``: the number of ranks over which ZeRO shards it. ``hybrid``:
+      these ranks are only a part of the data-parallel ranks, and the parts are replicas of each other.
+    - ``hosted``: its optimizer states are in host memory, and the host runs the optimizer's step. ``disk``: they are on
+      the node's disk instead and are read for each step. ``passing``: the parameter itself is in host memory and is
+      copied to the device only while it is used.
     - ``master``: the part of ``optimizer`` that is the float32 copy of the parameter. ``lost``: bytes of the
       compression residual, the rounding error of its sent gradient that is kept for the next step.
     """
@@ -70,8 +71,8 @@ class StateCost:
 
     @cached_property
     def rest_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes over which the gradient of the parameter, or the shard that a reduce-scatter leaves, is
-        all-reduced.
+        """Return the mesh axes over which the gradient of the parameter is all-reduced; under ZeRO, those over which
+        the shard that is left by the reduce-scatter is all-reduced.
         """
         if not self.stage:
             return self.grad_axes
@@ -89,8 +90,9 @@ class StateCost:
     @cached_property
     def kept(self) -> dict[str, float]:
         """Return the bytes of this parameter or buffer that stay on the rank during the whole step, by kind of data
-        (``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"residuals"``). ZeRO-1 keeps both the whole gradient and
-        its shard.
+        (``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"residuals"``; the last is the rounding error of
+        compressed gradients). Under ZeRO-1 ``"gradients"`` counts both the whole gradient and its shard. Offloaded data
+        count 0.
         """
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
@@ -106,15 +108,16 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """Return the bytes of this parameter that stay on the rank but are not allocated before the first
-        reduce-scatter: under ZeRO-2 and ZeRO-3 the shard of the gradient, otherwise 0.
+        """Return the bytes of the shard of this parameter's gradient under ZeRO-2 and ZeRO-3, otherwise 0. The shard
+        stays on the rank but is not allocated before the first reduce-scatter of a step.
         """
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
     def in_host(self) -> float:
-        """Return the bytes of this parameter in host memory: offloaded optimizer states with their parameter and its
-        gradient, or an offloaded parameter.
+        """Return the bytes of this parameter in host memory: if the optimizer runs on the host, its optimizer states
+        (unless they are on disk), a copy of the parameter and its gradient; otherwise the parameter itself, if it is
+        offloaded.
         """
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
@@ -124,8 +127,8 @@ class StateCost:
 
     @property
     def on_disk(self) -> float:
-        """Return the bytes of this parameter on disk: optimizer states, including the float32 copy of the parameter if
-        there is one.
+        """Return the bytes of this parameter on disk: its optimizer states, including the float32 copy of the parameter
+        if there is one; 0 if they are not on disk.
         """
         return self.optimizer / (self.replicas if self.stage else 1) if self.disk and self.gradient else 0.0
 
@@ -204,7 +207,8 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def gradient(self) -> float:
-        """Return the bytes of the gradients of all these parameters on the rank, before they are reduce-scattered."""
+        """Return the bytes of the gradients of all parameters in this dict on one rank, before they are
+        reduce-scattered."""
         return sum(cost.gradient for cost in self.values())
 
     @cached_property
@@ -237,8 +241,8 @@ WHOLE = Sharded()
 
 
 def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
-    """Return the sums of the bytes of ``costs``, one for each group of parameters and buffers that differ in bytes
-    alone.
+    """Return ``costs``, those of single parameters and buffers, in fewer entries: all that differ in bytes alone become
+    one entry with the sum of their bytes.
     """
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
@@ -255,11 +259,11 @@ def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
 
 
 class StateKinds(NamedTuple):
-    """Parameters and buffers (states) grouped by equal cost.
+    """Parameters and buffers (states) in groups whose members cost the same.
 
-    ``of_state``: name of a state -> index of its group in ``kinds``. ``kinds``: for each group a tuple (one of its
-    states, its layout over ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole
-    gradient, whether ZeRO-3 leaves it whole).
+    ``of_state``: name of a state -> index of its group in ``kinds``. ``kinds``: for each group a tuple of five: one of
+    its states, its layout over ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole
+    gradient, and whether ZeRO-3 leaves it whole.
     """
 
     of_state: dict[str, int]
@@ -315,9 +319,9 @@ def state_costs(
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
-        """Return the cost of one group of equal parameters or buffers, given one of them (``state``), its layout over
-        ``tp``, whether it belongs to ``expert``s, whether every rank of ``cp`` computes its ``complete`` gradient, and
-        whether ZeRO-3 leaves it whole (``small``).
+        """Return the cost of one group of parameters or buffers that cost the same. ``state``: one of them. ``layout``:
+        its layout over ``tp``. ``expert``: it belongs to experts. ``complete``: every rank of ``cp`` computes its whole
+        gradient. ``small``: ZeRO-3 does not shard it.
         """
         trained = train and state.requires_grad
         apart = complete and trained and not expert

@@ -33,12 +33,13 @@ NOTHING_SENT = Scattering()
 
 
 class AtEnds(NamedTuple):
-    """Temporary bytes of gathered weights and gradients of a block call that is the first or the last one of a pipeline
-    stage.
+    """Temporary bytes of gathered weights and gradients of a block call, in case that it is the first or the last call
+    of a pipeline stage.
 
-    ``last``: bytes during its backward if it is the last call, with all other working memory. ``lingering``: bytes of
-    its gradients that are still being sent during that time, if it is the first call. ``closing``: bytes when its
-    gradients are sent at the end of a backward, which has freed everything else.
+    ``last``: if it is the last call, bytes during its backward, with all other working memory. ``lingering``: if it is
+    the first call, bytes of its gradients that are still being sent during the backward of the last call, in the next
+    microbatch. ``closing``: if it is the first call, bytes while its gradients are sent after the last backward, when
+    all saved activations are freed.
     """
 
     last: float = 0.0
@@ -62,9 +63,9 @@ def passing_bytes(
     """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """Return ``own`` (temporary bytes at any position), and the temporary bytes if the block call is the first or
-        last of a stage. ``copied``: bytes of the copy from which gradients are sent. ``lingers``: gradients are still
-        being sent during the next microbatch.
+        """Return a pair for a block call: ``own``, its temporary bytes at any position in a stage, and its temporary
+        bytes if it is the first or last call of the stage. ``copied``: bytes of the copy from which its gradients are
+        sent. ``lingers``: its gradients are still being sent during the next microbatch.
         """
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
@@ -96,11 +97,11 @@ def _get_gradient_bytes(state: StateCost | None) -> float:
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
     """Return, for each of several consecutive block calls, the bytes of gathered weights and whole gradients that exist
-    while it runs. ``calls``: these bytes for each call by itself.
+    while it runs. ``calls``: for each call, these bytes without its neighbours.
 
-    A call needs its own weights and gradients. In forward the next call's weights are there as well. In backward the
-    previous call's weights and the next call's gradients are there. ``in_turns``: the rank alternates between several
-    sequences of calls (virtual stages), so the other weights and gradients may be those of any sequence.
+    A call needs its own weights and gradients. In forward, the next call's weights are gathered at the same time. In
+    backward, the previous call's weights are gathered and the next call's gradients are reduced. ``in_turns``: the rank
+    alternates between several sequences of calls (virtual stages), so the neighbour may belong to any sequence.
     """
     none = GatheredBytes()
     if not any(map(any, calls)):

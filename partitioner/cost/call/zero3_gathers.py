@@ -16,9 +16,9 @@ from partitioner.topology.hardware import DeviceType
 class GatheredBytes(NamedTuple):
     """Bytes of the whole (unsharded) weights and gradients of a block call under ZeRO-3.
 
-    ``whole``: bytes while the call runs, with its own gradients. ``weights``: bytes of its gathered weights while a
-    neighbouring call runs. ``sent``: bytes of its gradients that are still being reduce-scattered while the next
-    backward runs.
+    ``whole``: bytes while the call runs: its gathered weights and its gradients. ``weights``: bytes of its gathered
+    weights while the call before or after it runs. ``sent``: bytes of its gradients that are still being
+    reduce-scattered while the backward of the call before it runs.
     """
 
     whole: float = 0.0
@@ -30,8 +30,8 @@ NONE_GATHERED = GatheredBytes()
 
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
-    """Return two numbers of bytes on a rank: of ``state``, a parameter or buffer that a block reads, and of its
-    gradient. ``spread``: how experts are distributed over ranks.
+    """Return two numbers of bytes of ``state``, a parameter or buffer that a block reads, as one rank has it before
+    ZeRO shards it: of the state and of its gradient. ``spread``: how experts are distributed over ranks.
     """
     return state.sizes(spread.profile.short_gradients, spread.of_experts if state.expert else 1.0)
 
@@ -41,7 +41,8 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
     weights. Backward gathers them again and reduce-scatters the gradients. ``states``: the parameters and buffers that
     the call reads. ``spread``: the groups over which they are sharded.
 
-    Small parameters are not sharded, unless the framework gathers each parameter by itself.
+    Small parameters are not sharded and need no collective, except in a framework that shards and gathers each
+    parameter by itself.
     """
     if spread.shards.size == 1:
         return 0.0, 0.0
@@ -81,9 +82,9 @@ def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: 
     """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a block call.
 
     ``sizes``: for each sharded parameter, its bytes and the bytes of its gradient. ``spread``: the groups over which
-    they are sharded. ``saved``: bytes of saved activations, which are counted elsewhere. Backward frees them while it
-    computes gradients, so gradients other than the largest add memory only beyond ``saved``. Gradients that are being
-    scattered need a receive buffer in addition.
+    they are sharded. ``saved``: bytes of saved activations, which are counted elsewhere. Backward frees these while it
+    computes gradients, so all gradients together add memory only as far as they exceed ``saved``; the largest gradient
+    is always counted. While gradients are reduce-scattered they also need a receive buffer.
     """
     ranks = spread.shards.size
     if ranks == 1 or not sizes:

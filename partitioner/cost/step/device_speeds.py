@@ -28,10 +28,11 @@ _STEPS = 64  # ends of microbatches that are followed; fewer give a weaker bound
 
 @dataclass(frozen=True)
 class PipelineSpeeds:
-    """Speeds of the stages of several pipelines. Pipelines with equal stage speeds form one kind.
+    """Speeds of the stages of several pipelines, one pipeline for each data-parallel rank. Pipelines whose stages have
+    equal speeds form one kind.
 
-    ``speeds``: speed of each stage relative to the fastest device type, shape ``[kinds, stages]``, fastest stage first.
-    ``counts``: number of pipelines of each kind, shape ``[kinds]``.
+    ``speeds``: speed of each stage relative to the fastest device type of the cluster, shape ``[kinds, stages]``; the
+    stages of a pipeline are sorted, the fastest first. ``counts``: number of pipelines of each kind, shape ``[kinds]``.
     """
 
     speeds: Matrix
@@ -41,9 +42,9 @@ class PipelineSpeeds:
         """Return a lower bound in seconds on the time in which all pipelines together process ``microbatches``
         microbatches, at least one in each pipeline.
 
-        ``work``: seconds of one microbatch on all stages at speed 1. ``plain``: the schedule is GPipe or 1F1B.
-        Otherwise the bound holds for any schedule. It then uses only that no stage is busy for longer than the step,
-        and that one microbatch passes through all stages.
+        ``work``: seconds of one microbatch, forward and backward, on all stages together at speed 1. ``plain``: the
+        schedule is GPipe or 1F1B. Otherwise the bound holds for any schedule and is lower: it uses only that no stage
+        is busy for longer than the step, and that one microbatch passes through all stages.
         """
         speed = np.cumsum(self.speeds, axis=1)
         least = microbatches / float(speed[:, -1] @ self.counts)
@@ -63,11 +64,11 @@ class PipelineSpeeds:
 
 @dataclass(frozen=True)
 class GroupSpeeds:
-    """Speeds of groups of ranks that will form ``pipelines`` pipelines of equal length, with one group for each stage.
-    It is not decided which groups form a pipeline together.
+    """Speeds of groups of ranks before it is decided which groups form a pipeline together. There will be ``pipelines``
+    pipelines of equal length, with one group for each stage.
 
-    ``speeds``: the distinct speeds, fastest first; a group is as fast as its slowest device. ``counts``: number of
-    groups of each speed.
+    ``speeds``: the distinct speeds, fastest first, relative to the fastest device type (1.0); a group is as fast as its
+    slowest device. ``counts``: number of groups of each speed.
     """
 
     speeds: Vector

@@ -53,8 +53,9 @@ def stage_estimates(
     peak memory in bytes by component. The components add up to the peak of one rank.
 
     ``names``: for each stage, the names of the parameters and buffers that it reads. ``held``: for each stage, the
-    costs of these, where costs that differ in bytes alone are added up. ``problem``: the block calls of the model with
-    their costs, to be cut into pipeline stages.
+    costs of its parameters and buffers; costs that differ in bytes alone are summed to one. ``split``: the block calls
+    and the recomputation of each stage. ``problem``: the block calls of the model with their costs, to be cut into
+    pipeline stages.
     """
     m = problem.num_microbatches
     made = []
@@ -86,9 +87,10 @@ def stage_estimates(
 
 
 def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
-    """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches in
-    flight, and offloaded states (parameters and optimizer states). ``stage``: the plan of the stage, with its
-    microbatches in flight. ``calls``: the block calls of the stage. ``held``: the costs of its parameters and buffers.
+    """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches between
+    their forward and backward, and offloaded parameters and optimizer states. ``stage``: the plan of the stage, with
+    the number of these microbatches. ``calls``: the block calls of the stage. ``held``: the costs of its parameters and
+    buffers.
     """
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
@@ -235,17 +237,18 @@ def stage_problem(
 
 
 def _in_part(asked: Asked | None) -> Recompute | None:
-    """Return the recomputation that the stage problem requires: ``asked``, the user's constraint, with ``"scores"`` and
-    ``"alternate"`` replaced by ``"selective"``. These differ only in the operators that are run again, and the costs of
-    the block calls contain this choice already.
+    """Return the recomputation that a stage of the problem may choose: ``asked``, the user's constraint, but
+    ``"selective"`` for ``"scores"`` and ``"alternate"``. These three differ only in the operators that backward runs a
+    second time, and the costs of the block calls are computed for the right ones already.
     """
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
 
 def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
-    """Return the link from each stage of the problem to the next. ``ranks``: the pipeline rank of each virtual stage;
-    empty without virtual stages. ``parts``: each rank of ``tp`` sends a part of a value, and the receivers gather the
-    parts. The link then includes the time of this gather. ``machine``: the devices and links of the mesh.
+    """Return the link from each stage of the problem to the next. ``machine``: the devices and links of the mesh.
+    ``ranks``: the pipeline rank of each virtual stage; empty without virtual stages. ``parts``: each rank of ``tp``
+    sends only its part of a value, and the receiving ranks all-gather the parts; the link then includes the time of
+    this all-gather.
     """
     links = tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links
     tp = machine.mesh.get("tp", 1)
@@ -258,11 +261,12 @@ def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], 
 def _build_stage_paces(
     by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
 ) -> tuple[Pace, ...]:
-    """Return, for each stage, the costs of all block calls on its devices.
+    """Return, for each stage, the costs of all block calls on its devices, and the summed cost of the calls that every
+    stage runs.
 
-    ``by_stage``: for each stage, a dict from block name to the cost of a call. ``placed``: the block name of each call
-    that is placed on a stage. ``everywhere``: the block names of the calls that every stage runs. Stages with the same
-    dict share one result object.
+    ``by_stage``: for each stage, a dict from block name to the cost of a call on its devices. ``placed``: the block
+    name of each call that belongs to one stage. ``everywhere``: the block names of the calls that every stage runs.
+    Stages with the same dict share one result object.
     """
     made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:
@@ -274,9 +278,9 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Return ``paces`` (for each virtual stage, the costs of all block calls on its devices) with the overhead of all
-    virtual stages but the first of each rank set to zero. The overhead is the cost of the calls that every rank runs
-    once. ``ranks``: the rank of each virtual stage.
+    """Return ``paces`` (for each virtual stage, the costs of all block calls on its devices) for ranks with several
+    virtual stages. A rank runs the calls that all stages need only once, so their cost (``overhead``) is set to zero in
+    all its virtual stages but the first. ``ranks``: the rank of each virtual stage.
     """
     without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
@@ -285,8 +289,9 @@ def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
-    """Return the cost of running the block calls with these ``costs`` one after the other: the sums of their forward
-    seconds and FLOPs, and, as working bytes, of all bytes that they occupy.
+    """Return the summed cost of the block calls with these ``costs``, which every stage runs, as one call: the sums of
+    their forward seconds and FLOPs. Its working bytes are the sum of all bytes that the calls occupy (temporary,
+    outputs, parameters and gathered parameters), because it has no other fields for them.
     """
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
@@ -392,8 +397,9 @@ def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
 
 
 def _find_contended_nodes(machine: PlacedMesh) -> NodeCores:
-    """Return, for each stage, the number of its ranks on each node, and the number of devices that can compute at full
-    speed at the same time on nodes with such a limit. ``machine``: the devices and links that the mesh is laid over.
+    """Return, for each pipeline stage, how many of its ranks are on each node, and, for nodes with few processor cores,
+    how many of a node's devices can compute at full speed at the same time. ``machine``: the devices and links that the
+    mesh is laid over.
     """
     devices = machine.topology.devices
     ranks = tuple(
@@ -411,8 +417,8 @@ def _compute_contended_seconds(
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
-    """Return the seconds of the pipeline and of the optimizer's update if the ranks of a node share its processor
-    cores. 0 if no node limits the number of devices that compute at the same time.
+    """Return the seconds of the pipeline plus those of the optimizer's update if the ranks of a node compete for its
+    processor cores. 0 if every node has enough cores for all its devices to compute at the same time.
 
     ``updates``: for each stage, seconds of its update if each rank has a core of its own. ``chunks``: number of virtual
     stages of each rank; ``None``: the number that the schedule fixes. Collectives get no further slowdown: their
@@ -461,8 +467,8 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
-    """Return the names of the distinct parameters and buffers that ``stage`` reads and that are keys of ``states``.
-    ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    """Return the names of the parameters and buffers that the block calls of ``stage`` read, each once; names that are
+    not keys of ``states`` are left out. ``problem``: the block calls of the model with their costs.
     """
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
@@ -501,8 +507,8 @@ def how_reduced(
 
 
 def _count_shared_states(names: Sequence[str], states: Mapping[str, StateCost]) -> Counter[tuple[str, ...]]:
-    """Return the number of a stage's parameters that ZeRO shards: tuple of the mesh axes over which a parameter is
-    sharded -> number. Parameters without a gradient are not counted. ``names``: the parameters and buffers of the
+    """Count a stage's parameters that ZeRO shards, by the mesh axes over which they are sharded: tuple of axes ->
+    number of parameters. Parameters without a gradient are not counted. ``names``: the parameters and buffers of the
     stage. ``states``: the cost of each parameter and buffer by name.
     """
     return Counter(states[n].scatter_axes for n in names if states[n].gradient and states[n].scatter_axes)
@@ -549,17 +555,17 @@ def _reduction_tail(
     how: ReductionScheme,
     owned: Sequence[Mapping[tuple[str, ...], int]] = (),
 ) -> float:
-    """Return the seconds by which gathers of updated parameters delay the pipeline, plus the seconds by which the
-    gradient reductions end after it.
+    """Return the seconds that data-parallel collectives add to the pipeline: gathers of updated parameters delay its
+    start, and gradient reductions end after it.
 
     ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
     buffers. ``how``: the reduction scheme. ``owned``: if each parameter is whole on one owner rank, for each stage a
-    dict (axes over which ZeRO shards -> number of parameters); otherwise empty.
+    dict (axes over which ZeRO shards -> number of parameters); otherwise empty. ``problem``: the block calls of the
+    model with their costs. ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that
+    the mesh is laid over.
 
-    The last backward of a stage ends before those of the stages in front of it. In the time between, its reductions are
-    hidden. With ``overlap_steps`` they are not, because the stage begins the next step in this time. ``problem``: the
-    block calls of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of each
-    pipeline stage. ``machine``: the devices and links that the mesh is laid over.
+    A stage reduces its gradients while the stages in front of it still run their last backwards, which hides these
+    seconds. With ``overlap_steps`` nothing is hidden, because the stage begins the next step in this time.
     """
     first_s = _added_up(problem, machine)
     if not problem.train:
@@ -600,10 +606,10 @@ def _reduction_tail(
 
 
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
-    """Return the seconds of one all-reduce that nothing hides: that of sums over the global batch which the first
-    forward reads, such as the number of targets. 0 with several stages, because only the last stage reads these sums,
-    and it is idle at that time. ``problem``: the block calls of the model with their costs, to be cut into pipeline
-    stages. ``machine``: the devices and links that the mesh is laid over.
+    """Return the seconds that a step needs at its start to sum numbers over the global batch that the first forward
+    reads, such as the number of targets. 0 if there are several stages: only the last stage reads the sums, and it
+    waits for its first input at that time anyway. ``problem``: the block calls of the model with their costs.
+    ``machine``: the devices and links that the mesh is laid over.
     """
     return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
 
@@ -621,11 +627,11 @@ def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
 def _compute_tied_seconds(
     problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: PlacedMesh
 ) -> float:
-    """Return the seconds of adding up the gradients of tied weights (weights that several stages read) over these
-    stages. Nothing hides this time, because it precedes all other work after the pipeline. ``states``: the cost of each
-    parameter and buffer by name. ``held``: for each stage, the names of its parameters and buffers. ``problem``: the
-    block calls of the model with their costs, to be cut into pipeline stages. ``machine``: the devices and links that
-    the mesh is laid over.
+    """Return the seconds of summing the gradients of tied weights (weights that several stages read) over the stages
+    that read them. Nothing hides this time: it lies between the end of the pipeline and the other gradient reductions.
+    ``held``: for each stage, the names of its parameters and buffers. ``states``: the cost of each parameter and buffer
+    by name. ``problem``: the block calls of the model with their costs. ``machine``: the devices and links that the
+    mesh is laid over.
     """
     often = Counter(name for names in held for name in names)
     return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)

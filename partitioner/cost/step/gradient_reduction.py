@@ -65,9 +65,9 @@ Axes = tuple[str, ...]
 class Reducer:
     """Computes the seconds of the collectives that reduce the gradients of a stage.
 
-    ``group``: function from a tuple of mesh axes to the group of ranks over them. ``how``: the reduction scheme (one
-    collective or hierarchical, with or without compression). ``device``: the device type that compresses. ``itemsize``:
-    bytes of one element of a gradient.
+    ``group``: function from a tuple of mesh axes to the group of ranks along them. ``how``: the reduction scheme (one
+    collective or hierarchical, with or without compression). ``device``: the type of the devices that compress
+    gradients. ``itemsize``: bytes of one element of a gradient.
     """
 
     group: Callable[[tuple[str, ...]], Group]
@@ -97,8 +97,9 @@ class Reducer:
     def _time_once(
         self, op: str, num_bytes: float, axes: Axes, find: Callable[[], CommunicationTime]
     ) -> CommunicationTime:
-        """Return the time that ``find()`` computes; it is called only once for each combination of the other arguments.
-        ``op``: name of the collective. ``num_bytes``: its size. ``axes``: the mesh axes over which it runs.
+        """Return the time of a collective that ``find()`` computes, and cache it: ``find`` is called only once for each
+        combination of the other arguments. ``op``: name of the collective. ``num_bytes``: its size. ``axes``: the mesh
+        axes over which it runs.
         """
         key = op, num_bytes, axes
         if key not in self._times:
@@ -118,8 +119,8 @@ class Reducer:
         return self._compute_all_reduce_time(num_bytes, self.group(axes), axes)
 
     def _find_level_groups(self, axes: tuple[str, ...]) -> tuple[Group, Group]:
-        """Return the groups of ranks inside and between nodes for a hierarchical reduction over ``axes``; two groups of
-        one rank if the reduction is not hierarchical.
+        """Return two groups of ranks for a hierarchical reduction over ``axes``: the ranks inside a node, and those
+        that correspond to each other on different nodes. Both have a single rank if the reduction is not hierarchical.
         """
         if not self.how.inside or not any(axis in OUTER for axis in axes):
             return Group(1), Group(1)
@@ -139,9 +140,9 @@ class Reducer:
         )
 
     def lost(self, axes: tuple[str, ...]) -> float:
-        """Return the size of the compression residual (the rounding error that is kept for the next step) as a fraction
-        of the gradients that are reduced over ``axes``. 0 if no residual is kept. It covers the data that the rank
-        sends and the sums that it sends back.
+        """Return the bytes of the compression residual (the rounding error that is kept for the next step) for each
+        byte of gradients that is reduced over ``axes``. 0 if no residual is kept. A rank keeps the error of the
+        gradients that it sends and that of the sums that it sends back.
         """
         kind = self.how.compression
         if kind is None or not CODECS[kind].feedback or not {*axes} - _EXACT or self.group(axes).size == 1:
@@ -152,16 +153,16 @@ class Reducer:
         return 1 + 1 / self.group(axes).size
 
     def scatter(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
-        """Return the time of a reduce-scatter, over the mesh axes ``axes``, of ``num_bytes`` of gradients to the ranks
-        over which ZeRO shards the parameters. ``last``: the collective crosses the outermost links of the reduction,
-        where gradients may be compressed.
+        """Return the time of a reduce-scatter of ``num_bytes`` of gradients over the mesh axes ``axes``, over which
+        ZeRO shards the parameters. ``last``: no other data-parallel reduction follows, so the collective crosses the
+        outermost links and compresses if the scheme says so.
         """
         op = "scatter_last" if last else "scatter"
         return self._time_once(op, num_bytes, axes, lambda: self._find_scatter_time(num_bytes, axes, last))
 
     def _find_scatter_time(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
-        """Return the time of a reduce-scatter of ``num_bytes`` over the mesh axes ``axes``. ``last``: gradients may be
-        compressed.
+        """Compute the time of a reduce-scatter of ``num_bytes`` of gradients over the mesh axes ``axes``. ``last``: no
+        other data-parallel reduction follows, so gradients are compressed if the scheme says so.
         """
         group = self.group(axes)
         if self.how.compression is None or not last or group.size == 1:
@@ -207,9 +208,9 @@ def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Red
 
 
 def data_reducers(machines: Sequence[PlacedMesh], zero: int, constraints: Constraints) -> list[Reducer]:
-    """Return the reducers (which compute seconds of gradient collectives) of stage 0 on each of ``machines`` under ZeRO
-    stage ``zero`` (0 to 3), one for each reduction scheme that ``constraints`` allow. In these reducers the axis ``dp``
-    means all ranks with the same weights, that is ``dp`` and ``cp``.
+    """Return objects that compute the seconds of gradient collectives of stage 0 under ZeRO stage ``zero`` (0 to 3):
+    one for each of ``machines`` (placements of a mesh) and each reduction scheme that ``constraints`` allow. In these
+    objects the axis ``dp`` means all ranks with the same weights, that is ``dp`` and ``cp``.
     """
     laid = [replace(machine, zero=zero) for machine in machines]
     return [_over_data(reducer_of(m, 0, how)) for m in laid for how in list_reduction_schemes(m, constraints)]
@@ -221,9 +222,10 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """Return a list with one :class:`Reducer` over ``group``, as a lower bound: no other reduction of gradients over
-    ranks with these links is faster. The list is empty if compression or a hierarchical reduction might be faster.
-    ``constraints``: the choices that the user fixed.
+    """Return a list with one :class:`Reducer` whose every collective runs over ``group``, for a lower bound: if no
+    collective of as many ranks on ``topology`` is faster than over ``group``, then no reduction of gradients is. The
+    list is empty if a reduction may be faster because it is compressed or hierarchical. ``device``: the type of the
+    devices. ``constraints``: the choices that the user fixed.
     """
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []
@@ -271,8 +273,10 @@ def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
 
 
 def ranks_inside(machine: PlacedMesh) -> int:
-    """Return the largest number of neighbouring ranks along ``dp`` that, with their ``cp`` ranks, are all on one node.
-    0 if that is a single rank or all ranks of ``dp``. ``machine``: the devices and links that the mesh is laid over.
+    """Return how many neighbouring ranks of ``dp`` form the inner group of a hierarchical reduction: the largest number
+    for which all of them, with their ``cp`` ranks, are on one node. 0 if a hierarchical reduction makes no sense,
+    because an inner group would be a single rank or all ranks. ``machine``: the devices and links that the mesh is laid
+    over.
     """
     sizes = [machine.mesh.get(axis, 1) for axis in AXES]
     nodes = machine.topology.node_of[map_ranks_to_devices(machine.topology, machine.mesh, machine.devices)].reshape(
@@ -316,12 +320,13 @@ class GradientReduction:
     def exposed(
         self, window_s: float, slowdown: float, forward_s: float = 0.0, overlap: bool = True, microbatches: int = 1
     ) -> float:
-        """Return the seconds that the reduction adds to a step.
+        """Return the seconds that this gradient reduction adds to a step, because computation does not hide them.
 
-        It overlaps with a backward of ``window_s`` seconds, its gathers with a forward of ``forward_s`` seconds, and
-        the reduce-scatters of ZeRO-2 with the backwards of all ``microbatches`` but the last. While a collective and
-        computation run at the same time, each takes ``slowdown`` times as long. What exceeds the window comes after it,
-        and so does the last bucket. Without ``overlap`` everything is added.
+        Reductions overlap with a backward of ``window_s`` seconds, gathers of parameters with a forward of
+        ``forward_s`` seconds, and the reduce-scatters of ZeRO-2 with the backwards of all ``microbatches`` but the
+        last. While a collective and computation run at the same time, each takes ``slowdown`` times as long. Reductions
+        that take longer than the window end after it; the last bucket always starts after it. Without ``overlap``
+        everything is added.
         """
         return float(exposed_seconds(self.seconds, window_s, slowdown, forward_s, overlap, microbatches))
 
@@ -354,11 +359,11 @@ def exposed_seconds(
 
 
 def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> GradientReduction:
-    """Return ``work``, a stage's gradient reduction, with the additional start-up times that arise if each parameter is
-    whole on one owner rank under ZeRO-1.
+    """Return ``work``, a stage's gradient reduction, for ZeRO-1 in which each parameter is whole on one owner rank:
+    with the additional latency of separate messages for each owner.
 
-    Gradients are then reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of
-    a ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
+    Gradients are reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of a
+    ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
     ``dist.broadcast``). ``tensors``: axes over which parameters are sharded -> number of parameters. ``reducer``:
     computes the seconds of single collectives.
     """
@@ -393,8 +398,8 @@ def compute_gradient_reduction(
 
 def reduced_sizes(cost: StateCost) -> Sizes:
     """Return the bytes that each collective of the gradient reduction moves for one parameter or buffer, whose cost is
-    ``cost``. A key is (name of the collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter). Empty if
-    there is no gradient.
+    ``cost``: (name of the collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter) -> bytes. Gathers
+    of the updated parameter are included. Empty if there is no gradient.
     """
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:
@@ -406,9 +411,9 @@ def reduced_sizes(cost: StateCost) -> Sizes:
 
 
 def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
-    """Return a dict with one entry: the tuple of mesh axes over which ZeRO scatters the gradient of a parameter, whose
-    cost is ``cost``, -> whether no other data-parallel reduction follows. Empty if the gradient is not scattered, or
-    under ZeRO-3.
+    """Return whether the reduce-scatter of a parameter's gradient is the last data-parallel reduction of it, as a dict
+    with one entry: tuple of the mesh axes of the reduce-scatter -> bool. Empty if ZeRO does not scatter the gradient at
+    the end of a step, as under ZeRO-3. ``cost``: the cost of the parameter.
     """
     scattered = cost.gradient and cost.scatter_axes and cost.stage < 3
     return {cost.scatter_axes: not any(axis != "tp" for axis in cost.rest_axes)} if scattered else {}

@@ -86,8 +86,8 @@ def _add_call_transfers(
     """Return ``cost``, that of a block call, with its transfers to and from host memory added.
 
     ``host``: the part of a host that a rank has. ``passing``: bytes of parameters that come from the host for each
-    call. ``whole``: bytes that these occupy on the device while the call runs. ``once``: for each input, whether no
-    other call reads it; such inputs are offloaded with the saved activations if they are kept for the backward.
+    call. ``whole``: bytes that these occupy on the device while the call runs. ``once``: for each input of the call,
+    whether no other call reads it; if so and if backward needs the input, it is offloaded like the saved activations.
     ``None``: no activations are offloaded.
     """
     if once is None:
@@ -114,9 +114,9 @@ def _add_call_transfers(
 
 
 def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Return the seconds of the optimizer's step on the host over the parameters in ``costs`` whose optimizer states
-    are offloaded. Optimizer states on disk are read and written at the same time. ``host``: the part of a host that a
-    rank has.
+    """Return the seconds of the optimizer's step that runs on the host, over those parameters in ``costs`` whose
+    optimizer states are in host memory. If the states are on disk, reading and writing them overlaps with the step, and
+    the longer of both counts. ``host``: the part of a host's memory and bandwidth that a rank has.
     """
     stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
     return max(stepped, disk_seconds(costs, host))
@@ -130,11 +130,12 @@ def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
 
 
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
-    """Return the seconds of sending gradients to the host and updated parameters back that computation does not hide.
+    """Return the seconds that a step takes longer because gradients are sent to the host and updated parameters are
+    sent back, as far as computation does not hide this.
 
-    ``costs``: the costs of the parameters of a rank. ``host``: the part of a host that the rank has. The backward of
-    one microbatch (``backward_s`` seconds) hides the transfer of gradients, except the last bucket, which is complete
-    only after it. The forward (``forward_s`` seconds) hides the transfer of parameters.
+    ``costs``: the costs of the parameters of a rank. ``host``: the part of a host's memory and bandwidth that the rank
+    has. The backward of one microbatch (``backward_s`` seconds) hides the transfer of gradients, except the last
+    bucket, which is complete only after it. The forward (``forward_s`` seconds) hides the transfer of parameters.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)
@@ -174,8 +175,8 @@ def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[flo
 
 
 def _check_room(has: str, room: float, sizes: Sequence[float]) -> None:
-    """Raise :class:`CapacityError` if the sum of ``sizes`` (bytes of each rank) exceeds ``room`` bytes. ``has``: start
-    of the message, which names the memory or disk and its size.
+    """Raise :class:`CapacityError` if offloaded data do not fit: if the sum of ``sizes`` (bytes of each rank) exceeds
+    ``room`` bytes. ``has``: start of the message, which names the memory or disk and its size.
     """
     if (size := sum(sizes)) > room:
         raise CapacityError(

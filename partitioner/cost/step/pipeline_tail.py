@@ -43,10 +43,10 @@ _MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated buc
 
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
-    """Return a lower bound in seconds on the optimizer's update, however the model is cut into stages. It assumes that
-    all pipeline ranks update equally many bytes on the fastest device. ``states``: the cost of each parameter and
-    buffer by name. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
-    ``machine``: the devices and links that the mesh is laid over.
+    """Return a lower bound in seconds on the optimizer's update, over all ways to cut the model into stages. It divides
+    the bytes of the update equally over all pipeline ranks and takes the fastest device for each. ``states``: the cost
+    of each parameter and buffer by name. ``problem``: the block calls of the model with their costs. ``machine``: the
+    devices and links that the mesh is laid over.
     """
     if not problem.train:
         return 0.0
@@ -66,10 +66,11 @@ def run_tails(
     """Return, for each stage of ``problem``, a table of lower bounds on the seconds from the end of the pipeline to the
     end of the step. The entry ``[start, stop]`` is for a stage that consists of the block calls ``start:stop``.
 
-    An infinite entry means that the stage cannot consist of these calls in any division of the model whose step takes
-    at most ``within_s`` seconds. ``states``: the cost of each parameter and buffer by name. ``ranks``: the pipeline
-    rank of each stage if ranks hold several (virtual) stages; otherwise empty. ``machine``: the devices and links that
-    the mesh is laid over. ``constraints``: the choices that the user fixed.
+    An entry is infinite if a model in which the stage consists of these calls certainly takes more than ``within_s``
+    seconds for a step, or if the other calls cannot be divided over the other stages. ``states``: the cost of each
+    parameter and buffer by name. ``ranks``: the pipeline rank of each stage if ranks hold several (virtual) stages;
+    otherwise empty. ``machine``: the devices and links that the mesh is laid over. ``constraints``: the choices that
+    the user fixed.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches
@@ -114,13 +115,14 @@ def _least_tied(
     seconds: Sequence[Table],
     ranks: Sequence[int],
 ) -> float:
-    """Return a lower bound in seconds on adding up the gradients of tied weights, which several block calls read. A
-    weight is counted on as many ranks as must hold one of the calls that read it, however the model is cut.
+    """Return a lower bound in seconds on summing the gradients of tied weights (weights that several block calls read)
+    over the ranks that hold them. It counts each weight on the least number of ranks that must hold one of these calls,
+    however the model is cut.
 
     ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table whose entry
     ``[start, stop]`` is infinite if the stage may not consist of the calls ``start:stop``. ``ranks``: the rank of each
-    stage. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages. ``machine``: the
-    devices and links that the mesh is laid over.
+    stage. ``problem``: the block calls of the model with their costs. ``machine``: the devices and links that the mesh
+    is laid over.
     """
     readers: dict[str, list[int]] = {}
     for place, call in enumerate(problem.calls):
@@ -210,11 +212,12 @@ class _ReductionTails:
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the seconds by which gradient reductions end after the
-        pipeline if the stage with index ``stage`` consists of the block calls ``start:stop``. Negative values mean that
-        they end before.
+        pipeline if the stage with index ``stage`` consists of the block calls ``start:stop``. A negative value means
+        that they end before the pipeline does.
 
         ``windows``: the same table for the seconds of the backward; infinite for calls that are not allowed. ``ahead``:
-        for each first call of this stage, the most seconds that one backward takes on all stages in front of it.
+        for each index of the first call of this stage, the most seconds that one backward takes on all stages in front
+        of it; that backward hides reductions.
         """
         waits = np.zeros_like(windows)
         start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
@@ -250,12 +253,12 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
-        """Return, for each pair of ``starts`` and ``stops``, the seconds that the gradient reductions of the block
-        calls ``start:stop`` take after the last backward of the stage with index ``stage``, under the fastest reduction
-        scheme. They are computed bucket by bucket. On stage 0, add the seconds by which gathers of updated parameters
-        delay the first forward.
+        """Return one number of seconds for each pair of ``starts`` and ``stops``: how long gradient reductions run
+        after the last backward, under the fastest reduction scheme, if the stage with index ``stage`` consists of the
+        block calls ``start:stop``. They are simulated bucket by bucket. On stage 0, the seconds by which gathers of
+        updated parameters delay the first forward are added.
 
-        Calls with equal costs share one result, and so do stages with equal groups and devices.
+        Results are cached: calls with equal costs share one, and so do stages with equal groups and devices.
         """
         alike, delays = self._number_equal_calls(stage), []
         for plan in stage_plans(self.tables, stage, starts, stops):
@@ -281,9 +284,11 @@ class _ReductionTails:
         return found
 
     def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
-        """Return the facts about a stage on which the delays depend besides its calls, as a tuple: whether it is the
-        first, whether it runs its backwards in two halves (for inputs, for weights), the slowdown of computation beside
-        collectives, and its devices and groups. ``stage``: index of the stage.
+        """Return the properties of a stage on which the delay by gradient reductions depends besides its block calls,
+        as a key for a cache. ``stage``: index of the stage.
+
+        The tuple has: whether it is the first stage, whether it runs its backwards in two halves (for inputs, for
+        weights), the slowdown of computation beside collectives, and its devices and groups of ranks.
         """
         if stage not in self._described:
             reducers = self._reducers_of(stage)
@@ -321,9 +326,9 @@ class _ReductionTails:
         return self._reducers[stage]
 
     def _bound_call_reductions(self, reducer: Reducer) -> NDArray[np.float64]:
-        """Return, for each block call, a lower bound in seconds on reducing the gradients that are complete once its
-        backward has run, as an array with one more entry, 0, at its end. ``reducer``: computes the seconds of gradient
-        collectives.
+        """Return, for each block call, a lower bound in seconds on reducing the gradients that its backward completes,
+        as an array. The array has one more entry, 0, for a stage that starts behind the last call. ``reducer``:
+        computes the seconds of gradient collectives.
         """
         calls = self.tables.problem.calls
         found = np.zeros(len(calls) + 1)

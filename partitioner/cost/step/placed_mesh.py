@@ -49,7 +49,7 @@ HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 @hashed_once
 @dataclass(frozen=True)
 class RankProfile:
-    """The facts that decide how long one call of a block, such as a layer, takes on a rank.
+    """The properties of a rank that decide how long one call of a block, such as a layer, takes on it.
 
     ``kind``: name of the device type. ``speed``: factor on the type's compute rates and memory bandwidth. ``groups``:
     pairs of a mesh axis and the communication group of the rank along that axis.
@@ -98,9 +98,9 @@ class PlacedMesh:
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """Return the result of ``find()``, which is called once for each ``key``. All copies that
-        ``dataclasses.replace`` makes of this object share the results. The ``key`` must therefore contain every field
-        that the result depends on and that copies may change.
+        """Return the result of ``find()``, and cache it under ``key``. The cache is shared with all copies that
+        ``dataclasses.replace`` makes of this mesh, so ``key`` must contain every field that the result depends on and
+        that copies may change.
         """
         if key not in self.memo:
             self.memo[key] = find()
@@ -113,7 +113,8 @@ class PlacedMesh:
         return self.topology.types[reference_type(self.topology)]
 
     def group(self, *axes: str) -> Group:
-        """Return the slowest of all groups of ranks along the mesh axes ``axes``, on any pipeline stage."""
+        """Return the slowest communication group of ranks along the mesh axes ``axes``, of the groups of all pipeline
+        stages."""
         if "pp" in axes:
             return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
         return select_slowest_group(self.stage_groups(*axes))
@@ -136,11 +137,12 @@ class PlacedMesh:
         return self._find_expert_groups("dp", *others) if "experts" in axes else self._find_mesh_groups(*axes)
 
     def grid_groups(self, grid: Mapping[str, int], axes: Collection[str]) -> tuple[Group, ...]:
-        """Return, for each pipeline stage, the slowest of the groups that its ranks form along the axes ``axes`` of
-        ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
+        """Return, for each pipeline stage, the slowest of the communication groups that its ranks form along the axes
+        ``axes`` of ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
 
-        If ``axes`` alternate with other axes so often that the three inner axes of a mesh cannot express it, the group
-        of all ranks of the stage is returned instead, which contains the group over ``axes``.
+        Groups are found on a mesh with three axes inside a stage. If ``axes`` alternate with the other axes of ``grid``
+        so often that three do not suffice, the group of all ranks of the stage is returned; it contains each group
+        along ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():
@@ -179,8 +181,9 @@ class PlacedMesh:
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """Return a mesh of the same ranks (axis -> size) in which groups for experts are found: ``dp`` counts the
-        replicas of an expert, ``cp`` stands for ``ep``, and ``tp`` for ``etp``.
+        """Return a mesh of the same ranks (axis -> size) whose groups are those for experts: its ``cp`` is the group
+        over which experts are distributed (``ep``), its ``tp`` the ranks that share one expert (``etp``), and its
+        ``dp`` the replicas of an expert.
         """
         room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
         etp = self.expert_tp
@@ -228,8 +231,8 @@ class PlacedMesh:
 
     @property
     def spread(self) -> Spread:
-        """Return how block calls are distributed over ranks by expert parallelism and ZeRO-3. The groups are the
-        slowest of any stage.
+        """Return how expert parallelism and ZeRO-3 distribute block calls over ranks. Each communication group in the
+        result is the slowest of all pipeline stages.
         """
         used = (
             self.ep,
@@ -311,8 +314,9 @@ class PlacedMesh:
 
     @property
     def seats(self) -> tuple[Seats, ...]:
-        """Return, for each stage, the distinct profiles of its ranks: device type, speed factor and communication
-        groups. The groups are the slowest ones of the stage. Equal tuples are one object.
+        """Return, for each pipeline stage, the distinct profiles of its ranks: device type, speed factor and
+        communication groups. Each group is the slowest of the stage along its axis. Stages with equal profiles share
+        one tuple.
         """
         return self.compute_once(("seats", self.ep, self.expert_tp), self._build_rank_profiles)
 
@@ -385,14 +389,14 @@ class PlacedMesh:
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:
-        """Return a lower bound on the part of a host's memory and bandwidth that each rank of the stage with index
-        ``stage`` has: the least bandwidths and memory, and the longest latency. ``None`` if the topology does not
-        describe one of the hosts.
+        """Return the least part of a host's memory and bandwidth that a rank of the stage with index ``stage`` has: the
+        smallest memory and bandwidths and the longest latency of its ranks. ``None`` if the topology does not describe
+        the host of one of them.
         """
 
         def find() -> tuple[HostShare | None, ...]:
-            """Return, for each pipeline stage, the least share of a host that its ranks have; ``None`` if some host is
-            not described.
+            """Return, for each pipeline stage, the least part of a host that one of its ranks has; ``None`` for a stage
+            with a host that the topology does not describe.
             """
             shares = self.topology.host_shares
             if len(self.topology.different_host_shares) == 1:

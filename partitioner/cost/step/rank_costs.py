@@ -24,9 +24,9 @@ Costs = dict[str, CallCost]  # cost of one call by block name
 class CallCostCache:
     """Cache of the costs of one call of each block, such as a layer, on each kind of rank.
 
-    ``blocks``: block name -> its local graph. ``train``: whether calls have a backward. ``again``: the function that
-    selects the nodes which selective recomputation runs again. ``works``: for each block, by identity, the object from
-    which costs are computed; several caches may share this dict.
+    ``blocks``: block name -> its graph for one rank. ``topology``: the cluster. ``train``: whether calls have a
+    backward. ``again``: function that selects the nodes which selective recomputation runs a second time. ``works``:
+    for each block object, the object that computes its costs; several caches may share this dict.
     """
 
     blocks: Mapping[str, Block]
@@ -109,9 +109,9 @@ class CallCostCache:
 
 
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, by block name, the least seconds of one call over all of ``costs``, as a lower bound. Each of ``costs``
-    maps a block name to the cost of a call on one kind of rank. Seconds of collectives are added to those of
-    computation.
+    """Return, by block name, a cost of one call with the least seconds of any of ``costs``, as a lower bound for ranks
+    of all kinds. Each of ``costs`` maps a block name to the cost of a call on one kind of rank. In the result, the
+    seconds of collectives are included in those of computation.
     """
     return {
         name: replace(
@@ -128,9 +128,9 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, by block name, the most seconds of one call over all of ``costs``, field by field. Each of ``costs`` maps
-    a block name to the cost of a call on one kind of rank. The result holds for ranks that wait for each other in each
-    collective.
+    """Return, by block name, a cost of one call in which each field of seconds is the largest of all ``costs``. Each of
+    ``costs`` maps a block name to the cost of a call on one kind of rank. This is the cost on a stage whose ranks wait
+    for each other in each collective.
     """
     if len(costs) == 1:
         return costs[0]
@@ -149,9 +149,10 @@ def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, by block name, the longest forward and the longest backward of one call over all of ``costs``. Each of
-    ``costs`` maps a block name to the cost of a call on one kind of rank. The computation and the collectives of a
-    forward, or of a backward, are those of one rank. The result holds for ranks that do not wait for each other.
+    """Return, by block name, the cost of one call on a stage whose ranks do not wait for each other: the forward of the
+    rank whose forward takes longest, and the backward of the rank whose backward takes longest, each with its own
+    seconds of computation and of collectives. Each of ``costs`` maps a block name to the cost of a call on one kind of
+    rank.
     """
     if len(costs) == 1:
         return costs[0]
@@ -172,7 +173,7 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:
-    """Return the seconds of the part of a backward that computes gradients of weights: the least seconds of a whole
+    """Return the seconds of gradients of weights for a lower bound on the backward: the least seconds of a whole
     backward in ``costs``, minus the least seconds of its part for gradients of inputs.
     """
     return min(c.backward_total_s for c in costs) - min(c.backward_total_s - c.later_s for c in costs)

@@ -51,7 +51,7 @@ class BestCaseMesh:
 
 
 def best_type(types: Sequence[DeviceType]) -> DeviceType:
-    """Return a device type on which no kernel takes longer than on any of ``types``."""
+    """Return an imaginary device type on which no kernel takes longer than on any of ``types``, for lower bounds."""
     if all(kind == types[0] for kind in types):
         return types[0]
     precisions = {precision for kind in types for precision in kind.peak}
@@ -79,12 +79,12 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
 def build_best_case_mesh(
     topology: Topology, mesh: Mapping[str, int], candidates: Sequence[PlacedMesh] | None
 ) -> BestCaseMesh:
-    """Return a mesh with the best memory capacity of each stage, and the best link between neighbouring stages, over
-    all ``candidates``.
+    """Return a mesh with the best memory capacity of each stage, and the best link between neighbouring stages, of all
+    placements of its ranks on ``topology``. Plans on it are lower bounds.
 
     ``mesh``: axis -> number of ranks. ``candidates``: all placements that the search may choose; ``None`` if they are
-    not enumerated. The result then bounds every placement. With ``n`` devices per stage, the smallest device of a stage
-    has at most the memory of the ``n``-th largest device of the cluster.
+    not enumerated. The capacity then follows from a count: if a stage has ``n`` devices, its smallest device has at
+    most the memory of the ``n``-th largest device of the cluster. The link is the best of the cluster.
     """
     stages = mesh.get("pp", 1)
     if candidates is not None:
@@ -105,7 +105,8 @@ def build_best_case_mesh(
 
 
 def most_share(topology: Topology) -> float:
-    """Return the largest bandwidth between nodes that any device has, as a fraction of one network card; at least 1."""
+    """Return the largest bandwidth between nodes that any device of ``topology`` has, divided by the bandwidth of one
+    network card; at least 1."""
     return max(1.0, float(topology.network_share.max()))
 
 
@@ -125,10 +126,10 @@ _Range = tuple[int, int]
 
 def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
     """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of the
-    topology.
+    topology, for lower bounds.
 
-    ``everywhere``: the groups of a mesh axis together contain all devices, and the slowest of them counts. The result
-    is then slower, because some of these groups may have to span two nodes, but still a lower bound.
+    ``everywhere``: the group is one of those of a mesh axis, which together contain all devices, and the slowest of
+    them counts. The bound is then higher, because some groups may have to span two nodes.
     """
     if size == 1:
         return Group(1)
@@ -137,9 +138,9 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
-    """Return groups of ``size`` ranks. For each collective, the time over the slowest of them is a lower bound on the
-    time over any ``size`` devices. ``everywhere``: the groups together contain all devices, and the slowest counts. The
-    groups do not describe messages between single ranks.
+    """Return groups of ``size`` ranks for a lower bound: no collective over ``size`` devices of the topology takes less
+    time than over the slowest of these groups. ``everywhere``: the bound is for the slowest of several groups that
+    together contain all devices. The returned groups do not describe messages between single ranks.
     """
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
@@ -161,12 +162,12 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
 
 
 def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
-    """Return the best link of a message to the rank that is 1, 2, ... ``size // 2`` positions further in a ring of
-    ``size`` devices, one entry for each distance. No ring of that many devices has a faster one.
+    """Return, for each distance 1, 2, ... ``size // 2``, the best link of a message to the rank that is so many
+    positions further in a ring of ``size`` devices. No ring of that many devices on ``topology`` has a faster one.
 
-    Messages to the rank ``d`` positions further form cycles of ``size / gcd(size, d)`` devices. If no part (such as a
-    node) of some level of links has that many devices, some pair of a cycle communicates over a link of an outer level,
-    or over a direct link.
+    Messages to the rank ``d`` positions further connect the devices in cycles of ``size / gcd(size, d)``. A cycle that
+    does not fit into one part of a level of links (such as a node) has to use a link of an outer level, or a direct
+    link.
     """
     own = [Hop(link.latency, link.bandwidth) for link in topology.own_links.values()]
     patterns = [topology.patterns[name] for name, _ in topology.pattern_kinds]
@@ -191,7 +192,8 @@ def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
 
 
 def no_slower(group: Group, other: Group) -> bool:
-    """Return whether no collective and no message takes longer over ``group`` than over ``other``, up to rounding."""
+    """Return whether no collective and no message of any size takes longer over ``group`` than over ``other``, up to
+    rounding."""
     # pairs of groups; a collective time is a start plus a slope
     lines = [(own, least) for own in group.every for least in other.every]
     hops = [pair for own, least in lines if own.hops and least.hops for pair in zip(own.hops, least.hops, strict=True)]
@@ -220,12 +222,13 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 def _enumerate_groups(
     topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
 ) -> Iterator[Group]:
-    """Yield a group for each way in which the cluster may divide ``size`` devices into parts. ``storeys``: the levels
-    of links, innermost first (such as inside a node, between nodes). Parts have as many devices as possible.
+    """Yield a group of ranks for each way in which ``size`` devices can lie on the levels of links, such as all in one
+    node or divided between two. ``storeys``: the levels, innermost first, each of which joins devices into parts (such
+    as nodes). Parts have as many devices as possible.
 
-    ``farthest``: at least one device has at most this share of the bandwidth between nodes. The other devices in its
+    ``farthest``: at least one device has at most this fraction of the bandwidth between nodes. The other devices in its
     part share that bandwidth, so the size of the smallest part matters. ``parted``: the group must span at least two
-    parts of each level in which not all groups fit into one part.
+    parts of each level whose parts cannot hold all groups of ``size`` devices.
     """
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
@@ -237,9 +240,10 @@ def _enumerate_groups(
     alike = bool((topology.network_share == topology.network_share[0]).all())
 
     def further(number: int, parts: int, below: _Range, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
-        """Yield the groups whose inner levels are decided. ``number``: index of the next level. ``parts``: number of
-        parts on the level below. ``below``: range of the size of the smallest part there. ``tiers``: the levels decided
-        so far. ``ring``: bandwidth of a ring over them.
+        """Yield the groups that extend one choice for the inner levels of links by every choice for the outer ones.
+        ``number``: index of the next level to choose. ``parts``: number of parts (such as nodes) that the group has on
+        the level below. ``below``: range of the number of devices in the smallest of these parts. ``tiers``: the levels
+        chosen so far. ``ring``: bandwidth of a ring over them, in bytes/s.
         """
         if number == len(storeys):
             if parts == 1:
@@ -266,9 +270,9 @@ def _enumerate_groups(
 
 
 def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> Iterator[_Range]:
-    """Yield ranges (least, greatest) of the size of the smallest part, if ``size`` devices are divided into ``count``
-    parts of at most ``largest`` devices. There is one range or, if ``fine``, several, whose length grows with the
-    size."""
+    """Yield ranges (least, greatest) that together contain every possible number of devices in the smallest part, if
+    ``size`` devices are divided into ``count`` parts of at most ``largest`` devices. ``fine``: yield several short
+    ranges, for a tighter bound, instead of one; their length grows with the number of devices."""
     low, most = max(1, size - (count - 1) * largest), size // count
     while low <= most:
         high = min(most, low if low <= _SINGLY else 2 * low) if fine else most
@@ -277,11 +281,12 @@ def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> It
 
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
-    """Return the greatest share of a level's bandwidth that each of ``devices`` devices in a part can have.
+    """Return the greatest fraction of a level's bandwidth that each of ``devices`` devices in one part (such as a node)
+    can have, if one of them is among the slowest.
 
-    ``shares``: bandwidth share of each device; ``None`` if all have 1. ``parts``: the part of each device. The devices
-    of the part with the slowest device (share of at most ``farthest``) have at most the bandwidth of the whole part
-    together.
+    ``shares``: bandwidth of each device as a fraction of the level's; ``None`` if all have 1. ``parts``: index of the
+    part of each device. ``farthest``: a device is among the slowest if its fraction is at most this number; its part's
+    bandwidth is divided among the ``devices``.
     """
     if shares is None:
         return 1.0
@@ -291,24 +296,25 @@ def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: in
 
 
 def _fewest_parts(storey: Storey, size: int) -> int:
-    """Return the least number of parts of ``storey`` (a level of links that joins devices into parts, such as nodes) in
-    which ``size`` devices can be.
+    """Return the least number of parts in which ``size`` devices can be. ``storey``: a level of links, which joins
+    devices into parts, such as nodes.
     """
     sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
     return int(np.searchsorted(np.cumsum(sizes), size)) + 1
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Return whether some group must span several parts of ``storey`` (a level of links that joins devices into parts,
-    such as nodes) if all devices are divided into groups of ``size``.
+    """Return whether, if all devices are divided into groups of ``size``, some group has to span several parts, because
+    the sizes of the parts are no multiples of ``size``. ``storey``: a level of links, which joins devices into parts,
+    such as nodes.
     """
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())
 
 
 def _most_ways(below: Ints, joined: Ints) -> int:
-    """Return the greatest number of parts of an inner level (such as devices) in one part of an outer level (such as
-    nodes). ``below``, ``joined``: for each device, the number of its part in the inner and in the outer level.
+    """Return the greatest number of inner parts (such as devices) in one outer part (such as a node). ``below``,
+    ``joined``: for each device, the index of its inner part and of its outer part.
     """
     parts = np.unique(np.stack([joined, below]), axis=1)
     return int(np.unique(parts[0], return_counts=True)[1].max())
@@ -335,8 +341,9 @@ def _list_level_rates(level: Level) -> Iterator[float]:
 
 
 def _over_all_links(topology: Topology, size: int) -> Group:
-    """Return a group of ``size`` ranks without latency, in which every device sends and receives over all of its links
-    at once."""
+    """Return a group of ``size`` ranks for a lower bound, where a closer one is not computed, such as on a topology
+    with links between single devices. It has no latency, and every device sends and receives over all of its links at
+    once."""
     every = [level.shared(most_share(topology)) for level in topology.levels]
     rates = [0.0, *(rate for level in every for rate in _list_level_rates(level))]
     inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])

@@ -27,12 +27,12 @@ _FORWARD, _WHOLE, _WEIGHTS = (KINDS.index(kind) for kind in "FBW")
 
 @dataclass(frozen=True)
 class RankEnds:
-    """Parameters that a rank gathers at the start of a step and gradients that it reduces at the end.
+    """The parameters that a rank gathers at the start of a step, and the gradients that it reduces at the end.
 
-    ``plan``: its block calls, by virtual stage. ``buckets``: its gradient buckets (gradients that are reduced
-    together). ``slowdown``: factor on the time of computation and of a collective while both run. ``first_s``: seconds
-    of work before its first forward. ``every_backward``: gradients are scattered during each backward (ZeRO-2), not
-    only during the last.
+    ``problem``: the block calls of the model with their costs. ``plan``: the block calls of the rank, by virtual stage.
+    ``buckets``: its gradient buckets (gradients that are reduced together). ``slowdown``: factor on the time of
+    computation and of a collective while both run. ``first_s``: seconds of work before its first forward.
+    ``every_backward``: gradients are scattered during each backward (ZeRO-2), not only during the last.
     """
 
     problem: StageProblem
@@ -47,7 +47,7 @@ def seconds_added(
     schedule: str | ScheduleTable, m: int, chunks: int | None, phases: Sequence[Phases], ranks: Sequence[RankEnds]
 ) -> float:
     """Return the seconds that gathers of updated parameters and gradient reductions add to the pipeline of a step: the
-    time at which all gradients are reduced, minus the end of the pipeline without these collectives.
+    time at which all gradients are reduced, minus the time at which the last backward would end without collectives.
 
     ``m``: number of microbatches. ``chunks``: number of virtual stages of each rank. ``phases``: seconds of forward and
     backward of each virtual stage. ``schedule``: its name, or a table that the user wrote. ``ranks``: gathers and

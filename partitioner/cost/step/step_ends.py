@@ -27,9 +27,10 @@ _NOTHING = CommunicationTime(0.0)
 class GradientBucket:
     """Gradients that are reduced together, and the time of their collectives.
 
-    ``place``: index of the first block call that reads one of their parameters; the gradients are complete once its
-    backward has run. ``scatter``: time of the reduce-scatter to shards. ``rest``: time of the all-reduce of the
-    gradients, or of the shards. ``gather_s``: seconds of gathering the updated parameters.
+    ``place``: index, in the model, of the first block call that reads one of their parameters. Backward runs calls in
+    reverse order, so the gradients are complete once this call's backward has run. ``scatter``: time of the
+    reduce-scatter to shards. ``rest``: time of the all-reduce of the gradients or, after a reduce-scatter, of the
+    shards. ``gather_s``: seconds of gathering the updated parameters.
     """
 
     place: int
@@ -139,11 +140,11 @@ def gathered_seconds(
     """Return the seconds by which gathers of updated parameters and other work delay the end of the first forward of a
     stage.
 
-    ``first_s`` seconds of other work precede the forward. The gathers run at the same time, and each block call waits
-    for its own. ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the
-    time of computation and of a collective while both run. ``idle_s``: seconds in which the stage waits for its first
-    input, which hide gathers. ``problem``: the block calls of the model with their costs, to be cut into pipeline
-    stages.
+    The gathers begin with the step and run at the same time as the forward; each block call waits for the gather of its
+    own parameters. ``first_s``: seconds of other work before the forward. ``idle_s``: seconds in which the stage waits
+    for its first input, during which gathers delay nothing. ``plan``: the block calls of the stage. ``buckets``: its
+    gradient buckets, whose parameters are gathered together. ``slowdown``: factor on the time of computation and of a
+    collective while both run. ``problem``: the block calls of the model with their costs.
     """
     gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
@@ -192,7 +193,8 @@ class Reductions:
                 self._begin_collective(bucket.rest)
 
     def settle(self) -> None:
-        """Wait for the reduce-scatters under way, and begin to all-reduce the shards that they leave."""
+        """Wait for the reduce-scatters whose shards still have to be all-reduced over other mesh axes, and begin these
+        all-reduces."""
         for scatter, bucket in self._left:
             self.clock.wait_for(scatter)
             self._begin_collective(bucket.rest)
@@ -227,9 +229,9 @@ def reduction_delays(
     """Return the seconds that the gradient reductions of a stage add to its last backward.
 
     ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the time of
-    computation and of a collective while both run. ``by_halves``: each backward is split, and only its half for
-    gradients of weights remains at the end. ``problem``: the block calls of the model with their costs, to be cut into
-    pipeline stages.
+    computation and of a collective while both run. ``by_halves``: the schedule splits each backward in two halves, and
+    only the half for gradients of weights runs last. ``problem``: the block calls of the model with their costs, to be
+    cut into pipeline stages.
     """
     run = plan.runs[0]  # the virtual stage whose backwards end last
     clock = RankClock(slowdown)

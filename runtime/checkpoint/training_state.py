@@ -213,11 +213,11 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def find_wrong_state(training: Any) -> str:
-    """Return what is wrong with the saved data other than tensors of a training run, as text; an empty string if
-    nothing is.
+    """Return why ``training``, the saved data of a training run other than tensors, cannot be restored, as text; an
+    empty string if it can.
 
-    It must be a dict with ``steps``, ``seed``, ``scale`` and ``extra``, and with states of random generators under
-    ``random``.
+    It must be a dict with the keys ``steps``, ``seed``, ``scale`` and ``extra``, and with states of random generators
+    under ``random``.
     """
     if not isinstance(training, dict):
         return f"expected a dict, got {type(training).__name__}"
@@ -327,9 +327,10 @@ RESIDUAL = "residual."
 
 
 def way_of(program: Program) -> str:
-    """Return a hash of the way in which the program reduces gradients; an empty string if it compresses no gradients.
+    """Return a hash of what decides how the program reduces gradients: its mesh, ZeRO, layouts, and the sets of
+    parameters that are reduced together; an empty string if it compresses no gradients.
 
-    Stored rounding errors of compressed gradients can be restored under another plan if the hashes are equal.
+    Stored rounding errors of compressed gradients can be restored under another plan only if the hashes are equal.
     """
     if not any(bucket.compression for stage in program.stages for bucket in stage.buckets):
         return ""
@@ -353,11 +354,11 @@ def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[
 def load_residuals(
     folder: Path, rank: RankProgram, residuals: Mapping[str, Tensor], training: Mapping[str, Any]
 ) -> None:
-    """Fill ``residuals``, the rounding errors of compressed gradients (name of the transfer -> flat tensor), from the
-    checkpoint ``folder``.
+    """Fill ``residuals``, this rank's rounding errors of compressed gradients, from the checkpoint ``folder``. Set them
+    to zero if the checkpoint's plan reduced gradients differently.
 
-    ``training``: the saved data other than tensors. They are set to zero if the checkpoint is of a plan that reduces
-    gradients differently.
+    ``residuals``: name of the compressed transfer -> flat tensor. ``training``: the checkpoint's data other than
+    tensors, which says how its plan reduced gradients.
     """
     if not residuals:
         return

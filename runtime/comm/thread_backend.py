@@ -141,7 +141,8 @@ class ThreadGroup:
     all.
 
     It implements :class:`partitioner.runtime.comm.group.RankGroup`. ``ranks``: the members. ``rank``: this rank.
-    ``gathering``: it is a second channel of the same ranks.
+    ``gathering``: whether this is the second of two groups of the same ranks, whose collectives do not wait for those
+    of the first one.
     """
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:

@@ -278,8 +278,9 @@ class TorchCommunicator:
         """Open the process groups and pipeline links that this rank belongs to, unless they are open. All ranks call
         this.
 
-        ``groups``: tuples of ranks. ``links``: from which to which rank, and for what. ``gathering``: groups that get a
-        second channel, for all-gathers of parameters.
+        ``groups``: tuples of ranks. ``links``: connections from one rank to another rank of another pipeline stage,
+        each for values, gradients or the loss. ``gathering``: groups that get a second channel, for all-gathers of
+        parameters.
         """
         for ranks in groups:
             self._make_group(ranks)
@@ -331,7 +332,7 @@ class TorchCommunicator:
 
     def _open_backend(self, processes: tuple[int, ...], purpose: str) -> Any:
         """Open a Gloo or NCCL backend object of torch for ``processes`` (process numbers), and return it. ``purpose``:
-        part of its name.
+        text in the backend's name that tells apart several backends of the same processes, such as ``link F``.
         """
         name = f"partition {purpose} {'-'.join(map(str, processes))}"
         store = c10d.PrefixStore(name, c10d._get_default_store())

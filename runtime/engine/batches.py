@@ -331,7 +331,8 @@ def _describe_value(value: Any) -> str:
 
 
 def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
-    """Return what to do, as text, if the input ``data`` of a global batch has the wrong shape ``shape``."""
+    """Return advice for an error message, as text: what the user can do if the input ``data`` of a global batch has
+    ``shape`` instead of the planned shape."""
     dim = data.batch_dim
     if dim is not None and len(shape) == len(data.shape):
         others = [d for d in range(len(shape)) if d != dim]
@@ -344,8 +345,8 @@ def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
 
 
 def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
-    """Return what to do, as text, if a rank's part of the input ``data`` has the wrong shape ``shape``. ``share``: the
-    part of a batch that the rank reads.
+    """Return advice for an error message, as text: what the user can do if this rank's part of the input ``data`` has
+    ``shape`` instead of the expected shape. ``share``: the part of a batch that the rank reads.
     """
     if data.batch_dim is None:
         return "the program reads this input whole, with local=True too: pass all of it on every rank that reads it"

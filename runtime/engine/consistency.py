@@ -63,9 +63,11 @@ class _GradientProbe(NamedTuple):
 
 
 class Agreement:
-    """Checks now and then that one rank is consistent with the others.
+    """Checks at regular intervals of steps that the ranks are consistent: that replicas of parameters are equal, that
+    all ranks scaled gradients alike, and that they were given the same batch. Every rank has one.
 
-    ``parameters``: name -> parameter that optimizers update. ``gradients``: name -> gradient that optimizers read.
+    ``parameters``: name -> this rank's parameter, as optimizers update it. ``gradients``: name -> gradient that
+    optimizers read.
     """
 
     def __init__(
@@ -106,8 +108,8 @@ class Agreement:
             self._check_batch(batch, local, rank or self.rank)
 
     def before_run(self, name: str, batch: Any, local: bool, rank: RankProgram) -> None:
-        """Check, before the program called ``name`` runs for the first time, that ranks were given the same batch. All
-        ranks call this.
+        """Check, before the plan's further program called ``name`` (such as an evaluation) runs for the first time,
+        that ranks were given the same batch. All ranks call this.
 
         ``local``: whether ``batch`` has only this rank's samples. ``rank``: this rank's part of that program. Raise
         :class:`BatchError` on all ranks.
@@ -339,11 +341,11 @@ class Agreement:
         return all_ranks(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
 
     def _find_extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
-        """Return the element-wise maximum and minimum over all ranks of vectors of ``length`` integers. All ranks call
-        this.
+        """Return, for each of ``length`` positions, the maximum and the minimum of the numbers that ranks have at this
+        position, as two int64 tensors of ``length`` elements. All ranks call this.
 
-        ``numbers``: index -> number of this rank; other elements do not count. Both results are equal where no rank has
-        a number.
+        ``numbers``: position -> number of this rank, for the positions at which it has one. Where no rank has a number,
+        both results have the same value.
         """
         bounds = torch.full((2, length), -_MASK - 1, dtype=torch.int64, device=self.communicator.device)
         for place, number in numbers.items():

@@ -101,10 +101,10 @@ class OptimizerCheck:
         return len({stage for stages in trained for stage in stages}) > 1
 
     def _sample_cuts(self, optimizer: Optimizer) -> list[Sample]:
-        """Return the description of one small tensor for each way in which parameters are sharded and each kind of
-        options of the parameter groups of ``optimizer``.
+        """Return descriptions of small tensors on which ``optimizer`` is tried in place of its parameters. There is one
+        for each way in which parameters are sharded, number of dims, and kind of options of their parameter group.
 
-        It stands for the largest parameter of this kind.
+        Each is made from the largest of the parameters that it represents.
         """
         found: dict[tuple[Any, int, ParameterCut], tuple[int, Sample]] = {}
         first_of: dict[Any, int] = {}
@@ -119,8 +119,8 @@ class OptimizerCheck:
         return [sample for _, sample in found.values()]
 
     def _make_sample(self, name: str, group: int) -> Sample:
-        """Return the description of a small tensor that stands for the parameter ``name`` in the parameter group with
-        index ``group``.
+        """Return the description of a small tensor on which an optimizer is tried in place of the parameter ``name``.
+        ``group``: index of the parameter group to which it belongs.
         """
         data, held = self.rank.program.states[name], self.parameters.get(name)
         some = held if held is not None else next(iter(self.parameters.values()), None)
@@ -133,7 +133,8 @@ class OptimizerCheck:
         pipeline stages.
 
         A parameter of another stage is assigned to the group of a parameter on this rank whose name differs only in
-        numbers. If the optimizer has one group with all of this rank's parameters, the others are assigned to it.
+        numbers, such as ``layers.0.weight`` for ``layers.7.weight``. If the optimizer has one group with all of this
+        rank's parameters, the others are assigned to it.
         """
         groups = [
             [self._names[id(p)] for p in group["params"] if id(p) in self._names and p.requires_grad]

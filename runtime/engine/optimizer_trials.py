@@ -201,10 +201,13 @@ def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool
 
 
 def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
-    """Return the problem of ``optimizer``, or ``None``, after trials with several ways to copy it and to call ``step``.
+    """Try copies of ``optimizer`` on small tensors, whole and sharded, and return the problem that is found; ``None``
+    if there is none.
 
-    The first way in which a copy can step whole tensors and changes them decides. ``samples``: the small tensors of the
-    trials. ``stages``: also compare with steps on only some of them. ``call``: how the script calls ``step``.
+    There are several ways to copy an optimizer and to call its ``step``. The result is that of the first way in which a
+    copy can step whole tensors and changes them; if there is no such way, the problem is that the optimizer cannot be
+    tried. ``samples``: the small tensors. ``stages``: also compare with steps on only some of them, as on one pipeline
+    stage. ``call``: how the script calls ``step``.
     """
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)
@@ -232,11 +235,12 @@ class _WholeFailed(Exception):
 
 @dataclass
 class _Stepped:
-    """A copy of the optimizer in a trial, with the small tensors that it steps.
+    """A copy of the optimizer in a trial, with the small tensors, or parts of them, that it steps.
 
     ``tensors``: index of a small tensor -> the parts of it that are stepped. ``parts``: index of a small tensor ->
-    function that selects these parts. ``rows``: all stepped parts with their gradients. ``before``: the parts before
-    the last step, by index.
+    function that selects these parts. ``what``: "parts", or "stages" if only some of the small tensors are stepped.
+    ``rows``: for each stepped part, the numbers that define its loss. ``before``: index of a small tensor -> values of
+    its parts before the last step.
     """
 
     optimizer: Any
@@ -340,10 +344,11 @@ class _Trial:
         return None
 
     def _iterate_variants(self, stages: bool) -> Iterator[tuple[dict[int, Part], Literal["parts", "stages"]]]:
-        """Yield the variants that are compared with steps of whole small tensors.
+        """Yield the ways to step the small tensors in parts, each of which is compared with a step of whole tensors.
 
         Each is a pair: index of a small tensor -> function that selects the part to step; and "parts", or "stages" if
-        only some of the small tensors are stepped. ``stages``: include the latter.
+        only every other small tensor is stepped, as on one of two pipeline stages. ``stages``: whether to yield those,
+        too.
         """
         if any(not s.cut.is_whole for s in self.samples):
             for place in (0, -1):  # of the first rank, and of the last
@@ -498,9 +503,10 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
 
 
 def class_of(optimizer: Optimizer) -> type[Any]:
-    """Return the class of an optimizer that the script used.
+    """Return the class of ``optimizer`` as the script made it.
 
-    :func:`partitioner.runtime.state.disk_offload.keep_on_disk` replaces it by a subclass.
+    If its states are kept on disk, :func:`partitioner.runtime.state.disk_offload.keep_on_disk` has changed the class of
+    the object to a subclass; the original class is returned.
     """
     kind = type(optimizer)
     return kind.__mro__[1] if keeper_of(optimizer) is not None else kind

@@ -148,7 +148,7 @@ class AsyncBinding:
     """Says that a node starts a collective: ``function`` is called with the operands, and ``wait()`` of its result
     returns the value.
 
-    ``scratch`` is called instead of ``function`` if nothing else uses the operand, so that it may be overwritten.
+    ``scratch`` is called instead of ``function`` if nothing else uses the operand; it may overwrite the operand.
     """
 
     function: Callable[..., Any]
@@ -241,11 +241,12 @@ class _CodeWriter:
         self.line_nodes: dict[int, fx.Node] = {}
 
     def grouped_sums(self) -> tuple[dict[fx.Node, bool], list[fx.Node]]:
-        """Find gradients of stacked expert weights that are only accumulated, so that the accumulation can compute them
-        in place.
+        """Find the gradients of stacked expert weights that nothing but their accumulator reads, so that the
+        accumulator can compute them in place.
 
-        Return these nodes, each with whether the last two dims of its result are swapped afterwards, and the views and
-        copies of gradients that need not run because the accumulation accepts any strides.
+        Return a dict and a list. The dict has the node that computes such a gradient -> whether the last two dims of
+        its result are swapped afterwards. The list has views and copies of gradients that need not run, because an
+        accumulator accepts any strides.
         """
         stacks: dict[fx.Node, bool] = {}
         passed: list[fx.Node] = []

@@ -324,8 +324,8 @@ class Executor:
         return self.sender.action(instruction)
 
     def _compile_gather(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that starts the all-gather of ``instruction``: of parameters or, as a
-        step of a reduction, of their gradients.
+        """Return a function without arguments that starts the all-gather of the GATHER ``instruction``: of parameters
+        that ZeRO shards or, in a hierarchical reduction, of summed gradients.
         """
         bucket = instruction.bucket
         assert bucket is not None

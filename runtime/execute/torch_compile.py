@@ -154,9 +154,11 @@ def _add_segment(
     device: torch.device,
     made: Callable[[fx.GraphModule], Callable[..., Any]],
 ) -> None:
-    """Add to the graph ``new`` one call of a compiled function for the nodes ``inside``, and nodes for its results.
+    """Add to the graph ``new`` one call of a compiled function that computes the nodes ``inside`` of another graph, and
+    nodes for its results.
 
-    ``values``: node of the old graph -> node of ``new``; the results are added to it. ``made``: compiles a module.
+    ``values``: node of the other graph -> node of ``new`` with its value; the results are added to it. ``device``:
+    where the function creates tensors. ``made``: compiles a graph module to a function.
     """
     members = set(inside)
     read = list(dict.fromkeys(o for n in inside for o in n.all_input_nodes if o not in members))

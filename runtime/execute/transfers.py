@@ -119,12 +119,13 @@ class TransferSender:
 
 
 def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
-    """Return, for each receive of ``rank``, how many of its own sends must have arrived by then.
+    """Return, for each receive of ``rank``, which sends of this rank are known to have arrived once the receive has
+    ended.
 
-    The result is: index of the receive -> pairs ((pipeline stage, "F" or "B"), number of tensors). If a peer sends
-    something after it has read an earlier message, the arrival of the new message proves the arrival of the earlier
-    one. Gloo does not report whether a send has ended, and keeping all sent tensors until the end of the step would
-    hold the gradients of every microbatch.
+    The result is: index of the receive -> pairs ((pipeline stage, "F" or "B"), number of tensors sent in the step so
+    far). If a peer sends something after it has read a message of this rank, then the arrival of what it sends proves
+    the arrival of that message. The proof is needed because Gloo does not report whether a send has ended, and keeping
+    all sent tensors until the end of the step would hold the gradients of every microbatch.
     """
     found: dict[int, list[tuple[Direction, int]]] = {}
     stages = rank.program.stages

@@ -82,7 +82,8 @@ def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_numbers(base: Any, other: Any) -> dict[int, int]:
-    """Return the integers of ``base`` that become another integer in ``other``, as old -> new.
+    """Return the integers of ``base`` that become another integer in ``other``, as old -> new, such as the old and the
+    new batch size. With this, the difference between two programs is stored compactly.
 
     ``base`` and ``other``: JSON data of similar structure. Positions that both have are compared; for each integer of
     ``base`` the most frequent counterpart in ``other`` counts.

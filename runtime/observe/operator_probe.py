@@ -123,7 +123,8 @@ def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> I
     probe = _OperatorProbe(engine, see)
 
     def within(index: int, action: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that runs ``action``, of the instruction at ``index``, with its operators reported."""
+        """Return a function that runs ``action``, a part of the instruction at ``index``, and passes every operator
+        that runs meanwhile to the function ``see`` of the enclosing call."""
 
         def run() -> None:
             probe.index = index

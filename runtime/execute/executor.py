@@ -252,14 +252,15 @@ class Executor:
         return part.contiguous().to(self.env.device, non_blocking=True)
 
     def _total_forward(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that runs the calls which compute totals over the batch on one
-        microbatch, and adds up their results.
+        """Return a function without arguments that computes what one microbatch adds to the totals (sums over the
+        global batch that forward needs, such as the number of targets), and adds it to the totals of this rank.
         """
         microbatch = _require_microbatch(instruction)
         calls = [c for c in self.calls if c.call.prologue]
 
         def total_forward() -> None:
-            """Run the calls that compute totals on the microbatch, and add their results to the totals of this rank."""
+            """Run the calls that compute what the microbatch adds to the totals (sums over the global batch), and add
+            their results to the totals of this rank."""
             values = self.env.values[microbatch].copy()
             for call in calls:
                 call.forward(microbatch, values)
@@ -270,13 +271,14 @@ class Executor:
         return total_forward
 
     def _compile_total(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that all-reduces the totals over the batch, and makes them values of
-        every microbatch.
+        """Return a function without arguments that all-reduces the totals (sums over the global batch that forward
+        needs, such as the number of targets), and makes them values of every microbatch.
         """
         group = self.communicator.group(self.rank.group(*instruction.axes))
 
         def total() -> None:
-            """Sum the totals over the ranks, and store the sums as values of every microbatch."""
+            """Sum the totals (sums over the global batch that forward needs) over the ranks, and store the results as
+            values of every microbatch."""
             started = [(name, group.all_reduce(self.totals[name])) for name in instruction.values]
             for name, pending in started:
                 value = pending.wait()

@@ -98,10 +98,11 @@ class ProgramFacts:
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
-        """Return gradients, collectives and memory of all calls of the same program for another number of microbatches.
+        """Return the analysis of the same program with longer or shorter instruction lists, and so for another number
+        of microbatches.
 
-        Every stage's instruction list becomes its shortest form, extended ``steps`` times by the list's own period of
-        ``unit`` microbatches. Every list must be a :class:`Listing`.
+        Every stage's list becomes its shortest form, extended ``steps`` times; each extension adds the list's own
+        number of microbatches, ``unit``. Every list must be a :class:`Listing`.
         """
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:

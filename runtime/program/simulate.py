@@ -211,7 +211,8 @@ class Background:
     """A transfer or collective of a simulated rank that overlaps with its instructions. Times are in seconds from the
     start of the step.
 
-    ``index``, ``instruction``: the instruction that started it, and its position in the list. ``nbytes``: its size.
+    ``instruction``: the instruction that started it. ``index``: position of this instruction in the rank's list.
+    ``nbytes``: its size.
     """
 
     start: float
@@ -278,7 +279,7 @@ def simulate(
     Args:
         durations: the cost model: seconds of each call, transfer and collective.
         extra_bytes: for each pipeline stage, bytes to add to its memory; empty for none.
-        facts: the derived facts of ``program``, if they exist already.
+        facts: the analysis of ``program``, if it was made before; else it is made now.
         overlap_steps: whether a rank begins the next step as soon as it has ended its own part of this one. The times
             of the instructions are those of the first step.
     """
@@ -316,8 +317,10 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
 
 
 def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
-    """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives. Return the simulated
-    rank of each pipeline stage at its end, and each stage's seconds of optimizer update.
+    """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives.
+
+    Return two lists over the pipeline stages: the simulated rank after its last instruction, and the seconds of the
+    optimizer's update.
     """
     stages = range(len(facts.program.stages))
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in stages]
@@ -530,8 +533,8 @@ class _Simulation:
         return True
 
     def compute_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the seconds of the computation of the instruction ``i`` on the pipeline stage ``stage`` (an index),
-        computed once for all microbatches.
+        """Return the seconds of the computation of the instruction ``i`` on the pipeline stage ``stage`` (an index).
+        They are the same for all microbatches, and so are computed once and stored.
         """
         key = stage, i.op, i.calls
         if key not in self.computed:
@@ -556,7 +559,8 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND ``i`` of the rank ``lane`` when its channel is idle; record its arrival."""
+        """Start the transfer of the SEND instruction ``i`` of the simulated rank ``lane``, after earlier transfers over
+        the same channel, and store the time at which it arrives."""
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -568,7 +572,8 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the step of a gradient reduction that the instruction ``i`` of the rank ``lane`` describes."""
+        """Start the collective of the instruction ``i`` (SCATTER, REDUCE or GATHER) of the simulated rank ``lane``, one
+        step of a hierarchical gradient reduction. It starts when the step before has ended."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
@@ -602,7 +607,8 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the parameter all-gather ``i`` of the rank ``lane``, once parameters from host memory are there."""
+        """Start the all-gather of parameters of the instruction ``i`` of the simulated rank ``lane``. It begins when
+        those of the parameters that are copied from host memory have arrived on the device."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
@@ -610,7 +616,8 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the gradient reduce-scatter ``i`` of the rank ``lane``, after earlier ones that must end first."""
+        """Start the reduce-scatter of gradients of the instruction ``i`` of the simulated rank ``lane``, when the
+        reduce-scatters of earlier backward instructions have ended."""
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
@@ -649,8 +656,8 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def start_offload(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copies to host memory of the OFFLOAD ``i`` of the rank ``lane``: of activations after earlier
-        copies, of gradients after their reductions.
+        """Start the copies to host memory of the OFFLOAD instruction ``i`` of the simulated rank ``lane``: of
+        activations, when earlier copies have ended, or of gradients, when their reductions have ended.
         """
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
@@ -675,7 +682,8 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` of the rank ``lane`` moves."""
+        """Return the bytes of the activations that the OFFLOAD or FETCH instruction ``i`` of the simulated rank
+        ``lane`` moves between device and host memory."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 

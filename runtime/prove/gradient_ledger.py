@@ -17,8 +17,8 @@ Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 
 
 def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
-    """Return, for each pipeline stage, the gradients that it must receive, as (value, microbatch) -> the stages that
-    send it.
+    """Return, for each pipeline stage, the gradients that it must receive from other stages, as (value, microbatch) ->
+    the indices of the stages that send a part of the gradient.
 
     A value is the name of a tensor that passes between calls. ``lists``: the instructions of each stage. ``facts``: the
     analysis of the program.

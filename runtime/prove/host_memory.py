@@ -38,8 +38,8 @@ class ActivationOffloads:
         """Return the (call position, microbatch) pairs whose activations the instruction ``i`` moves to or from host
         memory.
 
-        ``forward`` and ``backward``: such pairs whose forward or (halves of the) backward have run. Raise
-        :class:`Refusal` if a call has not run forward, or has already run backward.
+        ``forward``: the pairs whose forward has run. ``backward``: one or more collections of pairs whose backward, or
+        a half of it, has run. Raise :class:`Refusal` if a call has not run forward, or has already run backward.
         """
         if i.calls is None or i.microbatch is None:
             return []
@@ -184,8 +184,8 @@ class HostStates:
 
 
 def check_updates(program: Program) -> None:
-    """Raise :class:`Refusal` if the new value of a buffer has another type or layout than the buffer, or is not
-    computed on its stages.
+    """Raise :class:`Refusal` if the value that a buffer takes at the end of a step has another type or layout than the
+    buffer, or is not computed on exactly one of the pipeline stages that have the buffer.
     """
     makers = _find_producing_stages(program)
     for name, state in program.states.items():

@@ -89,8 +89,8 @@ def prove(
 
     ``rank_programs``: rank -> program, for ranks whose own instructions replace their stage's. ``memory_limits``: bytes
     that each rank may hold (one number, or one per rank). ``extra_bytes``: further bytes per pipeline stage, such as
-    optimizer states. ``facts``: what was already derived from ``program``, to save time. Raise :class:`ProofError` at
-    the first fault.
+    optimizer states. ``facts``: the analysis of ``program``, if it was made before; else it is made now. Raise
+    :class:`ProofError` at the first fault.
     """
     facts = facts or ProgramFacts(program)
     try:

@@ -87,8 +87,8 @@ def _state_layout(axis: str, state: StateData) -> str:
 
 
 def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
-    """Return, for each parameter, buffer and input of a call, "alike" or "different": whether ranks along ``axis`` hold
-    equal tensors.
+    """Return, for each parameter, buffer and input of a call, "alike" if ranks along the mesh axis ``axis`` hold equal
+    tensors according to its layout, or else "different".
 
     The order is that of the graph's placeholders. ``facts``: the analysis of the program.
     """
@@ -179,8 +179,8 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
 def _over_batch(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if an output that is declared equal in every microbatch differs between microbatches.
 
-    The new value of a buffer must not depend on it either. With one microbatch, the ``dp`` ranks are compared instead.
-    ``facts``: the analysis of the program.
+    Raise it, too, if the new value of a buffer depends on the microbatch. If there is one microbatch per rank, the
+    ``dp`` ranks are compared instead of microbatches. ``facts``: the analysis of the program.
     """
     program = facts.program
     axis = "data" if program.num_microbatches > 1 else DATA_AXES[0]

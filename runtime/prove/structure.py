@@ -105,7 +105,7 @@ def _output_problem(program: Program, output: OutputData, name: str) -> str:
 
 
 def _loss_problem(program: Program) -> str:
-    """Return what is wrong with the loss of a program, as a message; an empty string if nothing is."""
+    """Return why the loss of a program is not valid, as an error message; an empty string if it is."""
     if program.loss is None:
         return "a program for training has no loss" if program.objective == "train" else ""
     if program.loss not in program.values:

@@ -40,8 +40,8 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
 
 
 class LossSum:
-    """Sums the loss of the current training step. After :meth:`finish`, ``value`` is the loss of the global batch on
-    every rank.
+    """Sums the loss of the current training step over microbatches and ranks. After :meth:`finish`, ``value`` is the
+    loss of the global batch on every rank.
     """
 
     def __init__(self, rank: RankProgram, communicator: Communicator) -> None:
@@ -279,11 +279,11 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
-    """Scale the gradients of all ranks in place, ``gradients`` on this rank, so that the 2-norm of all of them together
-    is at most ``max_norm``.
+    """Scale the gradients of all ranks in place so that the 2-norm of all of them together is at most ``max_norm``. All
+    ranks call this. ``gradients``: those of this rank.
 
-    Return the norm before, which is equal on all ranks. Raise :class:`LaunchError` if ``max_norm`` is negative or not a
-    number. ``communicator``: connects this rank with the others.
+    Return the norm before scaling, which is equal on all ranks. Raise :class:`LaunchError` if ``max_norm`` is negative
+    or not a number. ``communicator``: connects this rank with the others.
     """
     if not isinstance(max_norm, Real | Tensor):
         raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
@@ -297,8 +297,10 @@ def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: C
 
 
 def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
-    """Return the 2-norm of the gradients of the whole model, over all ranks. All ranks call this. ``gradients``: those
-    of this rank. It is equal on all ranks. ``communicator``: connects this rank with the others.
+    """Return the 2-norm of the gradients of the whole model, over all ranks, as a 0-dimensional tensor that is equal on
+    all ranks. All ranks call this.
+
+    ``gradients``: the gradients of this rank. ``communicator``: connects this rank with the others.
     """
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _is_counted_shard(rank, name)]

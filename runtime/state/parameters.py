@@ -63,10 +63,11 @@ def names_read(program: Program) -> set[str]:
 
 
 class StackedWeights:
-    """Weights in which one stacked tensor replaces several parameters of the model, as a program needs it.
+    """Weights in the form that a program reads if it stacks several parameters of the model, such as those of experts,
+    to one tensor.
 
-    ``stacks``: name of the stacked tensor -> names of its parts, along dim 0. Reading a shard of it reads only the
-    parts that it needs.
+    ``weights``: the weights with the model's own parameters. ``stacks``: name of the stacked tensor -> names of the
+    parameters that it consists of, along dim 0. Reading a shard of it reads only the parameters that are needed.
     """
 
     def __init__(self, weights: Weights, stacks: dict[str, tuple[str, ...]]) -> None:
@@ -79,8 +80,8 @@ class StackedWeights:
         return [*(n for n in self.weights.names() if n not in self._parts), *self.stacks]
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``; ``None`` if it does not exist, or if parts of a stack
-        differ.
+        """Return the shape and type of the tensor ``name``; ``None`` if it does not exist, or if it is a stack of
+        parameters that differ in shape or type.
         """
         if name not in self.stacks:
             return self.weights.spec(name)
@@ -105,9 +106,10 @@ class StackedWeights:
 
 
 def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weights:
-    """Return weights in which stacked tensors replace those parameters in ``weights`` that ``program`` stacks to one.
+    """Return ``weights`` in the form that ``program`` reads: with one stacked tensor in place of several parameters of
+    the model, where the program stacks these.
 
-    ``suffix``: text that is appended to every name.
+    ``suffix``: text that is appended to every name of a parameter or stacked tensor.
     """
     stacks = {
         name + suffix: tuple(part + suffix for part in state.parts)
@@ -200,8 +202,8 @@ def load_states(
     dtypes: Mapping[str, torch.dtype] | None = None,
     placed: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """Load the parameters and buffers of ``rank`` to ``device``, and return them by name: its shard, or under ZeRO its
-    piece of it.
+    """Load the parameters and buffers of ``rank`` to ``device``, and return name -> this rank's shard or, if ZeRO
+    divides it, this rank's piece of the shard.
 
     Args:
         weights: where the values are read; ``None``: small random values, equal on all ranks that hold the same shard.
@@ -376,8 +378,8 @@ class MasterParameters:
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def take(self, pieces: Mapping[str, Tensor]) -> None:
-        """Use the tensors ``pieces`` (name -> tensor) as this rank's ZeRO pieces of parameters. They have the values of
-        the current pieces.
+        """Replace this rank's ZeRO pieces of parameters by ``pieces`` (name -> tensor), tensors with the same values
+        whose memory the all-gather of the parameters uses.
         """
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})

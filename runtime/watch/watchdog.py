@@ -171,7 +171,8 @@ class Watch:
             self.folder.parent.rmdir()
 
     def failed(self, error: Exception) -> Failure:
-        """Write the failure of this rank to the folder of status files, and return it. ``error``: the exception."""
+        """Write the failure of this rank to the folder of status files, and return its description. ``error``: the
+        exception with which the rank has failed."""
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
         place = place_of(walk_traceback_frames(origin.__traceback__), self.executor)
         moment = self._recording.moment()
@@ -223,8 +224,8 @@ class Watch:
                 self._check_for_cause()
 
     def _spread_cause(self) -> None:
-        """Send the status files, which have the cause of the failure, to other hosts, before its consequences reach
-        them.
+        """Send the status files, which have the cause of the failure, to other hosts before this process ends, so that
+        ranks there do not take their lost connections for the cause.
         """
         if self._mirror is not None:
             self._mirror.exchange()

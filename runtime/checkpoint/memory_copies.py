@@ -274,8 +274,8 @@ class MemoryCopies:
         self._reset_copies()
 
     def _reset_copies(self) -> None:
-        """Forget which in-memory copies of the training state were made so far. The files with the copies stay on the
-        nodes.
+        """Forget which in-memory copies of the training state were made so far, so that the next one is treated as the
+        first. The files with the copies stay on the nodes.
         """
         self.step: int | None = None  # step of the copy that is complete on all ranks
         self._written: int | None = None  # step of the copy that is being sent

@@ -144,7 +144,8 @@ def load_run_state(
     call this.
 
     It restores weights, optimizer state, rounding errors of gradient compression, counters, random state, and the
-    objects in ``extra`` (name -> object). ``verify``: first compare checksums of the files.
+    objects in ``extra`` (name -> object). ``optimizer``: the optimizer whose state is restored, a list of several, or
+    ``None``. ``verify``: first compare checksums of the files.
     """
     rank, residuals = engine.rank_program, engine._gradients.residuals
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)

@@ -50,8 +50,8 @@ from partitioner.runtime.state.disk_offload import is_mapped
 
 
 class Staging:
-    """Copies a rank's training state to host memory, for one save at a time. Host buffers of the previous save are
-    reused.
+    """Copies a rank's training state to host memory, from where a checkpoint is written while training continues. One
+    save at a time; the host buffers of the previous save are reused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -381,8 +381,8 @@ class Saver:
 def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
     """Call ``work`` on every rank. If it raises on any rank, raise on all of them. All ranks call this.
 
-    ``what``: start of the :class:`CheckpointError` on ranks where it did not fail. ``world_size``: number of ranks.
-    ``communicator``: connects this rank with the others.
+    ``what``: start of the message of the :class:`CheckpointError` that is raised on the ranks where ``work`` did not
+    fail. ``world_size``: number of ranks. ``communicator``: connects this rank with the others.
     """
     error: Exception | None = None
     try:

@@ -108,9 +108,9 @@ def own_values(program: Program, share: Share, batch: Any, local: bool = False) 
     """Return the tensors that a rank reads of a batch, converted to the planned types, as name in the program ->
     tensor.
 
-    ``share``: which rows (samples) these are. ``local``: ``batch`` has only the rank's rows, and may lack inputs that
-    the rank does not read; otherwise it is the global batch. Raise :class:`BatchError` if the batch does not match the
-    plan.
+    ``share``: the part of a batch that the rank reads, as indices of rows (samples). ``local``: ``batch`` has only the
+    rank's rows, and may lack inputs that the rank does not read; otherwise it is the global batch. Raise
+    :class:`BatchError` if the batch does not match the plan.
     """
     read = [i for i in program.inputs if i.path in share.paths]
     if local:
@@ -169,8 +169,8 @@ class BatchEntries:
     def check_fixed(self, whole: bool) -> None:
         """Raise :class:`BatchError` if an entry that the program does not read differs from its planned value.
 
-        ``whole``: also check entries that the batch leaves out; their value is the default in ``forward``. Conditions
-        on numbers of the batch are checked, too.
+        ``whole``: also check entries that the batch leaves out; their value is the default in ``forward``. Also raise
+        it if numbers of the batch would lead ``forward`` to another branch than the planned one.
         """
         for path, leaf in self.leaves.items():
             if path not in self.inputs:

@@ -253,8 +253,8 @@ class Agreement:
         this.
 
         Only warn if the difference is so small that a different order of sums explains it. ``kinds``: pairs (mesh axes
-        along which ranks hold equal shards, stages that share the parameter). ``order``: index in ``kinds``. ``first``:
-        lowest rank of the group of replicas.
+        along which ranks hold equal shards, stages that share the parameter). ``order``: index in ``kinds`` of the kind
+        of replication for which a difference was detected. ``first``: lowest rank of the group of replicas.
         """
         kind, program = kinds[order], self.rank.program
         mine = self._group_parameters_by_kind(kinds).get(kind, []) if self._first_holder(kind) == first else []

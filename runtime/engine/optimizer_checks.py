@@ -179,8 +179,8 @@ class OptimizerCheck:
         )
 
     def _list_uncut_constraints(self, found: TrialFinding) -> str:
-        """Return the constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter of
-        ``found``.
+        """Return the constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter for which
+        the trial has found the problem ``found``.
         """
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.what == "stages":
@@ -204,10 +204,11 @@ def _mask_numbers(name: str) -> str:
 
 
 def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a key that is equal for parameter groups with the same kind of options.
+    """Return a key that is equal for parameter groups whose options are of the same kind, so that an optimizer is tried
+    once for all of them.
 
-    For numbers it only says whether they are zero, and learning rates are ignored, because both may differ between
-    groups of one kind.
+    Options are of the same kind if they are equal, where numbers only need to be both zero or both not zero, and
+    learning rates may differ. ``group``: the parameter group.
     """
     kinds = []
     for name, value in sorted(group.items()):

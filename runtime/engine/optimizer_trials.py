@@ -66,8 +66,9 @@ class ParameterCut:
         return not (self.dims or self.flat or self.stacked)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Return the parts of ``whole``, a small tensor that stands for a parameter, cut in the way the plan shards the
-        parameter: halves along each dim, then thirds under ZeRO.
+        """Return the parts of ``whole``, a small tensor on which an optimizer is tried in place of a parameter, cut in
+        the way in which the plan shards the parameter: into halves along each sharded dim and, under ZeRO, into thirds
+        of the flattened halves.
 
         Empty parts are left out.
         """
@@ -116,10 +117,11 @@ class Sample:
         return tuple(max(2, size // 2 * 2) if dim in self.cut.dims else size for dim, size in enumerate(sizes))
 
     def values(self, seed: int, wide: bool) -> Tensor:
-        """Return random numbers for the small tensor that stands for a parameter: normal, with a magnitude that grows
-        or shrinks along each dim, by ``seed``.
+        """Return random numbers in the shape of the small tensor on which an optimizer is tried in place of a
+        parameter. They are normally distributed, with a magnitude that grows or shrinks along each dim.
 
-        ``wide``: return them in float64 or complex128.
+        ``seed``: determines the numbers. ``wide``: return them in float64 or complex128, instead of the parameter's
+        type.
         """
         generator = torch.Generator().manual_seed(seed)
         result = torch.randn(self.small_shape, generator=generator, dtype=torch.float64)
@@ -139,8 +141,8 @@ class TrialFinding:
 
     ``kind``: its updates of a part differ from those of the whole (``differs``); it raises an error on parts
     (``fails``); or it could not be tried (``untried``). ``what``: whether parts of parameters (``parts``) or some of
-    the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: the small tensor that stands for the
-    parameter concerned. ``why``: an explanation.
+    the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: describes the small tensor with which
+    the problem occurred, and the parameter in whose place it was tried. ``why``: an explanation.
     """
 
     kind: Literal["differs", "fails", "untried"]

@@ -104,7 +104,7 @@ def _from_data(data: dict[str, Any]) -> Differentiated:
 
 
 class _Node(str):
-    """The name of a graph node, which stands for the node in serialised arguments."""
+    """The name of a graph node, as a string of a type of its own, by which serialised arguments refer to the node."""
 
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:

@@ -126,27 +126,29 @@ _LITERALS = (bool, int, str, type(None))
 
 @dataclass(frozen=True)
 class AliasBinding:
-    """Says that a node's value is its operand: no function is called."""
+    """Tells the compiler of a graph that the value of a node is its operand: no function is called."""
 
 
 @dataclass(frozen=True)
 class ConstantBinding:
-    """Says that a node's value is the constant ``value``, known when the graph is compiled."""
+    """Tells the compiler of a graph that the value of a node is the constant ``value``, known when the graph is
+    compiled."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class DirectBinding:
-    """Says that a node calls ``function`` with its tensor operands; its value is the result."""
+    """Tells the compiler of a graph to call ``function`` for a node, with the node's tensor operands; its result is the
+    node's value."""
 
     function: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class AsyncBinding:
-    """Says that a node starts a collective: ``function`` is called with the operands, and ``wait()`` of its result
-    returns the value.
+    """Tells the compiler of a graph that a node is a collective: ``function`` is called with the node's operands and
+    starts it, and ``wait()`` of what it returns gives the node's value.
 
     ``scratch`` is called instead of ``function`` if nothing else uses the operand; it may overwrite the operand.
     """

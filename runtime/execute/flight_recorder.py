@@ -66,7 +66,8 @@ class RecorderHeader:
             end of the step.
         spots: the description of each instruction.
         clock_s: seconds to add to the host's monotonic clock for the time of day, which is comparable between hosts.
-        places: indices of the rank's instructions in the list of its stage; empty if the lists are equal.
+        places: index, in the list of its pipeline stage, of each of the rank's instructions, if the rank has fewer
+            microbatches and skips some; empty if it skips none.
     """
 
     rank: int

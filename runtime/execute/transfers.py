@@ -104,7 +104,8 @@ class TransferSender:
     def release(self, direction: Direction, count: int) -> None:
         """Wait for the first ``count`` sends of the step in ``direction``, and drop their tensors.
 
-        ``direction``: pair (pipeline stage, "F" or "B"). They have certainly arrived, so this does not block for long.
+        ``direction``: pair (pipeline stage, "F" or "B"). This is called when the receiver is known to have got the
+        tensors, so that it does not block for long.
         """
         under_way = self._under_way[direction]
         for _ in range(count - self._released.get(direction, 0)):

@@ -102,7 +102,8 @@ class _OperatorProbe(TorchDispatchMode):
 
 
 def _is_buffer(frame: FrameType | None, func: Any) -> bool:
-    """Return whether the operator ``func`` works on memory that is not filled yet, such as a communication buffer.
+    """Return whether the operator ``func`` works on memory that is not filled yet, such as a communication buffer, so
+    that it is not reported.
 
     ``frame``: the stack frame that called it.
     """

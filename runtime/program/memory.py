@@ -365,7 +365,7 @@ class _Holder:
         """Count the device bytes of the reduce-scatter ``i`` of gradients, which starts now. Earlier ones that must end
         first are counted as ended.
 
-        Return the peak device bytes meanwhile.
+        Return the peak device bytes of this rank while that happens.
         """
         assert i.bucket is not None
         peak = self.held
@@ -387,7 +387,7 @@ class _Holder:
         """Count the oldest reduce-scatter of gradients in progress as ended: its result is added to this rank's
         gradient pieces.
 
-        Return the peak device bytes meanwhile.
+        Return the peak device bytes of this rank while that happens.
         """
         number = next(iter(self.scattering))[0]
         pieces = sum(map(self.facts.gradient_piece_bytes, self.shared[number]))

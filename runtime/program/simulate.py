@@ -460,7 +460,7 @@ class _SimulatedRank(RankClock):
 
 
 class _Simulation:
-    """Runs the instruction lists of all pipeline stages against each other in simulated time.
+    """Simulates the instruction lists of all pipeline stages together, with the messages that they send to each other.
 
     ``lanes``: the simulated rank of each stage, whose clocks and recorded times are updated.
     """
@@ -598,8 +598,8 @@ class _Simulation:
     def time_exchange(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
         """Return two durations in seconds: to exchange compressed gradients among ranks, and to all-gather their sums.
 
-        ``bucket``: the parameters of these gradients. ``axes``: mesh axes of the ranks that exchange. ``nbytes``:
-        uncompressed bytes on one rank. ``stage``: index of the pipeline stage.
+        ``bucket``: the set of parameters whose gradients are exchanged together. ``axes``: mesh axes of the ranks that
+        exchange. ``nbytes``: uncompressed bytes on one rank. ``stage``: index of the pipeline stage.
         """
         wire = int(nbytes * self.facts.wire_share(bucket))
         ranks = math.prod(map(self.program.size, axes))

@@ -101,8 +101,9 @@ class _StageInterpreter:
     def make_value(self, value: str, microbatch: int | None, again: bool = False) -> None:
         """Record that a value, a tensor that passes between calls, exists from now on.
 
-        ``value``: its name. ``microbatch``: its index; ``None`` for a total over the batch. Raise :class:`Refusal` if
-        it exists already, or existed and was freed; with ``again``, a freed value may be made again.
+        ``value``: its name. ``microbatch``: its index; ``None`` for a total (a sum over the global batch), which has
+        none. Raise :class:`Refusal` if it exists already, or existed and was freed; with ``again``, a freed value may
+        be made again.
         """
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
@@ -111,14 +112,14 @@ class _StageInterpreter:
         self.alive[place] = self.index
 
     def find_place(self, value: str, microbatch: int | None) -> Place:
-        """Return the key of a value: (its name, the microbatch). The microbatch is ``None`` for totals over the
-        batch.
+        """Return the key under which a value is tracked: (its name, ``microbatch``), or (its name, ``None``) if it is a
+        total (a sum over the global batch), which is the same for all microbatches.
         """
         return (value, None) if value in self.of_prologue else (value, microbatch)
 
     def read_value(self, value: str, microbatch: int | None) -> None:
         """Raise :class:`Refusal` unless the value ``value`` (a tensor that passes between calls) of ``microbatch``
-        exists now. ``microbatch``: its index; ``None`` for a total over the batch.
+        exists now. ``microbatch``: its index; ``None`` for a total (a sum over the global batch), which has none.
         """
         place = self.find_place(value, microbatch)
         if place not in self.alive:

@@ -196,9 +196,9 @@ def check_updates(program: Program) -> None:
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
-    """Return the name of each value -> indices of the pipeline stages whose calls compute it.
+    """Return value name -> indices of the pipeline stages whose calls compute the value.
 
-    Calls that compute totals over the batch are left out.
+    Calls that run before the pipeline starts, to compute sums over the global batch, are left out.
     """
     makers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
@@ -227,10 +227,10 @@ def _find_update_problem(program: Program, state: StateData, name: str, makers: 
 
 
 def check_alike(program: Program, known: dict[str, Sameness]) -> None:
-    """Raise :class:`Refusal` if a buffer's new value depends on the microbatch or on the ``dp`` rank.
+    """Raise :class:`Refusal` if the new value of a buffer depends on the microbatch or on the ``dp`` rank.
 
-    New values that are summed over microbatches are excepted. ``known``: value -> ``"alike"`` or ``"different"`` over
-    microbatches and ``dp``.
+    Buffers whose new value is a sum over microbatches and ``dp`` ranks are not checked. ``known``: value name ->
+    ``"alike"`` if the value is equal in all microbatches and on all ``dp`` ranks, or ``"different"``.
     """
     for name, state in program.states.items():
         if state.update is not None and state.keeps is None and known.get(state.update) == "different":

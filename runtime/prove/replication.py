@@ -166,10 +166,11 @@ def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
 
 
 def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
-    """Raise :class:`Refusal` if a collective of ``graph``, which ``call`` runs, gets a whole value instead of parts, or
-    parts instead of a whole value.
+    """Raise :class:`Refusal` if a collective of ``graph``, which ``call`` runs, gets a value that is equal on all ranks
+    where it expects a different part on each, or different values where it expects equal ones.
 
-    ``known``: node name -> ``"alike"`` or ``"different"`` along ``axis``.
+    ``known``: node name -> ``"alike"`` or ``"different"``: whether ranks along the mesh axis ``axis`` compute equal
+    values.
     """
     found = find_misused_collective(graph, known, axis)
     if found is not None:

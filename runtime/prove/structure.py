@@ -168,8 +168,8 @@ def _is_value_of_call(value: str, call: CallData) -> bool:
 
 
 def _check_mesh(program: Program) -> None:
-    """Raise :class:`Refusal` unless the sizes of the mesh, of the stages, of experts and of the parts of the batch fit
-    together.
+    """Raise :class:`Refusal` unless the sizes of the mesh fit the number of pipeline stages, the groups of ranks for
+    experts, and the division of the batch, and what is offloaded to the host or to disk fits together.
     """
     if set(program.mesh) - set(MESH_AXES) or any(size < 1 for size in program.mesh.values()):
         raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(MESH_AXES)}, or empty ones")

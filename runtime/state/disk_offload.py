@@ -97,8 +97,8 @@ class _File:
 class Disk:
     """Allocates tensors in files in ``folder`` that are mapped into memory, for one rank.
 
-    ``reserved``: bytes that are allocated at once. Raise :class:`OffloadError` if the folder does not exist or has too
-    little space, or if the system is not Linux.
+    ``reserved``: bytes that are allocated when the object is created; further files are added when needed. Raise
+    :class:`OffloadError` if the folder does not exist or has too little space, or if the system is not Linux.
     """
 
     def __init__(self, folder: str | Path, reserved: int = 0) -> None:

@@ -294,8 +294,8 @@ def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], par
     """Return random values for one shard of the parameter or buffer ``name``, which ``state`` describes: standard
     deviation 1/sqrt(columns) for a matrix, ones for a vector.
 
-    With these, activations neither vanish nor explode. Buffers and integer parameters are zero. ``shape``, ``dtype``:
-    those of the shard. ``part``: number of the shard, which is part of the random seed.
+    With such weights, activations neither vanish nor explode. Buffers and integer parameters are zero. ``shape``,
+    ``dtype``: those of the shard. ``part``: number of the shard, which is part of the random seed.
     """
     if state.kind != "parameter" or not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)

@@ -116,8 +116,9 @@ def content_of(
 ) -> CheckpointContent:
     """Return everything that this rank has to save to a checkpoint.
 
-    ``extra``: name -> further object whose state is saved. Raise :class:`CheckpointError` if an optimizer has
-    parameters that are not the engine's.
+    ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name -> further
+    object whose state is saved. Raise :class:`CheckpointError` if an optimizer has parameters that are not the
+    engine's.
     """
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)

@@ -444,7 +444,8 @@ def pieces_of(
     """Return the pieces (rectangular parts) of weights and optimizer state that this rank writes, in two lists.
 
     The first list has pieces that may change at any time, the second those that change only in an optimizer step.
-    ``states``: name -> this rank's shard.
+    ``states``: name -> this rank's shard. ``optimizer``: the states of the optimizers; ``None``: there are none to
+    write.
     """
     saved = saved_states(rank.program)
     mine = written_by(rank, saved)
@@ -575,7 +576,8 @@ def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the states of further objects that differ between ranks, as object name -> list of the state of each rank.
+    """Return the states of further objects, such as data loaders, that differ between ranks, as object name -> list of
+    the state of each rank. States that are equal on all ranks are left out.
 
     ``extras``: for each rank, object name -> state.
     """

@@ -114,7 +114,7 @@ class OptimizerState:
     def owner(self, name: str) -> torch.optim.Optimizer | None:
         """Return the optimizer that holds the state of the parameter ``name``; ``None`` if none does.
 
-        A single optimizer is returned for every parameter, even one that it does not update.
+        If there is only one optimizer, it is returned for every parameter, even one that it does not update.
         """
         if len(self.optimizers) == 1:
             return self.optimizers[0]
@@ -133,9 +133,9 @@ class OptimizerState:
         """Return this rank's part of the optimizer state for the parameter ``name``, as named rectangular parts for a
         checkpoint.
 
-        A state may be a number, or have the parameter's shape and be sharded like it. If this rank holds the whole
-        parameter, it may have any shape, such as the row and column factors of Adafactor. Raise
-        :class:`CheckpointError` otherwise.
+        A state may be a number, or have the parameter's shape and be sharded like it. Raise :class:`CheckpointError`
+        for a state of another shape, such as the row and column factors of Adafactor, unless this rank holds the whole
+        parameter.
         """
         data, held = rank.program.states[name], held_by(rank.program, name, rank.rank)
         found: list[ShardPiece] = []
@@ -286,7 +286,7 @@ def unpack_plain_data(content: bytes) -> dict[str, Any]:
     """Return the dict in the bytes ``content``, which :func:`pack_plain_data` wrote, with tensors on the CPU. No code
     is run.
 
-    Raise what ``torch.load`` raises if they are damaged.
+    Raise what ``torch.load`` raises if the bytes are damaged.
     """
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
 

@@ -164,8 +164,8 @@ class GlooGroup(TorchGroup):
     """A process group on Gloo, with faster all-gather and reduce-scatter than Gloo's own.
 
     Gloo's all-gather copies twice, and its reduce-scatter is a whole all-reduce. Here they are a broadcast from every
-    rank, and an exchange of parts that each rank sums. They take 0.3 to 0.9 of the time on two and on four ranks
-    (measured from 8 KB to 4 MB with torch 2.13).
+    rank, and an exchange of parts that each rank sums. They take 0.3 to 0.9 of the time of Gloo's own on two and on
+    four ranks (measured from 8 KB to 4 MB with torch 2.13).
     """
 
     def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
@@ -239,7 +239,7 @@ class TorchCommunicator:
         timeout: how long operations wait for other ranks; by default as long as the default group.
         placement: device number of each rank; empty: process ``i`` runs rank ``i``.
 
-    Groups are opened from the default group's store, without the ranks outside of a group.
+    Only the ranks of a group take part in opening it, through the default group's store;
     ``torch.distributed.new_group`` would need all ranks. Groups that overlap must be opened in the same order on all of
     their ranks.
     """

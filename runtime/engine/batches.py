@@ -94,8 +94,8 @@ def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
 
 
 def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
-    """Return the checked tensors of ``batch`` and its other planned values, as path -> value. The dict can itself be
-    passed as a batch.
+    """Return the checked tensors of ``batch``, and the planned values of its entries that are not tensors, as path ->
+    value. The dict can itself be passed as a batch.
 
     Raise :class:`BatchError` if the batch does not match the plan.
     """

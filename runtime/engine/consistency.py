@@ -152,8 +152,8 @@ class Agreement:
             yield _GradientProbe(flat, place, flat[place].clone())
 
     def _check_scaling(self) -> None:
-        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by the norm of its
-        own part.
+        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, as happens if each of
+        them clips by the norm of its own part of the gradients.
 
         Only warn if some ranks scaled by one factor and the others did not scale. All ranks call this.
         """
@@ -294,7 +294,7 @@ class Agreement:
         """Return all kinds of replication of the trained parameters, sorted; the list is equal on all ranks.
 
         A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share a tied
-        parameter (empty if one has it).
+        parameter (empty if only one stage has the parameter).
         """
         return sorted({self._find_replica_kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 
@@ -316,7 +316,7 @@ class Agreement:
         ``kinds``.
 
         A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share the
-        parameter.
+        parameter (empty if only one stage has it).
         """
         found: dict[_Kind, list[str]] = {}
         for name in sorted(self._parameters):
@@ -381,8 +381,8 @@ def _hash_in_order(tensor: Tensor) -> int:
 def _sketch_tensor(tensor: Tensor) -> Tensor:
     """Return a vector of 1, the norm of ``tensor``, and 16 sums of its elements with random signs.
 
-    The signs are equal on all ranks. The expected mean square difference between the sums of two tensors is the square
-    of the tensors' distance.
+    Ranks exchange such short vectors to estimate how much their tensors differ. The signs are equal on all ranks. The
+    expected mean square difference between the sums of two tensors is the square of the tensors' distance.
     """
     data = tensor.detach().cpu().double().reshape(-1)
     generator = torch.Generator().manual_seed(0)

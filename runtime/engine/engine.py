@@ -423,7 +423,7 @@ class Engine:
     @typed_errors("Engine.clip_grad_norm_()", passing=is_of_ranks)
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their 2-norm over the whole model is at most ``max_norm``. Returns the norm
-        before. All ranks call this.
+        before scaling. All ranks call this.
 
         Use it instead of ``torch.nn.utils.clip_grad_norm_``, which reads this rank's part only; a later :meth:`step`
         detects that and raises :class:`AgreementError`. Raises :class:`LaunchError` if ``max_norm`` is negative or no

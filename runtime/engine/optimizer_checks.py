@@ -38,7 +38,8 @@ _Seen = tuple[int, ...]  # how many parameters the groups of an optimizer have
 
 
 class OptimizerCheck:
-    """Checks, before they step, that optimizers update one rank's parameters correctly although these are sharded.
+    """Checks optimizers before they step: whether they update the parameters of one rank, which are shards of the
+    model's, as they would update the whole parameters.
 
     ``parameters``: name -> this rank's shard. ``more``: further tensors that the engine gives to optimizers, such as an
     empty one on ranks without parameters.
@@ -152,8 +153,8 @@ class OptimizerCheck:
         return groups
 
     def _explain_refusal(self, optimizer: Optimizer, found: TrialFinding) -> str:
-        """Return the error text for the problem ``found`` of ``optimizer``: what it would do wrong, and what to do
-        instead.
+        """Return the error text for the problem ``found`` of ``optimizer``: what the optimizer would do wrong with
+        sharded parameters, and what the user can do instead.
         """
         sample, held = found.sample, self.parameters.get(found.sample.name)
         if found.what == "stages":

@@ -94,9 +94,9 @@ class ParameterCut:
 
 @dataclass(frozen=True)
 class Sample:
-    """Describes a small tensor that stands for the parameter ``name``, of global ``shape``, in a trial of an optimizer.
+    """Describes a small tensor on which an optimizer is tried in place of the parameter ``name``, of global ``shape``.
 
-    ``group``: index of its parameter group. ``cut``: how the plan shards it.
+    ``group``: index of the parameter group to which the parameter belongs. ``cut``: how the plan shards the parameter.
     """
 
     name: str
@@ -108,8 +108,8 @@ class Sample:
 
     @property
     def small_shape(self) -> tuple[int, ...]:
-        """Return the shape of the small tensor that stands for the parameter in a trial: the parameter's shape with
-        each dim limited.
+        """Return the shape of the small tensor on which an optimizer is tried in place of the parameter: the
+        parameter's shape, with each dim limited to a few elements.
         """
         num_dims = len(self.shape)
         caps = _CAPS.get(num_dims, (4,) * (num_dims - 2) + (24, 20))
@@ -447,8 +447,8 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 
 
 def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) -> None:
-    """Call the step of ``optimizer`` without the script's hooks, with the arguments of ``call`` and, if it says so,
-    with ``closure``.
+    """Call the step of ``optimizer`` without the script's hooks, with the arguments of ``call`` and, if ``call`` says
+    that the script passes a closure, with ``closure``.
     """
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # hooks are the script's
@@ -470,9 +470,9 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
     """Return a new optimizer of the same class, made by its constructor. ``groups``: the tensors of each parameter
     group.
 
-    The arguments are the options of the groups, and attributes with the same names as the constructor's parameters.
-    This works if attributes depend on the real parameters, so that copying them would not. Raise :class:`NotCopied` if
-    an argument is unknown.
+    The arguments of the constructor are the options of the groups, and attributes of the optimizer that have the names
+    of the constructor's parameters. Unlike a copy of all attributes, this works if attributes depend on the original
+    parameters. Raise :class:`NotCopied` if an argument is unknown.
     """
     kind, mirror = class_of(optimizer), _OptimizerMirror(optimizer, groups)
     defaults = getattr(optimizer, "defaults", {})

@@ -136,8 +136,8 @@ def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShap
 
 
 def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
-    """Return ``leaf`` extended to ``size`` along ``dim``, with the number ``fill``, or with copies of its last slice if
-    it is ``None``.
+    """Return ``leaf``, an input of the batch, extended to ``size`` along ``dim``. The new elements have the number
+    ``fill`` or, if ``fill`` is ``None``, are copies of the last slice of ``leaf``.
     """
     missing = size - leaf.shape[dim]
     if missing <= 0:

@@ -100,7 +100,8 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def find_dim_sum(node: fx.Node) -> fx.Node | None:
-    """Return the node that sums over dims whose result ``node`` is, directly or through a view that drops these dims.
+    """Return the node that sums a tensor over some dims, if ``node`` has this sum as its value: ``node`` itself, or the
+    operand of ``node`` if that is a view which drops the summed dims.
 
     Return ``None`` if ``node`` is no such sum. The gradient of a bias has this form.
     """
@@ -164,9 +165,9 @@ Binding = AliasBinding | ConstantBinding | DirectBinding | AsyncBinding
 class Compiled:
     """A graph that is compiled to the Python function ``function(arguments, sinks)``.
 
-    It returns the graph's outputs, except gradients of parameters, which it adds to the accumulators ``sinks``.
-    ``arguments``: a list, which the function empties. ``code``: its source. ``nodes``: line number of ``code`` -> graph
-    node.
+    The function returns the graph's outputs, except gradients of parameters, which it adds to the accumulators
+    ``sinks``. ``arguments``: a list, which the function empties. ``code``: the function's source. ``nodes``: line
+    number of ``code`` -> graph node.
     """
 
     name: str
@@ -344,8 +345,8 @@ class _CodeWriter:
         return uses
 
     def find_overwritable(self) -> set[fx.Node]:
-        """Return the nodes of the graph's collectives whose operand is computed in this graph and used by nothing else,
-        so that it may be overwritten.
+        """Return the collectives of the graph (nodes) that may overwrite their operand, because it is computed in this
+        graph and used by nothing else.
         """
         family = find_memory_owners(
             self.graph, lambda n: can_alias_operand(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)

@@ -46,7 +46,8 @@ class Executor:
     """Runs one rank's program; ``run(inputs)`` runs one step.
 
     Args:
-        rank: the program of the rank. ``gradients``: accumulate and reduce gradients. ``library``: has the graphs.
+        rank: the program of the rank. ``gradients``: accumulates and reduces the gradients of parameters. ``library``:
+            has the graphs of the program's blocks.
         states: parameter or buffer -> this rank's shard. For parameters that ZeRO shards or that are in host memory:
             the whole tensor, whose memory exists only while it is needed.
         keep: collect the model's results that this rank computes in ``outputs``: value -> microbatch -> tensor.

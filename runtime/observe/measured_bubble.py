@@ -93,8 +93,8 @@ def timed(engine: Engine) -> Iterator[Times]:
     steps = times.steps
 
     def computes(action: Callable[[], None], index: int) -> Callable[[], None]:
-        """Return a function that runs ``action`` and records its duration as computation of the instruction at
-        ``index``.
+        """Return a function that runs ``action``, and adds its duration to the time in which the current step computes,
+        under the instruction at position ``index``.
         """
 
         def run() -> None:
@@ -107,7 +107,8 @@ def timed(engine: Engine) -> Iterator[Times]:
         return run
 
     def waits(action: Callable[[], None], way: Way | None) -> Callable[[], None]:
-        """Return a function that runs ``action`` and records its duration as waiting.
+        """Return a function that runs ``action``, and adds its duration to the time in which the current step waits for
+        other ranks.
 
         ``way``: (index of the pipeline stage at the other end, "F" or "B") of a receive, or ``None``.
         """

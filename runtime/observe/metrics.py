@@ -278,7 +278,8 @@ _NORMAL = 1.4826  # times the median deviation is the standard deviation, of a n
 class LossSpike:
     """A loss that is far above the recent ones.
 
-    ``usual``: the median of the recent losses. ``deviations``: the number of robust standard deviations above it.
+    ``usual``: the median of the recent losses. ``deviations``: how far the loss is above this median, in robust
+    standard deviations.
     """
 
     step: int

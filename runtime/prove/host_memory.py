@@ -157,7 +157,7 @@ class HostStates:
         """Record that the instruction at position ``index`` copies the gradients of the parameters ``states`` to the
         host.
 
-        Raise :class:`Refusal` if the host does not need one, or if it is incomplete or was copied before.
+        Raise :class:`Refusal` if one of the gradients is not needed on the host, is incomplete, or was copied before.
         """
         self.gradients.before_step()
         for state in states:

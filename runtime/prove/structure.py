@@ -47,8 +47,8 @@ def check_inputs(program: Program) -> None:
 
 
 def _input_problem(program: Program, given: InputData) -> str:
-    """Return why ``given``, an input of the batch, does not fit the value that it becomes, as the end of a message; an
-    empty string if it fits.
+    """Return why ``given``, an input of the batch, does not fit the program's tensor (value) of which it provides the
+    contents, as the end of an error message; an empty string if it fits.
     """
     if given.value not in program.values:
         return f"is the value {given.value!r}, which does not exist"

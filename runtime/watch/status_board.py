@@ -176,7 +176,8 @@ class Board:
     def _find_lost_ranks(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
         """Return the ranks to which the failed rank ``rank`` has lost its connection.
 
-        ``failed``: its report. They are the ranks whose address the error text has, or else all for which it waited.
+        ``failed``: the report that the rank wrote about its failure. The result has the ranks whose network address
+        occurs in the report's error text or, if there are none, all ranks for which the failed rank waited.
         """
         ends = {r: (self._read_file(r, "addresses") or {"own": []})["own"] for r in self._recordings}
         own = ends.pop(rank)

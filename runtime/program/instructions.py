@@ -292,7 +292,8 @@ class ReceiveEvent:
 class FinishEvent:
     """An event in which the rank waits until all collectives that it started have ended.
 
-    If ``what`` is not ``None``, it waits only for those whose ``what`` equals this one.
+    If ``what`` is not ``None``, the rank waits only for the collectives that it started with an equal ``what``, the
+    data on which all participants agree.
     """
 
     what: Hashable = None

@@ -65,7 +65,8 @@ class RankClock:
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Advance the clock by ``work`` seconds of computation; it takes longer while a collective overlaps."""
+        """Advance the clock by ``work`` seconds of computation; the computation takes longer while a collective
+        overlaps with it."""
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:

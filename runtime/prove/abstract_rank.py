@@ -278,8 +278,8 @@ class _StageInterpreter:
     def backward_runs(self, i: Instruction, after_inputs: bool = False) -> list[tuple[int, int]]:
         """Return the pairs (call position, microbatch) whose backward the instruction ``i`` runs, last call first.
 
-        ``after_inputs``: whether it is the half for weights. Raise :class:`Refusal` if forward has not run, or the
-        backward has run before.
+        ``after_inputs``: whether the instruction runs the half of the backward for parameters, which must follow the
+        half for inputs. Raise :class:`Refusal` if forward has not run, or the backward has run before.
         """
         assert i.calls is not None
         assert i.microbatch is not None

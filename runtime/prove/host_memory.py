@@ -258,7 +258,8 @@ class WrittenUpdates:
 
         The collectives sum over ``dp``, or copy values between stages that share a buffer. ``index``: position of the
         instruction. ``forward``: the (call position, microbatch) pairs that have run forward. Raise :class:`Refusal` if
-        the update is wrong.
+        the buffers are not ones that forward changes, all on the same stages, or if one of them is updated twice or
+        from a sum that is incomplete.
         """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:
@@ -290,8 +291,8 @@ class WrittenUpdates:
         """Raise :class:`Refusal` unless all microbatches have added to the sum from which the buffer ``name`` is
         updated.
 
-        ``position``: position on the pipeline stage of the call that computes it. ``forward``: the (call position,
-        microbatch) pairs that have run.
+        ``position``: position, on the pipeline stage, of the call that computes what each microbatch adds. ``forward``:
+        the (call position, microbatch) pairs that have run.
         """
         missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
         if missing and self.program.states[name].keeps is not None:

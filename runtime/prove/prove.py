@@ -160,7 +160,8 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
 def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
     """Return rank -> instructions for the ranks whose instructions differ from their stage's list.
 
-    ``rank_programs``: rank -> its program. Raise :class:`ProofError` if one is not of this program or rank.
+    ``rank_programs``: rank -> its program. Raise :class:`ProofError` if a rank's program is derived from another
+    program than ``program``, or is that of another rank.
     """
     own: dict[int, Instructions] = {}
     compared = {id(program)}

@@ -25,8 +25,8 @@ def check_wholeness(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` at the first value, gradient or output that is declared equal on several ranks but differs
     between them.
 
-    Calls are followed without tensors, along ``tp`` and ``cp``, over which blocks are sharded, and over the batch.
-    ``facts``: the analysis of the program.
+    That is derived from the graphs, without tensors: along ``tp`` and ``cp``, over which blocks are sharded, and over
+    the parts of the batch. ``facts``: the analysis of the program.
     """
     for axis in AXES:
         _check_axis(axis, facts)

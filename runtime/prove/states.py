@@ -116,8 +116,9 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
     """Return whether the gradient of ``state``, a parameter, is summed over exactly the mesh axes over which it is a
     partial sum.
 
-    These are ``tp`` or, for an expert, its replicas ``edp`` and perhaps ``etp``. ``layout``, ``over_ep``: the
-    parameter's layouts over ``tp`` and ``ep``.
+    For an expert these axes are its replicas ``edp`` and, if its gradient is a partial sum over them, the ranks ``etp``
+    that share it. For other parameters only ``tp`` is checked. ``layout``, ``over_ep``: the parameter's layouts over
+    ``tp`` and ``ep``.
     """
     axes = split_axes(program, state.grad_axes)
     partial = layout.kind == "R'"

@@ -33,7 +33,8 @@ DATA_AXES = ("dp",)  # the mesh axes along which the batch is split, besides the
 
 
 def check_inputs(program: Program) -> None:
-    """Raise :class:`Refusal` unless each input of the batch matches the value (tensor of the program) that it becomes.
+    """Raise :class:`Refusal` unless each input of the batch matches the program's tensor (value) of which it provides
+    the contents.
 
     The value must have the shape and type of the part of the input that one rank reads for one microbatch.
     """
@@ -85,8 +86,8 @@ def check_outputs(program: Program) -> None:
 
 
 def _output_problem(program: Program, output: OutputData, name: str) -> str:
-    """Return why ``output``, an output of the model, does not fit the value ``name`` that it is, as the end of a
-    message; an empty string if it fits.
+    """Return why ``output``, an output of the model, cannot be the program's tensor (value) called ``name``, as the end
+    of an error message; an empty string if it can.
     """
     if name not in program.values:
         return f"is the value {name!r}, which does not exist"

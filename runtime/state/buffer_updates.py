@@ -98,10 +98,10 @@ class BufferUpdates:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Give the buffers that a step changes their values from before the last step inside the ``with`` block, so
-        that the step can be repeated.
+        """Let a step inside the ``with`` block repeat the last one: until the end of the block, the buffers that a step
+        changes have the values from before the last step.
 
-        The values exist only if they were stored. At the end of the block the current values are restored.
+        These values exist only if they were stored. At the end of the block the current values are restored.
         """
         after = {name: held.clone() for name, held in self._held.items()}
         before, keep, self.keep = self._before, self.keep, False

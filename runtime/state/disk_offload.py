@@ -525,8 +525,8 @@ def _read_number_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _make_unfit_error(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
-    """Return the error for an optimizer that cannot run with its states on disk. ``why``: what it does, as part of a
-    sentence.
+    """Return the error for an optimizer that cannot run with its states on disk. ``why``: what the optimizer does that
+    prevents this, as part of a sentence.
     """
     return OffloadError(
         f"{type(optimizer).__name__} {why}: with its states on disk an optimizer steps some parameters at a time; "

@@ -76,8 +76,8 @@ class Sink:
             self.view.add_(torch.sum(x, dims))
 
     def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
-        """Add to the accumulated gradient of one parameter that of the stacked weight matrices of experts, one matrix
-        per expert.
+        """Compute the gradient of the stacked weight matrices of experts, one matrix per expert, and add it to the
+        accumulated gradient of one parameter.
 
         ``rows`` and ``grads``: inputs and output gradients of all experts, sorted by expert. ``ends``: for each expert,
         the index behind its last row. With ``transposed``, the last two dims of the result are swapped.

@@ -211,11 +211,11 @@ class LossScale:
         self.applied = self.value  # in the last step
 
     def unscale(self, gradients: Sequence[Tensor], everyone: RankGroup, device: torch.device) -> None:
-        """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether those of any rank are
-        not finite.
+        """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether a gradient of any rank
+        is infinite or NaN.
 
-        All ranks call this. ``everyone``: the process group of all ranks. ``device``: where it communicates. A dynamic
-        loss scale is then adapted.
+        All ranks call this. ``everyone``: the process group of all ranks. ``device``: where the tensors that it
+        exchanges are. A dynamic loss scale is then adapted.
         """
         self.applied = self.value
         where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
@@ -324,8 +324,8 @@ def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
 
 
 def _is_counted_shard(rank: RankProgram, state: str) -> bool:
-    """Return whether this rank adds its shard of the parameter ``state`` to the norm, so that replicas and tied
-    parameters count once.
+    """Return whether this rank adds its shard of the parameter ``state`` to the 2-norm of the gradients of the whole
+    model, so that replicas and tied parameters count once.
     """
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)

@@ -90,7 +90,7 @@ class StackedWeights:
         return None if specs or found is None else ((len(self.stacks[name]), *found[0]), found[1])
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``, which ``layout`` describes."""
+        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``."""
         if name not in self.stacks:
             return self.weights.read(name, layout, num_ranks, index)
         parts, inner = self.stacks[name], layout
@@ -364,7 +364,8 @@ class MasterParameters:
     def _get_shard(self, name: str) -> Tensor:
         """Return the tensor on the device with which the rank computes, for the parameter or buffer ``name``.
 
-        A parameter that is on the device only for part of a step gets a tensor of its shape without its memory.
+        For a parameter that is on the device only for part of a step, that is a placeholder, which has the parameter's
+        shape but the memory of one element.
         """
         state = self._rank.program.states[name]
         if name in self._gone and not state.zero_axes:  # of its shape, without its memory

@@ -67,7 +67,7 @@ class Weights(Protocol):
     def names(self) -> list[str]: ...
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``, which ``layout`` describes.
+        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``.
 
         The caller must not write to it.
         """
@@ -171,8 +171,8 @@ class FileWeights:
         return shape, _TYPES[stored]
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``, which ``layout`` describes. Only
-        this part is read.
+        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``.
+        Only this part is read from the file.
         """
         with self._lock:
             paired = self._is_paired(name)

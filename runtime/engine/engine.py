@@ -209,8 +209,8 @@ class Engine:
         is padded without changing the result. With ``local``, each rank passes only its :attr:`share` of the batch (as
         :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch, ...]``, or ``{}`` if it reads no
         inputs; the batch then has the largest shape. The gradients of this batch replace those of the last step. With
-        ``accumulate`` they are added to them, unless ``zero_grad`` has cleared them; if the gradients of one batch
-        overflowed, the sum is lost (:attr:`overflowed`).
+        ``accumulate`` they are added to those of earlier batches, as far as ``zero_grad`` has not cleared these; if the
+        gradients of one batch overflowed, the sum is lost (:attr:`overflowed`).
 
         Returns the loss of the whole batch, a 0-dimensional tensor without an autograd graph, the same on all ranks;
         ``None`` if the program has no loss.

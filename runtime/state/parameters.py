@@ -90,7 +90,8 @@ class StackedWeights:
         return None if specs or found is None else ((len(self.stacks[name]), *found[0]), found[1])
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``."""
+        """Return the shard of the tensor ``name``, which may be a stacked one, that the rank ``index`` of ``num_ranks``
+        ranks has under ``layout``."""
         if name not in self.stacks:
             return self.weights.read(name, layout, num_ranks, index)
         parts, inner = self.stacks[name], layout

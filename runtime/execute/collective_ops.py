@@ -112,8 +112,8 @@ class KeyExchange:
         )
 
     def _order_parts(self, length: int) -> list[tuple[int, PositionRange]]:
-        """Return pairs (rank, part) of all parts of the sequence, in the order of the sequence. ``length``: positions
-        of one rank.
+        """Return the parts of the sequence that ranks hold, in the order of the sequence, as pairs (rank in the group,
+        range of positions of the part). ``length``: number of positions that each rank holds.
         """
         parts = [(r, part) for r in range(self.group.size) for part in self._list_rank_parts(length, r)]
         return sorted(parts, key=lambda p: p[1].place)

@@ -133,7 +133,7 @@ def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
 
 def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
     """Return the mesh axes over which ZeRO shards the parameters ``states`` (names), which are gathered together; empty
-    if it does not.
+    if ZeRO does not shard them.
     """
     return program.states[states[0]].zero_axes
 

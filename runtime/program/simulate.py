@@ -169,8 +169,8 @@ class Durations(Protocol):
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         """Return the seconds to all-reduce ``nbytes`` over the mesh axes ``axes`` of one pipeline stage.
 
-        If ``axes`` is empty, the all-reduce is over the several pipeline stages in ``stages`` (indices); else
-        ``stages`` has one.
+        ``stages``: the index of this stage. If ``axes`` is empty, the all-reduce is over pipeline stages instead, and
+        ``stages`` has the indices of all of them.
         """
         ...
 

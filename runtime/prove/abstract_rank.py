@@ -489,10 +489,11 @@ class _StageInterpreter:
     def trace_collective(
         self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True
     ) -> None:
-        """Record a collective over the mesh axes ``axes``; nothing if there are none.
+        """Record a collective over the mesh axes ``axes``; if ``axes`` is empty, record nothing.
 
-        ``what``: key on which all participants must agree. ``text``: description. ``node``: graph node. ``waits``:
-        whether the rank blocks.
+        ``what``: key on which all participants must agree. ``text``: description for messages. ``node``: name of the
+        graph node, if a graph runs the collective. ``waits``: whether the rank blocks until all members have entered
+        it.
         """
         if axes:
             self.trace.append((self.index, CollectiveEvent(axes, what, text, node, (), waits)))

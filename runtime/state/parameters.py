@@ -344,8 +344,8 @@ class MasterParameters:
         first = torch.device("cpu") if hosted else device
 
         def placed(name: str, tensor: Tensor) -> Tensor:
-            """Return a tensor with the values of ``tensor``, the parameter or buffer ``name``, on the device, in host
-            memory or on disk.
+            """Return a tensor with the values of ``tensor``, the parameter or buffer ``name``, at the place where the
+            program keeps it: on the device, in host memory or on disk.
             """
             if name not in hosted:
                 return tensor.to(device)

@@ -245,8 +245,8 @@ class ModuleWeights(TensorWeights):
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor, or of the attribute that is a number, ``name``; ``None`` if there is
-        none.
+        """Return the shape and type of the tensor ``name``, or of the module's attribute ``name`` if that is a number;
+        ``None`` if there is neither.
         """
         if name not in self.tensors:
             number = number_of(self._module, name)

@@ -109,7 +109,8 @@ def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
 
 def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     """Return the ranges, pairs (start, length), with adjacent ones joined: a range that begins where the range before
-    it ends becomes part of that range."""
+    it ends becomes part of that range.
+    """
     merged: list[Range] = []
     for start, length in ranges:
         if merged and sum(merged[-1]) == start:

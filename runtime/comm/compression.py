@@ -107,7 +107,8 @@ class LevelwiseReduction:
 
     def gather(self) -> None:
         """Start to all-gather this rank's shard of the summed gradients over the ranks of the last level that was
-        reduce-scattered and not yet all-gathered."""
+        reduce-scattered and not yet all-gathered.
+        """
         have, compressed = self._await_buffer(), self.codec is not None and self._level == len(self.groups)
         self._level -= 1
         group = self.groups[self._level]

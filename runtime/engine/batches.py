@@ -332,7 +332,8 @@ def _describe_value(value: Any) -> str:
 
 def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
     """Return advice for an error message, as text: what the user can do if the input ``data`` of a global batch has
-    ``shape`` instead of the planned shape."""
+    ``shape`` instead of the planned shape.
+    """
     dim = data.batch_dim
     if dim is not None and len(shape) == len(data.shape):
         others = [d for d in range(len(shape)) if d != dim]

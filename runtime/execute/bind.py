@@ -406,7 +406,8 @@ def _reduce_max(group: RankGroup, **_: Any) -> Binding:
 
 def _bind_reduction(group: RankGroup, maximum: bool) -> Binding:
     """Return what a compiled graph calls for an all-reduce over ``group``, a sum or with ``maximum`` a maximum: a
-    function that copies its operand first, and one that overwrites it."""
+    function that copies its operand first, and one that overwrites it.
+    """
 
     def start(x: Tensor) -> Pending:
         return group.all_reduce(x.clone(memory_format=torch.contiguous_format), maximum)
@@ -484,7 +485,8 @@ def _bind_copy(group: RankGroup, **_: Any) -> Binding:
 
 def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
     """Return what a compiled graph calls for an operator that takes this rank's equal part of a whole tensor along
-    ``dim``. ``group``: the ranks among which the tensor is divided. Other arguments of the operator are ignored."""
+    ``dim``. ``group``: the ranks among which the tensor is divided. Other arguments of the operator are ignored.
+    """
 
     def take(x: Tensor) -> Tensor:
         length = x.shape[dim] // group.size

@@ -133,7 +133,8 @@ class AliasBinding:
 @dataclass(frozen=True)
 class ConstantBinding:
     """Tells the compiler of a graph that the value of a node is the constant ``value``, known when the graph is
-    compiled."""
+    compiled.
+    """
 
     value: Any
 
@@ -141,7 +142,8 @@ class ConstantBinding:
 @dataclass(frozen=True)
 class DirectBinding:
     """Tells the compiler of a graph to call ``function`` for a node, with the node's tensor operands; its result is the
-    node's value."""
+    node's value.
+    """
 
     function: Callable[..., Any]
 

@@ -261,7 +261,8 @@ class Executor:
 
         def total_forward() -> None:
             """Run the calls that compute what the microbatch adds to the totals (sums over the global batch), and add
-            their results to the totals of this rank."""
+            their results to the totals of this rank.
+            """
             values = self.env.values[microbatch].copy()
             for call in calls:
                 call.forward(microbatch, values)
@@ -279,7 +280,8 @@ class Executor:
 
         def total() -> None:
             """Sum the totals (sums over the global batch that forward needs) over the ranks, and store the results as
-            values of every microbatch."""
+            values of every microbatch.
+            """
             started = [(name, group.all_reduce(self.totals[name])) for name in instruction.values]
             for name, pending in started:
                 value = pending.wait()

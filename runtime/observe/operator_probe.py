@@ -125,7 +125,8 @@ def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> I
 
     def within(index: int, action: Callable[[], None]) -> Callable[[], None]:
         """Return a function that runs ``action``, a part of the instruction at ``index``, and passes every operator
-        that runs meanwhile to the function ``see`` of the enclosing call."""
+        that runs meanwhile to the function ``see`` of the enclosing call.
+        """
 
         def run() -> None:
             probe.index = index

@@ -78,7 +78,8 @@ class ScatterQueue(Generic[Scatter]):
 
     def computed(self) -> None:
         """Record that a backward instruction has run. The reduce-scatters in progress must then end before the next one
-        starts, which belongs to the gradients of this backward."""
+        starts, which belongs to the gradients of this backward.
+        """
         self._computed = True
 
     def before_next(self) -> list[Scatter]:

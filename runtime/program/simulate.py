@@ -65,8 +65,7 @@ class RankClock:
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Advance the clock by ``work`` seconds of computation; the computation takes longer while a collective
-        overlaps with it."""
+        """Advance the clock by ``work`` seconds of computation, which takes longer while a collective overlaps with it."""
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:
@@ -81,7 +80,7 @@ class RankClock:
         self.clock += work
 
     def wait(self, until: float) -> None:
-        """Advance the clock to the time ``until`` (seconds) without computation; collectives go on meanwhile."""
+        """Advance the clock to the time ``until`` (seconds) without computation; collectives continue."""
         while self.under_way and self.clock < until:
             first = self.under_way[0]
             begin = max(self.clock, first.ready)
@@ -318,10 +317,8 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
 
 
 def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
-    """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives.
-
-    Return two lists over the pipeline stages: the simulated rank after its last instruction, and the seconds of the
-    optimizer's update.
+    """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives. Return two lists over
+    the pipeline stages: the simulated rank after its last instruction, and the seconds of the optimizer's update.
     """
     stages = range(len(facts.program.stages))
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in stages]
@@ -461,9 +458,8 @@ class _SimulatedRank(RankClock):
 
 
 class _Simulation:
-    """Simulates the instruction lists of all pipeline stages together, with the messages that they send to each other.
-
-    ``lanes``: the simulated rank of each stage, whose clocks and recorded times are updated.
+    """Simulates the instruction lists of all pipeline stages together, with the messages between them. ``lanes``: the
+    simulated rank of each stage, whose clocks and recorded times are updated.
     """
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
@@ -560,8 +556,7 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND instruction ``i`` of the simulated rank ``lane``, after earlier transfers over
-        the same channel, and store the time at which it arrives."""
+        """Start the transfer of the SEND ``i`` of the rank ``lane``, once its channel is idle; store when it arrives."""
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -573,8 +568,7 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the collective of the instruction ``i`` (SCATTER, REDUCE or GATHER) of the simulated rank ``lane``, one
-        step of a hierarchical gradient reduction. It starts when the step before has ended."""
+        """Start the collective ``i``, one step of a gradient reduction, of the rank ``lane`` after the step before."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
@@ -608,8 +602,7 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the all-gather of parameters of the instruction ``i`` of the simulated rank ``lane``. It begins when
-        those of the parameters that are copied from host memory have arrived on the device."""
+        """Start the parameter all-gather ``i`` of the rank ``lane``, once parameters from host memory have arrived."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
@@ -617,8 +610,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the reduce-scatter of gradients of the instruction ``i`` of the simulated rank ``lane``, when the
-        reduce-scatters of earlier backward instructions have ended."""
+        """Start the gradient reduce-scatter ``i`` of the rank ``lane``, after those of earlier backward instructions."""
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
@@ -657,8 +649,8 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def start_offload(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copies to host memory of the OFFLOAD instruction ``i`` of the simulated rank ``lane``: of
-        activations, when earlier copies have ended, or of gradients, when their reductions have ended.
+        """Start the copies to host memory of the OFFLOAD ``i`` of the simulated rank ``lane``: of activations after
+        earlier copies, of gradients after their reductions.
         """
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
@@ -683,8 +675,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """Return the bytes of the activations that the OFFLOAD or FETCH instruction ``i`` of the simulated rank
-        ``lane`` moves between device and host memory."""
+        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` of the simulated rank ``lane`` moves."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 

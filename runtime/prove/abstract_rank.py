@@ -363,7 +363,8 @@ class _StageInterpreter:
 
     def gather(self, i: Instruction) -> None:
         """Check the GATHER instruction ``i``, an all-gather of parameters or, as a step of a hierarchical reduction, of
-        gradients, and record the collective."""
+        gradients, and record the collective.
+        """
         assert i.bucket is not None
         if i.gradients:
             self.run_reduction_turn(i)

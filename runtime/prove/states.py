@@ -301,7 +301,8 @@ class PendingReductions:
 
     def computed(self) -> None:
         """Record that a backward instruction has run. The reduce-scatters in progress must then end before the next one
-        starts, which belongs to the gradients of this backward."""
+        starts, which belongs to the gradients of this backward.
+        """
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:

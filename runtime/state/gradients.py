@@ -385,7 +385,8 @@ class RankGradients:
 
     def restore(self) -> None:
         """Allocate the ZeRO pieces of gradients that a failed step has left without memory, filled with zeros, because
-        an optimizer may read them."""
+        an optimizer may read them.
+        """
         for bucket in self.scattered.values():
             bucket.restore()
 
@@ -407,7 +408,8 @@ class RankGradients:
 
     def computed(self) -> None:
         """Record that a backward instruction has run. The reduce-scatters in progress must then end before the next one
-        starts, which belongs to the gradients of this backward."""
+        starts, which belongs to the gradients of this backward.
+        """
         self._scattering.computed()
 
     def _collect_first_scatter(self) -> None:

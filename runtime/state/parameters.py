@@ -91,7 +91,8 @@ class StackedWeights:
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
         """Return the shard of the tensor ``name``, which may be a stacked one, that the rank ``index`` of ``num_ranks``
-        ranks has under ``layout``."""
+        ranks has under ``layout``.
+        """
         if name not in self.stacks:
             return self.weights.read(name, layout, num_ranks, index)
         parts, inner = self.stacks[name], layout

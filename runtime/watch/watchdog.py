@@ -173,7 +173,8 @@ class Watch:
 
     def failed(self, error: Exception) -> Failure:
         """Write the failure of this rank to the folder of status files, and return its description. ``error``: the
-        exception with which the rank has failed."""
+        exception with which the rank has failed.
+        """
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
         place = place_of(walk_traceback_frames(origin.__traceback__), self.executor)
         moment = self._recording.moment()

@@ -65,7 +65,7 @@ class RankClock:
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Advance the clock by ``work`` seconds of computation, which takes longer while a collective overlaps with it."""
+        """Advance the clock by ``work`` seconds of computation, which takes longer while a collective overlaps."""
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:
@@ -556,7 +556,7 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND ``i`` of the rank ``lane``, once its channel is idle; store when it arrives."""
+        """Start the transfer of the SEND ``i`` of the rank ``lane`` when its channel is idle; store its arrival time."""
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -610,7 +610,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the gradient reduce-scatter ``i`` of the rank ``lane``, after those of earlier backward instructions."""
+        """Start the gradient reduce-scatter ``i`` of the rank ``lane``, after those of earlier backwards."""
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")

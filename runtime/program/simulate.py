@@ -556,7 +556,7 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND ``i`` of the rank ``lane`` when its channel is idle; store its arrival time."""
+        """Start the transfer of the SEND ``i`` of the rank ``lane`` once its channel is idle, and store its arrival."""
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)

@@ -381,11 +381,11 @@ def _allocate_optimizer_state(
 def _list_state_pieces(
     prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
-    """Return the parts of saved tensors from which ``tensor`` is filled: this rank's part of ``state``, or its
-    optimizer state.
+    """Return the rectangular parts of saved tensors that must be read to fill ``tensor``.
 
-    ``state``: name of the parameter or buffer. A tensor's key in the checkpoint consists of ``prefix``, the name
-    ``saved_as`` under which the parameter or buffer was saved, and ``suffix``.
+    ``tensor``: this rank's part of the parameter or buffer named ``state``, or of an optimizer state for it. A tensor's
+    key in the checkpoint consists of ``prefix``, the name ``saved_as`` under which the parameter or buffer was saved,
+    and ``suffix``. ``rank``: the program of this rank.
     """
     data = rank.program.states[state]
     if data.shape and not tensor.dim():
@@ -394,9 +394,10 @@ def _list_state_pieces(
 
 
 def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
-    """Compare length and SHA-256 of this rank's share of the checkpoint's files with the manifest.
+    """Compare the checkpoint's files that this rank has to check with the manifest, by length and SHA-256.
 
-    Raise :class:`DamagedCheckpointError` if a file is missing or differs. ``found``: the checkpoint.
+    The ranks divide the files among themselves, each checks every n-th one of ``n`` ranks. Raise
+    :class:`DamagedCheckpointError` if a file is missing or differs. ``found``: the checkpoint.
     """
     for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
         path = found.folder / name
@@ -466,10 +467,10 @@ def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communi
 
 
 def _list_candidate_folders(directory: Path) -> Sequence[Path]:
-    """Return the folder to load as a list of one path; an empty list if there is none.
+    """Return the checkpoint folder to load, as a list of one path; an empty list if there is none.
 
-    That is ``directory`` if it has a manifest. In a folder of several checkpoints it is the one that the file
-    ``latest`` names, or else the complete one with most steps.
+    That is ``directory`` itself if it has a manifest. Otherwise ``directory`` may be a folder of several checkpoints,
+    of which the one that the file ``latest`` names is chosen, or else the complete one with most steps.
     """
     if (directory / MANIFEST).exists():
         return [directory]
@@ -481,8 +482,8 @@ def _list_candidate_folders(directory: Path) -> Sequence[Path]:
 
 
 def _other_than(folder: Path) -> str:
-    """Return the end of an error message about the checkpoint ``folder``: it names another checkpoint beside it to load
-    instead.
+    """Return the end of an error message about the damaged checkpoint ``folder``: which other checkpoint in the same
+    parent folder can be loaded instead, or that there is none.
     """
     folder = folder.absolute()
     others = [f for f in complete_in(folder.parent) if f.folder.absolute() != folder]

@@ -274,8 +274,8 @@ class MemoryCopies:
         self._reset_copies()
 
     def _reset_copies(self) -> None:
-        """Forget which in-memory copies of the training state were made so far. The files with the copies stay on the
-        nodes.
+        """Forget which in-memory copies of the training state were made so far, so that the next one is treated as the
+        first. The files with the copies stay on the nodes.
         """
         self.step: int | None = None  # step of the copy that is complete on all ranks
         self._written: int | None = None  # step of the copy that is being sent
@@ -419,7 +419,7 @@ class MemoryCopies:
         """Choose a new random token for the copies made from now on, the same on all ranks, and write it beside the
         checkpoints.
 
-        Copies with another token are not restored any more.
+        Copies that were made before have another token, and are not restored any more. All ranks call this.
         """
         token = secrets.randbits(60) if self.rank == 0 else 0
         [token] = self._peers.total([token])
@@ -428,9 +428,11 @@ class MemoryCopies:
         self._identity = self._identity_of(token)
 
     def _open_slots(self) -> None:
-        """Open two files for this rank, and two for each rank whose second copy it keeps.
+        """Open the files for in-memory copies that this rank writes: two for its own state, and two for each other rank
+        whose second copy it keeps.
 
-        Remove files with another identity, which are of an earlier attempt at this training.
+        Files with copies of the current step are opened as they are. On the first rank of a node, also remove files
+        whose name has another identity, which are left from an earlier run of this training.
         """
         if self._is_node_leader():
             for name, path in slots_in(self.folder):
@@ -446,8 +448,8 @@ class MemoryCopies:
             self._slots[rank] = slots
 
     def _make_room(self, sizes: list[int]) -> None:
-        """Change the size of those files for in-memory copies that may be overwritten: ``sizes[rank]`` bytes for the
-        state of each rank.
+        """Change the size of the files on this node into which the next in-memory copies are written: ``sizes[rank]``
+        bytes for the training state of each rank.
 
         All ranks call this. Raise :class:`CheckpointError` on all ranks if a node has too little free memory.
         """
@@ -476,8 +478,8 @@ class MemoryCopies:
             )
 
     def _find_free_slot(self, rank: int) -> CheckpointSlot:
-        """Return that one of the two files for in-memory copies of the training state of ``rank`` that may be
-        overwritten, because the other has the newer complete copy.
+        """Return the one of the two files for in-memory copies of the state of ``rank`` that may be overwritten,
+        because the other one has the newest complete copy.
         """
         return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
 
@@ -514,17 +516,18 @@ class MemoryCopies:
         self._restored = False
 
     def _ranks_here(self) -> list[int]:
-        """Return the ranks whose copies are in the memory of this node; a rank may occur twice.
-
-        They are the ranks of this node, and the ranks whose second copies these keep.
+        """Return the ranks whose training state has a copy in the memory of this node: the ranks that run on this node,
+        and the ranks of other nodes whose second copy one of those keeps.
         """
         here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         return here + [r for r, keeper in enumerate(self._keepers) if keeper in here]
 
     def _send_copies(self, slot: CheckpointSlot, step: int) -> None:
-        """Send this rank's copy of ``step`` to the rank that keeps it, and receive the copies that this rank keeps.
+        """Send this rank's in-memory copy of training step ``step`` to the rank that keeps its second copy, and receive
+        the copies that this rank keeps for others.
 
-        This runs in a thread; an exception is stored. ``slot``: the file with this rank's copy.
+        ``slot``: the file with this rank's copy. This runs in a thread: an exception is stored, and is raised later by
+        :meth:`_join_sending_thread`.
         """
         try:
             keeper = self._keepers[self.rank]
@@ -541,10 +544,11 @@ class MemoryCopies:
             self._error = error
 
     def _fetch_own_content(self, identity: str, step: int, holders: Mapping[int, Mapping[int, int]]) -> Tensor:
-        """Return the bytes of this rank's copy of ``step``, read on this node or received from another one.
+        """Return the bytes, as a uint8 tensor, of the in-memory copy of this rank's state after training step ``step``.
 
-        Also send the copies that other ranks receive from this process. ``identity``: first part of the file names.
-        ``holders``: rank -> process that has its copy -> size in bytes.
+        They are read from a file on this node, or received from another process. All ranks call this, because each also
+        sends copies to ranks that have none on their node. ``identity``: start of the names of the files with valid
+        copies. ``holders``: rank -> process that can read a copy of that rank's state -> size of the copy in bytes.
         """
         sources = {}  # rank without a copy on its node -> process that sends it
         for rank, sizes in holders.items():
@@ -607,8 +611,8 @@ def _resize_slots(wanted: Mapping[CheckpointSlot, int]) -> None:
 
 
 def _read_current_line(checkpoints: Path) -> list[int]:
-    """Return two numbers: the token of valid in-memory copies, and the step of the newest checkpoint on disk that is
-    newer than the token.
+    """Return two numbers: the token that valid in-memory copies have, and the step of the newest checkpoint on disk
+    that was written after this token.
 
     Each is 0 if there is none. ``checkpoints``: the folder of checkpoints.
     """

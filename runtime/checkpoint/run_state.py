@@ -79,8 +79,9 @@ class CheckpointedEngine(Protocol):
 def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
     """Return the part of the training state that is equal on all ranks, as a dict of plain data.
 
-    Its keys are ``steps``, ``optimizer_steps``, ``seed``, ``scale`` (loss scale, or ``None``) and ``residuals``: a hash
-    of how gradients are reduced, which decides whether rounding errors of compression can be restored.
+    Its keys are ``steps`` and ``optimizer_steps`` (counters), ``seed``, ``scale`` (the state of the loss scale as a
+    dict, or ``None``) and ``residuals`` (a hash of how the plan reduces gradients: stored rounding errors of gradient
+    compression can be restored only under a plan with the same hash).
     """
     return {
         "steps": engine.steps,
@@ -115,8 +116,9 @@ def content_of(
 ) -> CheckpointContent:
     """Return everything that this rank has to save to a checkpoint.
 
-    ``extra``: name -> further object whose state is saved. Raise :class:`CheckpointError` if an optimizer has
-    parameters that are not the engine's.
+    ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name -> further
+    object whose state is saved. Raise :class:`CheckpointError` if an optimizer has parameters that are not the
+    engine's.
     """
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
@@ -143,7 +145,8 @@ def load_run_state(
     call this.
 
     It restores weights, optimizer state, rounding errors of gradient compression, counters, random state, and the
-    objects in ``extra`` (name -> object). ``verify``: first compare checksums of the files.
+    objects in ``extra`` (name -> object). ``optimizer``: the optimizer whose state is restored, a list of several, or
+    ``None``. ``verify``: first compare checksums of the files.
     """
     rank, residuals = engine.rank_program, engine._gradients.residuals
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
@@ -168,7 +171,7 @@ def go_on(
 
     Args:
         run: the merged results of :func:`common_state` and :func:`own_state`.
-        random: the random state of this rank.
+        random: the states of this rank's random generators; used only if the program trains.
         extra: name -> object with ``load_state_dict()``.
         origin: the name of the checkpoint, for error messages.
 

@@ -50,8 +50,8 @@ from partitioner.runtime.state.disk_offload import is_mapped
 
 
 class Staging:
-    """Copies a rank's training state to host memory, for one save at a time. Host buffers of the previous save are
-    reused.
+    """Copies a rank's training state to host memory, from where a checkpoint is written while training continues. One
+    save at a time; the host buffers of the previous save are reused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,8 +132,8 @@ class Staging:
         self._require_unchanged(changed)
 
     def _require_unchanged(self, changed: Sequence[str]) -> None:
-        """Raise :class:`CheckpointError` if ``changed`` has the name of a tensor, which was changed while it was
-        copied.
+        """Raise :class:`CheckpointError` if ``changed`` is not empty. ``changed``: names of tensors that were changed
+        while they were copied.
         """
         if changed:
             raise CheckpointError(
@@ -142,8 +142,9 @@ class Staging:
             )
 
     def _copy(self) -> None:
-        """Copy the part of the training state that changes only in an optimizer step to host buffers; on a GPU on a
-        stream of their own.
+        """Copy the tensors that change only in an optimizer step to host buffers, and wait for the copies.
+
+        On a GPU the copies run on a CUDA stream of their own, after the kernels that were queued when the save began.
         """
         if self._ready is None:
             for piece, buffer, _ in self._later:
@@ -206,8 +207,8 @@ class Saving:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], None], behind: bool) -> None:
-        """Call ``work``, which writes the checkpoint, in a thread if ``behind``. An exception is stored in
-        :attr:`error`.
+        """Call ``work``, which writes the checkpoint: in a new thread if ``behind`` is true, so that training
+        continues, else before this method returns. An exception of ``work`` is stored in :attr:`error`.
         """
 
         def guarded() -> None:
@@ -336,11 +337,11 @@ class Saver:
         _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
-        """Warn if the state was saved after ``steps`` steps while gradients were being accumulated, which a checkpoint
-        does not have.
+        """Warn on rank 0 if the state was just saved, after ``steps`` batches, but the next batch adds to accumulated
+        gradients.
 
-        ``gradients``: the accumulated gradients. The next step adds to them, so training that resumes from this
-        checkpoint would lose them.
+        A checkpoint has no gradients, so training that resumes from it would lose them. ``gradients``: the accumulated
+        gradients; there is no warning if all of them are zero.
         """
         if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
             warnings.warn(
@@ -380,8 +381,8 @@ class Saver:
 def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
     """Call ``work`` on every rank. If it raises on any rank, raise on all of them. All ranks call this.
 
-    ``what``: start of the :class:`CheckpointError` on ranks where it did not fail. ``world_size``: number of ranks.
-    ``communicator``: connects this rank with the others.
+    ``what``: start of the message of the :class:`CheckpointError` that is raised on the ranks where ``work`` did not
+    fail. ``world_size``: number of ranks. ``communicator``: connects this rank with the others.
     """
     error: Exception | None = None
     try:
@@ -404,12 +405,13 @@ def agreed_target(
     before: Callable[[], None] | None = None,
     own: str = OWN,
 ) -> CheckpointTarget:
-    """Agree with all ranks on a new attempt to write the folder ``final``, and return its paths. All ranks call this.
+    """Prepare to write a checkpoint or an export to the folder ``final``: return the paths to use, which are the same
+    on all ranks. All ranks call this.
 
-    ``before``: called first on each rank. Rank 0 then removes what earlier attempts left. ``own``: regular expression
-    of the file names in ``final`` that are replaced. Raise what ``before`` raises, or :class:`CheckpointError` if
-    ``before`` or the removal failed on another rank. ``world_size``: number of ranks. ``communicator``: connects this
-    rank with the others.
+    ``before``: called first on each rank. Rank 0 then removes incomplete files that earlier, failed writes have left.
+    ``own``: regular expression of the names of the files in ``final`` that the new ones replace. Raise what ``before``
+    raises, or :class:`CheckpointError` if ``before`` or the removal failed on another rank. ``world_size``: number of
+    ranks. ``communicator``: connects this rank with the others.
     """
     error: Exception | None = None
     token = 0
@@ -442,7 +444,8 @@ def pieces_of(
     """Return the pieces (rectangular parts) of weights and optimizer state that this rank writes, in two lists.
 
     The first list has pieces that may change at any time, the second those that change only in an optimizer step.
-    ``states``: name -> this rank's shard.
+    ``states``: name -> this rank's shard. ``optimizer``: the states of the optimizers; ``None``: there are none to
+    write.
     """
     saved = saved_states(rank.program)
     mine = written_by(rank, saved)
@@ -467,8 +470,8 @@ def saved_states(program: Program) -> list[str]:
 
 
 def weight_states(program: Program) -> list[str]:
-    """Return the names of the parameters and buffers that some pipeline stage reads, without those whose values are in
-    the plan.
+    """Return the names of the parameters and buffers that some pipeline stage reads, without those whose values are
+    stored in the plan itself.
     """
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 
@@ -483,9 +486,10 @@ def _write_rank_part(
     """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint. Other ranks wait until it is
     complete.
 
-    ``held``: the pieces to write. ``timeout``: seconds to wait for other ranks. ``staging``: first finish its copies,
-    which ``held`` refers to. On an error, report it to the other ranks and raise it. ``target``: the paths of the
-    checkpoint. ``content``: everything that this rank saves.
+    ``held``: the pieces of tensors to write. ``timeout``: seconds to wait for other ranks. ``staging``: copies the
+    tensors to host memory; the copies, to which ``held`` refers, are finished first. ``None``: ``held`` refers to the
+    tensors themselves. On an error, report it to the other ranks and raise it. ``target``: the paths of the checkpoint.
+    ``content``: everything that this rank saves.
     """
     from partitioner.runtime.checkpoint.dcp_files import pack_record, write_shards
 
@@ -572,7 +576,8 @@ def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the states of further objects that differ between ranks, as object name -> list of the state of each rank.
+    """Return the states of further objects, such as data loaders, that differ between ranks, as object name -> list of
+    the state of each rank. States that are equal on all ranks are left out.
 
     ``extras``: for each rank, object name -> state.
     """
@@ -582,8 +587,9 @@ def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _as_told(error: BaseException, directory: Path) -> BaseException:
-    """Return ``error``, or a :class:`CheckpointError` that names ``directory`` if it is an exception of another
-    type.
+    """Return the error to report for a failed save: ``error`` itself if it is a :class:`CheckpointError` or no ordinary
+    ``Exception`` (such as ``KeyboardInterrupt``), otherwise a :class:`CheckpointError` that names the checkpoint
+    ``directory`` and quotes ``error``.
     """
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error

@@ -25,7 +25,7 @@ class ShardBox(NamedTuple):
     """A rectangular part of a tensor that a rank holds.
 
     ``offsets`` and ``sizes``: position and size in the whole tensor, per dim. ``local``: the position in the rank's
-    shard, per dim.
+    shard, per dim; for a part of a flattened tensor, one number: its position in elements.
     """
 
     offsets: tuple[int, ...]
@@ -108,7 +108,9 @@ def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
 
 
 def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
-    """Return the ranges (start, length), where each that begins at the end of the one before is joined with it."""
+    """Return the ranges, pairs (start, length), with adjacent ones joined: a range that begins where the range before
+    it ends becomes part of that range.
+    """
     merged: list[Range] = []
     for start, length in ranges:
         if merged and sum(merged[-1]) == start:
@@ -133,7 +135,8 @@ def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Itera
     """Yield rectangular boxes that together are the elements ``[start, start + size)`` of a row-major tensor of
     ``shape``, in order.
 
-    ``local`` of each box has one number: the offset of its first element from ``start``.
+    ``start`` and ``size`` count elements of the flattened tensor. ``local`` of each box has one number: the offset of
+    the box's first element from ``start``.
     """
     if not shape:
         if size:
@@ -190,10 +193,10 @@ def list_shard_pieces(
     """Return a rank's part of a parameter or buffer, or of an optimizer state for it, as named rectangular parts for a
     checkpoint.
 
-    The keys are ``prefix``, the model's name of the parameter, and ``suffix``. If the parameter stacks several ones of
-    the model, each of these gets its own parts. ``tensor``: the rank's data. A number (a 0-dimensional ``tensor`` for a
-    parameter with dims) is written only by the rank that holds the first element. ``held``: which part of the parameter
-    or buffer the rank holds.
+    The keys are ``prefix``, the model's name of the parameter, and ``suffix``. If the parameter is a stack of several
+    parameters of the model, each of the stacked parameters gets keys and parts of its own. ``tensor``: the rank's data.
+    A number (a 0-dimensional ``tensor`` for a parameter with dims) is written only by the rank that holds the first
+    element. ``held``: which part of the parameter or buffer the rank holds.
     """
     found = []
     if state.shape and not tensor.dim() and not held.first:
@@ -222,8 +225,8 @@ def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPie
 def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> ShardPiece:
     """Return the part of a checkpoint from which a 0-dimensional optimizer state is read into ``tensor``.
 
-    The key is ``prefix``, the parameter's name and ``suffix``. If the parameter stacks several ones of the model, all
-    of them have the same number, and the first one's is read.
+    The key is ``prefix``, the parameter's name and ``suffix``. If the parameter is a stack of several parameters of the
+    model, the state was saved once for each of them with the same value, and that of the first one is read.
     """
     return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 

@@ -114,7 +114,7 @@ class OptimizerState:
     def owner(self, name: str) -> torch.optim.Optimizer | None:
         """Return the optimizer that holds the state of the parameter ``name``; ``None`` if none does.
 
-        A single optimizer is returned for every parameter, even one that it does not update.
+        If there is only one optimizer, it is returned for every parameter, even one that it does not update.
         """
         if len(self.optimizers) == 1:
             return self.optimizers[0]
@@ -133,9 +133,9 @@ class OptimizerState:
         """Return this rank's part of the optimizer state for the parameter ``name``, as named rectangular parts for a
         checkpoint.
 
-        A state may be a number, or have the parameter's shape and be sharded like it. If this rank holds the whole
-        parameter, it may have any shape, such as the row and column factors of Adafactor. Raise
-        :class:`CheckpointError` otherwise.
+        A state may be a number, or have the parameter's shape and be sharded like it. Raise :class:`CheckpointError`
+        for a state of another shape, such as the row and column factors of Adafactor, unless this rank holds the whole
+        parameter.
         """
         data, held = rank.program.states[name], held_by(rank.program, name, rank.rank)
         found: list[ShardPiece] = []
@@ -213,11 +213,11 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def find_wrong_state(training: Any) -> str:
-    """Return what is wrong with the saved data other than tensors of a training run, as text; an empty string if
-    nothing is.
+    """Return why ``training``, the saved data of a training run other than tensors, cannot be restored, as text; an
+    empty string if it can.
 
-    It must be a dict with ``steps``, ``seed``, ``scale`` and ``extra``, and with states of random generators under
-    ``random``.
+    It must be a dict with the keys ``steps``, ``seed``, ``scale`` and ``extra``, and with states of random generators
+    under ``random``.
     """
     if not isinstance(training, dict):
         return f"expected a dict, got {type(training).__name__}"
@@ -286,7 +286,7 @@ def unpack_plain_data(content: bytes) -> dict[str, Any]:
     """Return the dict in the bytes ``content``, which :func:`pack_plain_data` wrote, with tensors on the CPU. No code
     is run.
 
-    Raise what ``torch.load`` raises if they are damaged.
+    Raise what ``torch.load`` raises if the bytes are damaged.
     """
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
 
@@ -327,9 +327,10 @@ RESIDUAL = "residual."
 
 
 def way_of(program: Program) -> str:
-    """Return a hash of the way in which the program reduces gradients; an empty string if it compresses no gradients.
+    """Return a hash of what decides how the program reduces gradients: its mesh, ZeRO, layouts, and the sets of
+    parameters that are reduced together; an empty string if it compresses no gradients.
 
-    Stored rounding errors of compressed gradients can be restored under another plan if the hashes are equal.
+    Stored rounding errors of compressed gradients can be restored under another plan only if the hashes are equal.
     """
     if not any(bucket.compression for stage in program.stages for bucket in stage.buckets):
         return ""
@@ -353,11 +354,11 @@ def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[
 def load_residuals(
     folder: Path, rank: RankProgram, residuals: Mapping[str, Tensor], training: Mapping[str, Any]
 ) -> None:
-    """Fill ``residuals``, the rounding errors of compressed gradients (name of the transfer -> flat tensor), from the
-    checkpoint ``folder``.
+    """Fill ``residuals``, this rank's rounding errors of compressed gradients, from the checkpoint ``folder``. Set them
+    to zero if the checkpoint's plan reduced gradients differently.
 
-    ``training``: the saved data other than tensors. They are set to zero if the checkpoint is of a plan that reduces
-    gradients differently.
+    ``residuals``: name of the compressed transfer -> flat tensor. ``training``: the checkpoint's data other than
+    tensors, which says how its plan reduced gradients.
     """
     if not residuals:
         return

@@ -89,8 +89,8 @@ class LevelwiseReduction:
         self._arriving, self._level = None, 0
 
     def scatter(self) -> None:
-        """Start to reduce-scatter this rank's part of the gradients over the next level (group of ranks) of the
-        hierarchy.
+        """Start the next reduce-scatter of the hierarchy: over the ranks of the next level, of the whole gradients on
+        the first level, and after that of the shard that the level before has left on this rank.
         """
         have, group = self._await_buffer(), self.groups[self._level]
         self._level += 1
@@ -100,13 +100,15 @@ class LevelwiseReduction:
             self._arriving = start_compressed_reduction(self.senders[0], have.view(group.size, -1), group)
 
     def reduce(self) -> None:
-        """Start to all-reduce this rank's part of the gradients over the group of ranks that remains after all
-        levels.
+        """Start to all-reduce the shard of the gradients that the reduce-scatters of all levels have left on this rank.
+        The group consists of ranks that hold the same shard.
         """
         self._arriving = self.rest.all_reduce(self._await_buffer())
 
     def gather(self) -> None:
-        """Start to all-gather this rank's part of the sums over the level (group of ranks) that was scattered last."""
+        """Start to all-gather this rank's shard of the summed gradients over the ranks of the last level that was
+        reduce-scattered and not yet all-gathered.
+        """
         have, compressed = self._await_buffer(), self.codec is not None and self._level == len(self.groups)
         self._level -= 1
         group = self.groups[self._level]
@@ -121,7 +123,7 @@ class LevelwiseReduction:
     def finish(self) -> None:
         """Wait until the gradients are summed over all ranks, and copy the sums into the gradient buffer.
 
-        Do nothing if a step of the hierarchical reduction remains to be gathered, or if nothing was started.
+        Do nothing if a level that was reduce-scattered is not all-gathered yet, or if no collective is in progress.
         """
         if self._arriving is not None and not self._level:
             pending = self._arriving

@@ -34,8 +34,8 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def is_of_ranks(error: BaseException) -> bool:
-    """Return whether ``error`` already describes the failure of a rank: of one of its instructions, or the loss of
-    another rank.
+    """Return whether ``error`` is already an error about ranks: that an instruction failed on some rank, or that this
+    rank has lost another one.
     """
     return isinstance(error, InstructionError | CommunicationError) or is_secondary(error)
 

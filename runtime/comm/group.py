@@ -91,8 +91,9 @@ class Communicator(Protocol):
         """Open the process groups and pipeline links of a program. All ranks call this, each with those that it belongs
         to.
 
-        ``groups``: tuples of ranks. ``links``: from which to which rank, and for what. ``gathering``: groups that get a
-        second channel, for all-gathers of parameters.
+        ``groups``: tuples of ranks. ``links``: connections from one rank to another rank of another pipeline stage,
+        each for values, gradients or the loss. ``gathering``: groups that get a second channel, for all-gathers of
+        parameters.
         """
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:

@@ -30,10 +30,10 @@ _PATIENCE_S = 3.0  # for torchrun to learn of the rank that was first, and to en
 def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """Initialise ``torch.distributed`` in a worker of torchrun, also if the worker has been restarted.
 
-    torchrun uses one store for all attempts, in which restarted ranks would find the addresses of ranks that have ended
-    (pytorch/pytorch#135712, torch 2.13). Here each attempt has its own prefix. Attempts are counted per host: with
-    several hosts set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun, which ``python -m
-    partitioner.runtime.launch.torchrun`` does.
+    When torchrun restarts the ranks, it keeps its store, in which new ranks would find the addresses of ranks that have
+    ended (pytorch/pytorch#135712, torch 2.13). Here the keys of each restart get a prefix of their own, if all ranks
+    are on one host. Hosts count restarts separately: with several hosts set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``
+    for torchrun, which ``python -m partitioner.runtime.launch.torchrun`` does.
 
     After this call, any exception that ends the script is also reported to torchrun, which prints it at the end of its
     log. ``backend``: name of a torch backend, such as ``nccl``; ``None``: torch's default. ``timeout``: how long

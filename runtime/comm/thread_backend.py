@@ -50,9 +50,10 @@ class ThreadWorld:
     def join(self, queue: deque[_Meeting], member: int, size: int, what: str, entry: Any) -> tuple[_Meeting, bool]:
         """Enter a collective: the first one in ``queue`` that this member has not entered, or a new one.
 
-        ``member``: position of the rank in the group. ``size``: number of members. ``what``: description, which must be
-        equal on all. ``entry``: this member's operand. Return the collective, and whether all members have entered it
-        now. Raise :class:`CommunicationError` if communication was aborted, or if the descriptions differ.
+        ``queue``: the collectives of the group, oldest first. ``member``: position of the rank in the group. ``size``:
+        number of members. ``what``: description, which must be equal on all. ``entry``: this member's operand. Return
+        the collective, and whether all members have entered it now. Raise :class:`CommunicationError` if communication
+        was aborted, or if the descriptions differ.
         """
         with self.lock:
             if self.failure is not None:
@@ -141,7 +142,8 @@ class ThreadGroup:
     all.
 
     It implements :class:`partitioner.runtime.comm.group.RankGroup`. ``ranks``: the members. ``rank``: this rank.
-    ``gathering``: it is a second channel of the same ranks.
+    ``gathering``: whether this is the second of two groups of the same ranks, whose collectives do not wait for those
+    of the first one.
     """
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:

@@ -94,8 +94,8 @@ def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
 
 
 def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
-    """Return the checked tensors of ``batch`` and its other planned values, as path -> value. The dict can itself be
-    passed as a batch.
+    """Return the checked tensors of ``batch``, and the planned values of its entries that are not tensors, as path ->
+    value. The dict can itself be passed as a batch.
 
     Raise :class:`BatchError` if the batch does not match the plan.
     """
@@ -108,9 +108,9 @@ def own_values(program: Program, share: Share, batch: Any, local: bool = False) 
     """Return the tensors that a rank reads of a batch, converted to the planned types, as name in the program ->
     tensor.
 
-    ``share``: which rows (samples) these are. ``local``: ``batch`` has only the rank's rows, and may lack inputs that
-    the rank does not read; otherwise it is the global batch. Raise :class:`BatchError` if the batch does not match the
-    plan.
+    ``share``: the part of a batch that the rank reads, as indices of rows (samples). ``local``: ``batch`` has only the
+    rank's rows, and may lack inputs that the rank does not read; otherwise it is the global batch. Raise
+    :class:`BatchError` if the batch does not match the plan.
     """
     read = [i for i in program.inputs if i.path in share.paths]
     if local:
@@ -169,8 +169,8 @@ class BatchEntries:
     def check_fixed(self, whole: bool) -> None:
         """Raise :class:`BatchError` if an entry that the program does not read differs from its planned value.
 
-        ``whole``: also check entries that the batch leaves out; their value is the default in ``forward``. Conditions
-        on numbers of the batch are checked, too.
+        ``whole``: also check entries that the batch leaves out; their value is the default in ``forward``. Also raise
+        it if numbers of the batch would lead ``forward`` to another branch than the planned one.
         """
         for path, leaf in self.leaves.items():
             if path not in self.inputs:
@@ -331,7 +331,9 @@ def _describe_value(value: Any) -> str:
 
 
 def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
-    """Return what to do, as text, if the input ``data`` of a global batch has the wrong shape ``shape``."""
+    """Return advice for an error message, as text: what the user can do if the input ``data`` of a global batch has
+    ``shape`` instead of the planned shape.
+    """
     dim = data.batch_dim
     if dim is not None and len(shape) == len(data.shape):
         others = [d for d in range(len(shape)) if d != dim]
@@ -344,8 +346,8 @@ def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
 
 
 def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
-    """Return what to do, as text, if a rank's part of the input ``data`` has the wrong shape ``shape``. ``share``: the
-    part of a batch that the rank reads.
+    """Return advice for an error message, as text: what the user can do if this rank's part of the input ``data`` has
+    ``shape`` instead of the expected shape. ``share``: the part of a batch that the rank reads.
     """
     if data.batch_dim is None:
         return "the program reads this input whole, with local=True too: pass all of it on every rank that reads it"

@@ -63,9 +63,11 @@ class _GradientProbe(NamedTuple):
 
 
 class Agreement:
-    """Checks now and then that one rank is consistent with the others.
+    """Checks at regular intervals of steps that the ranks are consistent: that replicas of parameters are equal, that
+    all ranks scaled gradients alike, and that they were given the same batch. Every rank has one.
 
-    ``parameters``: name -> parameter that optimizers update. ``gradients``: name -> gradient that optimizers read.
+    ``parameters``: name -> this rank's parameter, as optimizers update it. ``gradients``: name -> gradient that
+    optimizers read.
     """
 
     def __init__(
@@ -106,8 +108,8 @@ class Agreement:
             self._check_batch(batch, local, rank or self.rank)
 
     def before_run(self, name: str, batch: Any, local: bool, rank: RankProgram) -> None:
-        """Check, before the program called ``name`` runs for the first time, that ranks were given the same batch. All
-        ranks call this.
+        """Check, before the plan's further program called ``name`` (such as an evaluation) runs for the first time,
+        that ranks were given the same batch. All ranks call this.
 
         ``local``: whether ``batch`` has only this rank's samples. ``rank``: this rank's part of that program. Raise
         :class:`BatchError` on all ranks.
@@ -150,8 +152,8 @@ class Agreement:
             yield _GradientProbe(flat, place, flat[place].clone())
 
     def _check_scaling(self) -> None:
-        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by the norm of its
-        own part.
+        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, as happens if each of
+        them clips by the norm of its own part of the gradients.
 
         Only warn if some ranks scaled by one factor and the others did not scale. All ranks call this.
         """
@@ -251,8 +253,8 @@ class Agreement:
         this.
 
         Only warn if the difference is so small that a different order of sums explains it. ``kinds``: pairs (mesh axes
-        along which ranks hold equal shards, stages that share the parameter). ``order``: index in ``kinds``. ``first``:
-        lowest rank of the group of replicas.
+        along which ranks hold equal shards, stages that share the parameter). ``order``: index in ``kinds`` of the kind
+        of replication for which a difference was detected. ``first``: lowest rank of the group of replicas.
         """
         kind, program = kinds[order], self.rank.program
         mine = self._group_parameters_by_kind(kinds).get(kind, []) if self._first_holder(kind) == first else []
@@ -292,7 +294,7 @@ class Agreement:
         """Return all kinds of replication of the trained parameters, sorted; the list is equal on all ranks.
 
         A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share a tied
-        parameter (empty if one has it).
+        parameter (empty if only one stage has the parameter).
         """
         return sorted({self._find_replica_kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 
@@ -314,7 +316,7 @@ class Agreement:
         ``kinds``.
 
         A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share the
-        parameter.
+        parameter (empty if only one stage has it).
         """
         found: dict[_Kind, list[str]] = {}
         for name in sorted(self._parameters):
@@ -339,11 +341,11 @@ class Agreement:
         return all_ranks(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
 
     def _find_extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
-        """Return the element-wise maximum and minimum over all ranks of vectors of ``length`` integers. All ranks call
-        this.
+        """Return, for each of ``length`` positions, the maximum and the minimum of the numbers that ranks have at this
+        position, as two int64 tensors of ``length`` elements. All ranks call this.
 
-        ``numbers``: index -> number of this rank; other elements do not count. Both results are equal where no rank has
-        a number.
+        ``numbers``: position -> number of this rank, for the positions at which it has one. Where no rank has a number,
+        both results have the same value.
         """
         bounds = torch.full((2, length), -_MASK - 1, dtype=torch.int64, device=self.communicator.device)
         for place, number in numbers.items():
@@ -379,8 +381,8 @@ def _hash_in_order(tensor: Tensor) -> int:
 def _sketch_tensor(tensor: Tensor) -> Tensor:
     """Return a vector of 1, the norm of ``tensor``, and 16 sums of its elements with random signs.
 
-    The signs are equal on all ranks. The expected mean square difference between the sums of two tensors is the square
-    of the tensors' distance.
+    Ranks exchange such short vectors to estimate how much their tensors differ. The signs are equal on all ranks. The
+    expected mean square difference between the sums of two tensors is the square of the tensors' distance.
     """
     data = tensor.detach().cpu().double().reshape(-1)
     generator = torch.Generator().manual_seed(0)

@@ -105,7 +105,7 @@ def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | 
     kept on disk.
 
     ``folder``: where its files are; ``None``: the environment variable ``PARTITION_OFFLOAD_FOLDER``. Raise
-    :class:`OffloadError` if no folder is given or it has too little space.
+    :class:`OffloadError` if no folder is given, or if the folder has too little space.
     """
     if "disk" not in rank.program.offload:
         return None

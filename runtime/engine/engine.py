@@ -217,12 +217,13 @@ class Engine:
         """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks. All ranks call
         this.
 
-        ``batch`` is the whole global batch, the same on all ranks. If the plan has several shapes (``shapes=``), the
-        fastest program that fits runs, and a smaller batch is padded exactly. With ``local``, each rank passes only its
-        :attr:`share` of the batch (as :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch,
-        ...]``, or ``{}`` if it reads no inputs; the batch then has the largest shape. The gradients of this batch
-        replace those of the last step. With ``accumulate`` they are added to them, unless ``zero_grad`` has cleared
-        them; if the gradients of one batch overflowed, the sum is lost (:attr:`overflowed`).
+        ``batch`` is the whole global batch, the same on all ranks. If the plan has programs for several shapes
+        (``shapes=``), the one with the least estimated time among those that the batch fits runs, and a smaller batch
+        is padded without changing the result. With ``local``, each rank passes only its :attr:`share` of the batch (as
+        :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch, ...]``, or ``{}`` if it reads no
+        inputs; the batch then has the largest shape. The gradients of this batch replace those of the last step. With
+        ``accumulate`` they are added to those of earlier batches, as far as ``zero_grad`` has not cleared these; if the
+        gradients of one batch overflowed, the sum is lost (:attr:`overflowed`).
 
         Accumulated gradients are a sum over batches: each batch adds ``weight`` times the gradients of its loss. With
         ``weight=1 / k`` in each of ``k`` batches they are the mean over the batches. If the loss is a mean over targets
@@ -233,7 +234,7 @@ class Engine:
         not multiplied by ``weight``; ``None`` if the program has no loss.
 
         Raises :class:`BatchError` if the batch does not match the plan, :class:`InstructionError` if an instruction
-        fails, :class:`AgreementError` if ranks have diverged since the last step (checked now and then), and
+        fails, :class:`AgreementError` if ranks have diverged (checked at regular intervals of steps), and
         :class:`LaunchError` inside a region of ``torch.autocast``.
         """
         self._check_autocast("step()")
@@ -404,8 +405,8 @@ class Engine:
             )
 
     def _begin_run(self) -> None:
-        """Set the seed of random operators, and copy the parameters from the tensors that the optimizer updates, before
-        a program starts.
+        """Prepare to run a program: set the seed of random operators for this step, and copy the values that the
+        optimizer updates, such as float32 copies, to the parameters with which the rank computes.
         """
         with torch.no_grad():
             self._further.seed.fill_(self.seed + self.steps)
@@ -512,7 +513,7 @@ class Engine:
     @typed_errors("Engine.clip_grad_norm_()", passing=is_of_ranks)
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their 2-norm over the whole model is at most ``max_norm``. Returns the norm
-        before. All ranks call this.
+        before scaling. All ranks call this.
 
         Use it instead of ``torch.nn.utils.clip_grad_norm_``, which reads this rank's part only; a later :meth:`step`
         detects that and raises :class:`AgreementError`. Raises :class:`LaunchError` if ``max_norm`` is negative or no

@@ -161,7 +161,7 @@ class Views:
 
 def axes_of(program: Program, name: str) -> tuple[str, ...]:
     """Return the mesh axes of the parameter ``name``'s device mesh, outermost first: those with more than one rank,
-    without ``pp``; if there is none, the last axis alone.
+    without ``pp``; if all have one rank, the last axis alone.
 
     Raise :class:`DTensorError` if no mesh has all axes over which the parameter is sharded.
     """
@@ -204,7 +204,7 @@ def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
     """Return how the parameter ``name`` is sharded, without ZeRO, as pairs (mesh axis, layout) in the order in which it
     is cut.
 
-    Raise :class:`DTensorError` if no mesh contains these axes.
+    Raise :class:`DTensorError` if no device mesh of the program's ranks contains all of these mesh axes.
     """
     state = program.states[name]
     experts, tensors = Layout.parse(state.expert_layout), Layout.parse(state.layout)

@@ -32,7 +32,7 @@ from partitioner.runtime.state.sharded_parameters import ShardedParameters
 
 @dataclass
 class EngineState:
-    """What all programs of an engine share.
+    """The tensors of one rank that all programs of a plan (for training steps, and for evaluation) use together.
 
     ``shards``: name -> this rank's shard of a parameter or buffer. ``gradients``: holds the gradients of the
     parameters. ``sharded``: manages the parameters that ZeRO divides. ``hosted``: manages the parameters in host

@@ -38,7 +38,8 @@ _Seen = tuple[int, ...]  # how many parameters the groups of an optimizer have
 
 
 class OptimizerCheck:
-    """Checks, before they step, that optimizers update one rank's parameters correctly although these are sharded.
+    """Checks optimizers before they step: whether they update the parameters of one rank, which are shards of the
+    model's, as they would update the whole parameters.
 
     ``parameters``: name -> this rank's shard. ``more``: further tensors that the engine gives to optimizers, such as an
     empty one on ranks without parameters.
@@ -101,10 +102,10 @@ class OptimizerCheck:
         return len({stage for stages in trained for stage in stages}) > 1
 
     def _sample_cuts(self, optimizer: Optimizer) -> list[Sample]:
-        """Return the description of one small tensor for each way in which parameters are sharded and each kind of
-        options of the parameter groups of ``optimizer``.
+        """Return descriptions of small tensors on which ``optimizer`` is tried in place of its parameters. There is one
+        for each way in which parameters are sharded, number of dims, and kind of options of their parameter group.
 
-        It stands for the largest parameter of this kind.
+        Each is made from the largest of the parameters that it represents.
         """
         found: dict[tuple[Any, int, ParameterCut], tuple[int, Sample]] = {}
         first_of: dict[Any, int] = {}
@@ -119,8 +120,8 @@ class OptimizerCheck:
         return [sample for _, sample in found.values()]
 
     def _make_sample(self, name: str, group: int) -> Sample:
-        """Return the description of a small tensor that stands for the parameter ``name`` in the parameter group with
-        index ``group``.
+        """Return the description of a small tensor on which an optimizer is tried in place of the parameter ``name``.
+        ``group``: index of the parameter group to which it belongs.
         """
         data, held = self.rank.program.states[name], self.parameters.get(name)
         some = held if held is not None else next(iter(self.parameters.values()), None)
@@ -133,7 +134,8 @@ class OptimizerCheck:
         pipeline stages.
 
         A parameter of another stage is assigned to the group of a parameter on this rank whose name differs only in
-        numbers. If the optimizer has one group with all of this rank's parameters, the others are assigned to it.
+        numbers, such as ``layers.0.weight`` for ``layers.7.weight``. If the optimizer has one group with all of this
+        rank's parameters, the others are assigned to it.
         """
         groups = [
             [self._names[id(p)] for p in group["params"] if id(p) in self._names and p.requires_grad]
@@ -151,8 +153,8 @@ class OptimizerCheck:
         return groups
 
     def _explain_refusal(self, optimizer: Optimizer, found: TrialFinding) -> str:
-        """Return the error text for the problem ``found`` of ``optimizer``: what it would do wrong, and what to do
-        instead.
+        """Return the error text for the problem ``found`` of ``optimizer``: what the optimizer would do wrong with
+        sharded parameters, and what the user can do instead.
         """
         sample, held = found.sample, self.parameters.get(found.sample.name)
         if found.what == "stages":
@@ -178,8 +180,8 @@ class OptimizerCheck:
         )
 
     def _list_uncut_constraints(self, found: TrialFinding) -> str:
-        """Return the constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter of
-        ``found``.
+        """Return the constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter for which
+        the trial has found the problem ``found``.
         """
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.what == "stages":
@@ -203,10 +205,11 @@ def _mask_numbers(name: str) -> str:
 
 
 def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a key that is equal for parameter groups with the same kind of options.
+    """Return a key that is equal for parameter groups whose options are of the same kind, so that an optimizer is tried
+    once for all of them.
 
-    For numbers it only says whether they are zero, and learning rates are ignored, because both may differ between
-    groups of one kind.
+    Options are of the same kind if they are equal, where numbers only need to be both zero or both not zero, and
+    learning rates may differ. ``group``: the parameter group.
     """
     kinds = []
     for name, value in sorted(group.items()):

@@ -66,8 +66,9 @@ class ParameterCut:
         return not (self.dims or self.flat or self.stacked)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Return the parts of ``whole``, a small tensor that stands for a parameter, cut in the way the plan shards the
-        parameter: halves along each dim, then thirds under ZeRO.
+        """Return the parts of ``whole``, a small tensor on which an optimizer is tried in place of a parameter, cut in
+        the way in which the plan shards the parameter: into halves along each sharded dim and, under ZeRO, into thirds
+        of the flattened halves.
 
         Empty parts are left out.
         """
@@ -93,9 +94,9 @@ class ParameterCut:
 
 @dataclass(frozen=True)
 class Sample:
-    """Describes a small tensor that stands for the parameter ``name``, of global ``shape``, in a trial of an optimizer.
+    """Describes a small tensor on which an optimizer is tried in place of the parameter ``name``, of global ``shape``.
 
-    ``group``: index of its parameter group. ``cut``: how the plan shards it.
+    ``group``: index of the parameter group to which the parameter belongs. ``cut``: how the plan shards the parameter.
     """
 
     name: str
@@ -107,8 +108,8 @@ class Sample:
 
     @property
     def small_shape(self) -> tuple[int, ...]:
-        """Return the shape of the small tensor that stands for the parameter in a trial: the parameter's shape with
-        each dim limited.
+        """Return the shape of the small tensor on which an optimizer is tried in place of the parameter: the
+        parameter's shape, with each dim limited to a few elements.
         """
         num_dims = len(self.shape)
         caps = _CAPS.get(num_dims, (4,) * (num_dims - 2) + (24, 20))
@@ -116,10 +117,11 @@ class Sample:
         return tuple(max(2, size // 2 * 2) if dim in self.cut.dims else size for dim, size in enumerate(sizes))
 
     def values(self, seed: int, wide: bool) -> Tensor:
-        """Return random numbers for the small tensor that stands for a parameter: normal, with a magnitude that grows
-        or shrinks along each dim, by ``seed``.
+        """Return random numbers in the shape of the small tensor on which an optimizer is tried in place of a
+        parameter. They are normally distributed, with a magnitude that grows or shrinks along each dim.
 
-        ``wide``: return them in float64 or complex128.
+        ``seed``: determines the numbers. ``wide``: return them in float64 or complex128, instead of the parameter's
+        type.
         """
         generator = torch.Generator().manual_seed(seed)
         result = torch.randn(self.small_shape, generator=generator, dtype=torch.float64)
@@ -139,8 +141,8 @@ class TrialFinding:
 
     ``kind``: its updates of a part differ from those of the whole (``differs``); it raises an error on parts
     (``fails``); or it could not be tried (``untried``). ``what``: whether parts of parameters (``parts``) or some of
-    the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: the small tensor that stands for the
-    parameter concerned. ``why``: an explanation.
+    the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: describes the small tensor with which
+    the problem occurred, and the parameter in whose place it was tried. ``why``: an explanation.
     """
 
     kind: Literal["differs", "fails", "untried"]
@@ -201,10 +203,13 @@ def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool
 
 
 def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
-    """Return the problem of ``optimizer``, or ``None``, after trials with several ways to copy it and to call ``step``.
+    """Try copies of ``optimizer`` on small tensors, whole and sharded, and return the problem that is found; ``None``
+    if there is none.
 
-    The first way in which a copy can step whole tensors and changes them decides. ``samples``: the small tensors of the
-    trials. ``stages``: also compare with steps on only some of them. ``call``: how the script calls ``step``.
+    There are several ways to copy an optimizer and to call its ``step``. The result is that of the first way in which a
+    copy can step whole tensors and changes them; if there is no such way, the problem is that the optimizer cannot be
+    tried. ``samples``: the small tensors. ``stages``: also compare with steps on only some of them, as on one pipeline
+    stage. ``call``: how the script calls ``step``.
     """
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)
@@ -232,11 +237,12 @@ class _WholeFailed(Exception):
 
 @dataclass
 class _Stepped:
-    """A copy of the optimizer in a trial, with the small tensors that it steps.
+    """A copy of the optimizer in a trial, with the small tensors, or parts of them, that it steps.
 
     ``tensors``: index of a small tensor -> the parts of it that are stepped. ``parts``: index of a small tensor ->
-    function that selects these parts. ``rows``: all stepped parts with their gradients. ``before``: the parts before
-    the last step, by index.
+    function that selects these parts. ``what``: "parts", or "stages" if only some of the small tensors are stepped.
+    ``rows``: for each stepped part, the numbers that define its loss. ``before``: index of a small tensor -> values of
+    its parts before the last step.
     """
 
     optimizer: Any
@@ -340,10 +346,11 @@ class _Trial:
         return None
 
     def _iterate_variants(self, stages: bool) -> Iterator[tuple[dict[int, Part], Literal["parts", "stages"]]]:
-        """Yield the variants that are compared with steps of whole small tensors.
+        """Yield the ways to step the small tensors in parts, each of which is compared with a step of whole tensors.
 
         Each is a pair: index of a small tensor -> function that selects the part to step; and "parts", or "stages" if
-        only some of the small tensors are stepped. ``stages``: include the latter.
+        only every other small tensor is stepped, as on one of two pipeline stages. ``stages``: whether to yield those,
+        too.
         """
         if any(not s.cut.is_whole for s in self.samples):
             for place in (0, -1):  # of the first rank, and of the last
@@ -440,8 +447,8 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 
 
 def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) -> None:
-    """Call the step of ``optimizer`` without the script's hooks, with the arguments of ``call`` and, if it says so,
-    with ``closure``.
+    """Call the step of ``optimizer`` without the script's hooks, with the arguments of ``call`` and, if ``call`` says
+    that the script passes a closure, with ``closure``.
     """
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # hooks are the script's
@@ -463,9 +470,9 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
     """Return a new optimizer of the same class, made by its constructor. ``groups``: the tensors of each parameter
     group.
 
-    The arguments are the options of the groups, and attributes with the same names as the constructor's parameters.
-    This works if attributes depend on the real parameters, so that copying them would not. Raise :class:`NotCopied` if
-    an argument is unknown.
+    The arguments of the constructor are the options of the groups, and attributes of the optimizer that have the names
+    of the constructor's parameters. Unlike a copy of all attributes, this works if attributes depend on the original
+    parameters. Raise :class:`NotCopied` if an argument is unknown.
     """
     kind, mirror = class_of(optimizer), _OptimizerMirror(optimizer, groups)
     defaults = getattr(optimizer, "defaults", {})
@@ -498,9 +505,10 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
 
 
 def class_of(optimizer: Optimizer) -> type[Any]:
-    """Return the class of an optimizer that the script used.
+    """Return the class of ``optimizer`` as the script made it.
 
-    :func:`partitioner.runtime.state.disk_offload.keep_on_disk` replaces it by a subclass.
+    If its states are kept on disk, :func:`partitioner.runtime.state.disk_offload.keep_on_disk` has changed the class of
+    the object to a subclass; the original class is returned.
     """
     kind = type(optimizer)
     return kind.__mro__[1] if keeper_of(optimizer) is not None else kind

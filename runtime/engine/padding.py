@@ -44,7 +44,8 @@ class ChosenProgram(NamedTuple):
 
 
 def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
-    """Return the fastest program for a training step on ``batch``, and the batch padded to the program's shape.
+    """Return the program for a training step on ``batch``, and the batch padded to the program's shape. Among the
+    programs whose shape is large enough it is the one with the least estimated time.
 
     ``family``: all programs of the plan. Raise :class:`BatchError` if the batch fits no program, or may not be padded.
     """
@@ -81,7 +82,7 @@ def explain_misfit(padding: BatchPadding, real: BatchShape) -> str:
 
 
 def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tuple[Any, BatchShape | None]:
-    """Return ``batch`` padded to the shape of ``program``, and its shape before; ``None`` instead of this shape if
+    """Return a pair: ``batch`` padded to the shape of ``program``, and the shape of the batch before, or ``None`` if
     nothing was padded.
 
     ``padding``: how the program's inputs are padded; ``None``: not at all. Raise :class:`BatchError` if the batch may
@@ -114,10 +115,10 @@ def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tup
 
 
 def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShape:
-    """Return the numbers of samples and of positions of ``batch``. Raise :class:`BatchError` if inputs disagree, or if
-    one is 0.
+    """Return the number of samples of ``batch``, and the number of positions of each sample.
 
-    ``padding``: says which dims of the inputs these are.
+    ``padding``: says which dim of each input counts samples, and which one positions. Raise :class:`BatchError` if
+    inputs have different numbers, or if one is 0.
     """
     entries = BatchEntries(program, batch)
     found: dict[str, dict[str, int]] = {"samples": {}, "positions": {}}
@@ -135,8 +136,8 @@ def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShap
 
 
 def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
-    """Return ``leaf`` extended to ``size`` along ``dim``, with the number ``fill``, or with copies of its last slice if
-    it is ``None``.
+    """Return ``leaf``, an input of the batch, extended to ``size`` along ``dim``. The new elements have the number
+    ``fill`` or, if ``fill`` is ``None``, are copies of the last slice of ``leaf``.
     """
     missing = size - leaf.shape[dim]
     if missing <= 0:
@@ -154,8 +155,8 @@ def trim_outputs(
     """Return ``outputs`` (value name -> microbatch -> this rank's tensor) without padded samples and positions, in the
     same form.
 
-    ``padding``: which dims of the outputs these are. ``real``: the shape of the batch before it was padded. A
-    microbatch with padded samples only becomes an empty tensor.
+    ``padding``: says which dims of each output count samples and positions. ``real``: the shape of the batch before it
+    was padded. A microbatch with padded samples only becomes an empty tensor.
     """
     trimmed: dict[str, dict[int, Tensor]] = {value: dict(parts) for value, parts in outputs.items()}
     for output in rank.program.outputs:
@@ -176,9 +177,10 @@ def trim_outputs(
 
 
 def _keep_places(rank: RankProgram, output: OutputData, part: Tensor, dim: int, kept: Tensor) -> Tensor:
-    """Return the slices of ``part`` along ``dim`` that are marked in ``kept``.
+    """Return those slices of ``part``, a rank's part of an output of the model, along ``dim`` that are not padding.
 
-    ``kept``: booleans over the whole dim, of which this rank may have a shard. ``output``: says how the dim is sharded.
+    ``kept``: for each position of the whole dim, over all ranks, whether its slice is returned. ``output``: describes
+    how the output is sharded, and so which positions this rank has.
     """
     mesh, at = rank.program.mesh, rank.coordinates
     for text, axis in ((output.context, "cp"), (output.layout, "tp")):

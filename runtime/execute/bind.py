@@ -104,7 +104,7 @@ def _from_data(data: dict[str, Any]) -> Differentiated:
 
 
 class _Node(str):
-    """The name of a graph node, which stands for the node in serialised arguments."""
+    """The name of a graph node, as a string of a type of its own, by which serialised arguments refer to the node."""
 
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
@@ -312,8 +312,8 @@ class Binder:
         return {node: self._bind_collective(node, name) for node, name in names.items() if name is not None}
 
     def _bind_collective(self, node: fx.Node, name: str) -> Binding:
-        """Return how this rank runs ``node``, a collective of a graph. ``name``: the collective, such as
-        ``all_gather``.
+        """Return what the compiled graph calls on this rank for ``node``, a collective of a graph. ``name``: the
+        collective, such as ``all_gather``.
         """
         if name == "axis_index":
             axis = node.args[0]
@@ -405,7 +405,9 @@ def _reduce_max(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_reduction(group: RankGroup, maximum: bool) -> Binding:
-    """Return how a graph runs an all-reduce over ``group``: a sum, or with ``maximum`` a maximum."""
+    """Return what a compiled graph calls for an all-reduce over ``group``, a sum or with ``maximum`` a maximum: a
+    function that copies its operand first, and one that overwrites it.
+    """
 
     def start(x: Tensor) -> Pending:
         return group.all_reduce(x.clone(memory_format=torch.contiguous_format), maximum)
@@ -466,8 +468,8 @@ def _make_context_attention(
 
 
 def _in_place(node: fx.Node, binding: Binding) -> Binding:
-    """Return how a graph runs ``node``: as ``binding``, but with one operand for each tensor argument of the node, in
-    order.
+    """Return ``binding``, what a compiled graph calls for ``node``, changed so that its function gets one operand for
+    each tensor argument of the node, in order.
 
     Without this, a node that occurs twice among the arguments would be passed only once.
     """
@@ -482,7 +484,9 @@ def _bind_copy(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
-    """Return how a graph runs an operator that takes this rank's equal part of a whole tensor along ``dim``."""
+    """Return what a compiled graph calls for an operator that takes this rank's equal part of a whole tensor along
+    ``dim``. ``group``: the ranks among which the tensor is divided. Other arguments of the operator are ignored.
+    """
 
     def take(x: Tensor) -> Tensor:
         length = x.shape[dim] // group.size
@@ -492,8 +496,8 @@ def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
 
 
 def _bind_pad(group: RankGroup, dim: int, **_: Any) -> Binding:
-    """Return how a graph runs an operator that puts this rank's part into a tensor of zeros, at the rank's position
-    along ``dim``.
+    """Return what a compiled graph calls for an operator that puts this rank's part into a tensor of zeros, at the
+    rank's position along ``dim``. ``group``: the ranks among which the tensor is divided. Other arguments are ignored.
     """
 
     def pad(x: Tensor) -> Tensor:
@@ -551,9 +555,8 @@ def _select_whole_piece(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Gr
 
 
 def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
-    """Return the part of the graph of ``piece`` that computes its outputs ``[start:stop]``, and 0.
-
-    The 0 is the number of outputs that are accumulated gradients.
+    """Return a graph that computes only the outputs ``[start:stop]`` of ``piece``, a graph of a block's forward or
+    backward, and the number of these outputs that are accumulated gradients, which is 0.
     """
     graph = fx.Graph()
     outputs = graph.graph_copy(piece.graph, {})

@@ -100,7 +100,8 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def find_dim_sum(node: fx.Node) -> fx.Node | None:
-    """Return the node that sums over dims whose result ``node`` is, directly or through a view that drops these dims.
+    """Return the node that sums a tensor over some dims, if ``node`` has this sum as its value: ``node`` itself, or the
+    operand of ``node`` if that is a view which drops the summed dims.
 
     Return ``None`` if ``node`` is no such sum. The gradient of a bias has this form.
     """
@@ -126,29 +127,33 @@ _LITERALS = (bool, int, str, type(None))
 
 @dataclass(frozen=True)
 class AliasBinding:
-    """Says that a node's value is its operand: no function is called."""
+    """Tells the compiler of a graph that the value of a node is its operand: no function is called."""
 
 
 @dataclass(frozen=True)
 class ConstantBinding:
-    """Says that a node's value is the constant ``value``, known when the graph is compiled."""
+    """Tells the compiler of a graph that the value of a node is the constant ``value``, known when the graph is
+    compiled.
+    """
 
     value: Any
 
 
 @dataclass(frozen=True)
 class DirectBinding:
-    """Says that a node calls ``function`` with its tensor operands; its value is the result."""
+    """Tells the compiler of a graph to call ``function`` for a node, with the node's tensor operands; its result is the
+    node's value.
+    """
 
     function: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class AsyncBinding:
-    """Says that a node starts a collective: ``function`` is called with the operands, and ``wait()`` of its result
-    returns the value.
+    """Tells the compiler of a graph that a node is a collective: ``function`` is called with the node's operands and
+    starts it, and ``wait()`` of what it returns gives the node's value.
 
-    ``scratch`` is called instead of ``function`` if nothing else uses the operand, so that it may be overwritten.
+    ``scratch`` is called instead of ``function`` if nothing else uses the operand; it may overwrite the operand.
     """
 
     function: Callable[..., Any]
@@ -162,9 +167,9 @@ Binding = AliasBinding | ConstantBinding | DirectBinding | AsyncBinding
 class Compiled:
     """A graph that is compiled to the Python function ``function(arguments, sinks)``.
 
-    It returns the graph's outputs, except gradients of parameters, which it adds to the accumulators ``sinks``.
-    ``arguments``: a list, which the function empties. ``code``: its source. ``nodes``: line number of ``code`` -> graph
-    node.
+    The function returns the graph's outputs, except gradients of parameters, which it adds to the accumulators
+    ``sinks``. ``arguments``: a list, which the function empties. ``code``: the function's source. ``nodes``: line
+    number of ``code`` -> graph node.
     """
 
     name: str
@@ -241,11 +246,12 @@ class _CodeWriter:
         self.line_nodes: dict[int, fx.Node] = {}
 
     def grouped_sums(self) -> tuple[dict[fx.Node, bool], list[fx.Node]]:
-        """Find gradients of stacked expert weights that are only accumulated, so that the accumulation can compute them
-        in place.
+        """Find the gradients of stacked expert weights that nothing but their accumulator reads, so that the
+        accumulator can compute them in place.
 
-        Return these nodes, each with whether the last two dims of its result are swapped afterwards, and the views and
-        copies of gradients that need not run because the accumulation accepts any strides.
+        Return a dict and a list. The dict has the node that computes such a gradient -> whether the last two dims of
+        its result are swapped afterwards. The list has views and copies of gradients that need not run, because an
+        accumulator accepts any strides.
         """
         stacks: dict[fx.Node, bool] = {}
         passed: list[fx.Node] = []
@@ -341,8 +347,8 @@ class _CodeWriter:
         return uses
 
     def find_overwritable(self) -> set[fx.Node]:
-        """Return the nodes of the graph's collectives whose operand is computed in this graph and used by nothing else,
-        so that it may be overwritten.
+        """Return the collectives of the graph (nodes) that may overwrite their operand, because it is computed in this
+        graph and used by nothing else.
         """
         family = find_memory_owners(
             self.graph, lambda n: can_alias_operand(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)

@@ -112,8 +112,8 @@ class KeyExchange:
         )
 
     def _order_parts(self, length: int) -> list[tuple[int, PositionRange]]:
-        """Return pairs (rank, part) of all parts of the sequence, in the order of the sequence. ``length``: positions
-        of one rank.
+        """Return the parts of the sequence that ranks hold, in the order of the sequence, as pairs (rank in the group,
+        range of positions of the part). ``length``: number of positions that each rank holds.
         """
         parts = [(r, part) for r in range(self.group.size) for part in self._list_rank_parts(length, r)]
         return sorted(parts, key=lambda p: p[1].place)
@@ -343,8 +343,9 @@ def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, ex
     """Start to send the rows of ``x`` to the ranks of their experts, and return the exchange; its result has the
     received rows.
 
-    ``order``: the indices of this rank's rows, sorted by expert, ``[n]``. ``counts``: numbers of rows sent to and
-    received from each rank, ``[2, ranks]`` on the CPU. ``experts`` is not used.
+    ``group``: the ranks among which the experts are divided. ``order``: the indices of this rank's rows, sorted by
+    expert, ``[n]``. ``counts``: numbers of rows sent to and received from each rank, ``[2, ranks]`` on the CPU.
+    ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return group.exchange_rows(x.index_select(0, order), sends, receives)
@@ -353,9 +354,9 @@ def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, ex
 def combine_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
     """Start to send the rows of ``x``, the results of experts, back to the ranks and positions that the rows came from.
 
-    Return the exchange. ``order``: the indices of this rank's rows, sorted by expert, ``[n]``. ``counts``: numbers of
-    rows that this rank sent to, and received from, each rank when the rows went to their experts, ``[2, ranks]`` on the
-    CPU. ``experts`` is not used.
+    Return the exchange. ``group``: the ranks among which the experts are divided. ``order``: the indices of this rank's
+    rows, sorted by expert, ``[n]``. ``counts``: numbers of rows that this rank sent to, and received from, each rank
+    when the rows went to their experts, ``[2, ranks]`` on the CPU. ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return _PendingReturn(group.exchange_rows(x, receives, sends), order)

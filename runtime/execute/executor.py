@@ -46,7 +46,8 @@ class Executor:
     """Runs one rank's program; ``run(inputs)`` runs one step.
 
     Args:
-        rank: the program of the rank. ``gradients``: accumulate and reduce gradients. ``library``: has the graphs.
+        rank: the program of the rank. ``gradients``: accumulates and reduces the gradients of parameters. ``library``:
+            has the graphs of the program's blocks.
         states: parameter or buffer -> this rank's shard. For parameters that ZeRO shards or that are in host memory:
             the whole tensor, whose memory exists only while it is needed.
         keep: collect the model's results that this rank computes in ``outputs``: value -> microbatch -> tensor.
@@ -257,14 +258,16 @@ class Executor:
         return part.contiguous().to(self.env.device, non_blocking=True)
 
     def _total_forward(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that runs the calls which compute totals over the batch on one
-        microbatch, and adds up their results.
+        """Return a function without arguments that computes what one microbatch adds to the totals (sums over the
+        global batch that forward needs, such as the number of targets), and adds it to the totals of this rank.
         """
         microbatch = _require_microbatch(instruction)
         calls = [c for c in self.calls if c.call.prologue]
 
         def total_forward() -> None:
-            """Run the calls that compute totals on the microbatch, and add their results to the totals of this rank."""
+            """Run the calls that compute what the microbatch adds to the totals (sums over the global batch), and add
+            their results to the totals of this rank.
+            """
             values = self.env.values[microbatch].copy()
             for call in calls:
                 call.forward(microbatch, values)
@@ -275,13 +278,15 @@ class Executor:
         return total_forward
 
     def _compile_total(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that all-reduces the totals over the batch, and makes them values of
-        every microbatch.
+        """Return a function without arguments that all-reduces the totals (sums over the global batch that forward
+        needs, such as the number of targets), and makes them values of every microbatch.
         """
         group = self.communicator.group(self.rank.group(*instruction.axes))
 
         def total() -> None:
-            """Sum the totals over the ranks, and store the sums as values of every microbatch."""
+            """Sum the totals (sums over the global batch that forward needs) over the ranks, and store the results as
+            values of every microbatch.
+            """
             started = [(name, group.all_reduce(self.totals[name])) for name in instruction.values]
             for name, pending in started:
                 value = pending.wait()
@@ -329,8 +334,8 @@ class Executor:
         return self.sender.action(instruction)
 
     def _compile_gather(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that starts the all-gather of ``instruction``: of parameters or, as a
-        step of a reduction, of their gradients.
+        """Return a function without arguments that starts the all-gather of the GATHER ``instruction``: of parameters
+        that ZeRO shards or, in a hierarchical reduction, of summed gradients.
         """
         bucket = instruction.bucket
         assert bucket is not None

@@ -66,7 +66,8 @@ class RecorderHeader:
             end of the step.
         spots: the description of each instruction.
         clock_s: seconds to add to the host's monotonic clock for the time of day, which is comparable between hosts.
-        places: indices of the rank's instructions in the list of its stage; empty if the lists are equal.
+        places: index, in the list of its pipeline stage, of each of the rank's instructions, if the rank has fewer
+            microbatches and skips some; empty if it skips none.
     """
 
     rank: int
@@ -117,8 +118,8 @@ class Recorder:
         self.times = memoryview(self._map).cast("q")
 
     def begin(self, step: int) -> int:
-        """Record the start of step number ``step`` (from 0), and return where in ``times`` the numbers of its first
-        action go.
+        """Record the start of step number ``step`` (from 0). Return the index in the array :attr:`times` from which on
+        the caller writes the numbers of the step's actions.
 
         Each action has two numbers: its start, and how long the rank has waited for others so far, both in nanoseconds.
         """
@@ -251,8 +252,8 @@ class MeasuredStep:
     """The times of one step on one rank, in nanoseconds.
 
     ``step``: its number, from 0. ``starts[k]``: when action ``k`` (a function of the compiled step) began.
-    ``waited[k]``: how long the rank had waited for others by then, since its start. Both have one more entry, for the
-    end of the step.
+    ``waited[k]``: how long the rank's process had waited for other ranks in total, from its own start to that time.
+    Both have one more entry, for the end of the step.
     """
 
     about: RecorderHeader

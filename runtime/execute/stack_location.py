@@ -28,7 +28,8 @@ class RankLocation:
 
     ``call``, ``node``, ``path`` and ``source``: the part of the model that runs, the graph node, its module's path and
     its source line. ``waits``: the ranks that it waits for. ``meeting``: the members of the collective that it is in.
-    Both are empty if it waits for no rank. ``line``: the innermost line of Python.
+    Both are empty if it waits for no rank. ``line``: the innermost line of Python, if the rank is outside of its
+    program.
     """
 
     call: str = ""

@@ -78,8 +78,9 @@ class Segment:
 def backend_of(asked: bool | str, device: torch.device) -> str | None:
     """Return the name of the ``torch.compile`` backend for the user's argument ``asked``; ``None`` for no compilation.
 
-    ``asked``: ``False``, the name of a backend, or ``True`` for Inductor, if its compiler is available on this machine.
-    Raise :class:`LaunchError` for a name that torch does not know.
+    ``asked``: ``False``, the name of a backend, or ``True`` for Inductor, if the compiler that it needs for ``device``
+    is available on this machine; else ``None`` is returned with a warning. Raise :class:`LaunchError` for a name that
+    torch does not know.
     """
     if asked is False:
         return None
@@ -114,8 +115,9 @@ def fuse_segments(
     """Return a copy of ``graph`` in which the operators between its collectives are replaced by calls of compiled
     functions.
 
-    ``made(number, module)``: returns the compiled function for one group of operators. The last ``num_sinks`` outputs
-    are gradients that are accumulated in place, so matrix products for them are not replaced.
+    ``made(number, module)``: returns the compiled function for one group of operators, where ``number`` tells apart the
+    groups of the graph. ``device``: where the functions create tensors. The last ``num_sinks`` outputs are gradients
+    that are accumulated in place, so matrix products for them are not replaced.
     """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     results: tuple[Any, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
@@ -154,9 +156,11 @@ def _add_segment(
     device: torch.device,
     made: Callable[[fx.GraphModule], Callable[..., Any]],
 ) -> None:
-    """Add to the graph ``new`` one call of a compiled function for the nodes ``inside``, and nodes for its results.
+    """Add to the graph ``new`` one call of a compiled function that computes the nodes ``inside`` of another graph, and
+    nodes for its results.
 
-    ``values``: node of the old graph -> node of ``new``; the results are added to it. ``made``: compiles a module.
+    ``values``: node of the other graph -> node of ``new`` with its value; the results are added to it. ``device``:
+    where the function creates tensors. ``made``: compiles a graph module to a function.
     """
     members = set(inside)
     read = list(dict.fromkeys(o for n in inside for o in n.all_input_nodes if o not in members))

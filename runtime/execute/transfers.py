@@ -104,7 +104,8 @@ class TransferSender:
     def release(self, direction: Direction, count: int) -> None:
         """Wait for the first ``count`` sends of the step in ``direction``, and drop their tensors.
 
-        ``direction``: pair (pipeline stage, "F" or "B"). They have certainly arrived, so this does not block for long.
+        ``direction``: pair (pipeline stage, "F" or "B"). This is called when the receiver is known to have got the
+        tensors, so that it does not block for long.
         """
         under_way = self._under_way[direction]
         for _ in range(count - self._released.get(direction, 0)):
@@ -119,12 +120,13 @@ class TransferSender:
 
 
 def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
-    """Return, for each receive of ``rank``, how many of its own sends must have arrived by then.
+    """Return, for each receive of ``rank``, which sends of this rank are known to have arrived once the receive has
+    ended.
 
-    The result is: index of the receive -> pairs ((pipeline stage, "F" or "B"), number of tensors). If a peer sends
-    something after it has read an earlier message, the arrival of the new message proves the arrival of the earlier
-    one. Gloo does not report whether a send has ended, and keeping all sent tensors until the end of the step would
-    hold the gradients of every microbatch.
+    The result is: index of the receive -> pairs ((pipeline stage, "F" or "B"), number of tensors sent in the step so
+    far). If a peer sends something after it has read a message of this rank, then the arrival of what it sends proves
+    the arrival of that message. The proof is needed because Gloo does not report whether a send has ended, and keeping
+    all sent tensors until the end of the step would hold the gradients of every microbatch.
     """
     found: dict[int, list[tuple[Direction, int]]] = {}
     stages = rank.program.stages

@@ -25,7 +25,7 @@ def family_of(plan: Any) -> ProgramFamily:
     """Return all programs of ``plan``: a :class:`Program`, a plan, or the path of a plan file.
 
     Raise :class:`LaunchError` if there is no program, or if the file cannot be read, and
-    :class:`UntrustedOperatorError` if it names an operator that plan files may not name.
+    :class:`UntrustedOperatorError` if a program in the file calls an operator that is not allowed in plan files.
     """
     first = program_of(plan)
     if isinstance(plan, Program):
@@ -62,10 +62,10 @@ def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a plan file in which each program of ``"further"`` is whole again.
+    """Return the content of a plan file in which each program under ``"further"`` is stored as a whole, as JSON data.
 
-    ``content``: JSON data in which these programs are stored as differences, each from the program before it. Raise
-    :class:`LaunchError` if a difference does not fit.
+    ``content``: the compact content, in which each of these programs is stored as its difference from the program
+    before it. Raise :class:`LaunchError` if a difference does not fit.
     """
     if not content.get("further"):
         return content
@@ -82,7 +82,8 @@ def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_numbers(base: Any, other: Any) -> dict[int, int]:
-    """Return the integers of ``base`` that become another integer in ``other``, as old -> new.
+    """Return the integers of ``base`` that become another integer in ``other``, as old -> new, such as the old and the
+    new batch size. With this, the difference between two programs is stored compactly.
 
     ``base`` and ``other``: JSON data of similar structure. Positions that both have are compared; for each integer of
     ``base`` the most frequent counterpart in ``other`` counts.

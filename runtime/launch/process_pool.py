@@ -282,11 +282,11 @@ class LocalRanks:
             raise
 
     def _collect_answers(self, kind: str, deadline: float, timeout: float, watch: Monitor | None = None) -> list[Any]:
-        """Wait until every rank has answered with the message ``kind``, and return the answers in the order of ranks.
+        """Wait until every rank has answered, and return the contents of the answers in the order of ranks.
 
-        ``deadline``: time of ``time.monotonic()``. ``timeout``: the same as a duration in seconds, for the message.
-        ``watch``: reads the ranks' status files. Raise :class:`RankError` if a rank fails, and :class:`RankTimeout`
-        after the deadline.
+        ``kind``: the expected answer, "ready" or "done", for the message of a timeout. ``deadline``: time of
+        ``time.monotonic()``. ``timeout``: the same as a duration in seconds, for the message. ``watch``: reads the
+        ranks' status files. Raise :class:`RankError` if a rank fails, and :class:`RankTimeout` after the deadline.
         """
         waiting = set(range(self.num_ranks))
         results: dict[int, Any] = {}

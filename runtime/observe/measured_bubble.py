@@ -37,7 +37,7 @@ class StepTimes:
         computing: total duration of computations.
         waiting: total duration of waiting for other ranks.
         work: (instruction index, duration) of every computation, in order.
-        posted: instruction index -> time of its other actions, such as starting a send, without waiting.
+        posted: instruction index -> duration of what it does besides computing and waiting, such as starting a send.
         sent: (index of the pipeline stage at the other end, "F" for values or "B" for gradients) -> start time of each
             send, in order.
         received: (index of the pipeline stage at the other end, "F" or "B") -> (start of waiting, end) of each receive,
@@ -93,8 +93,8 @@ def timed(engine: Engine) -> Iterator[Times]:
     steps = times.steps
 
     def computes(action: Callable[[], None], index: int) -> Callable[[], None]:
-        """Return a function that runs ``action`` and records its duration as computation of the instruction at
-        ``index``.
+        """Return a function that runs ``action``, and adds its duration to the time in which the current step computes,
+        under the instruction at position ``index``.
         """
 
         def run() -> None:
@@ -107,7 +107,8 @@ def timed(engine: Engine) -> Iterator[Times]:
         return run
 
     def waits(action: Callable[[], None], way: Way | None) -> Callable[[], None]:
-        """Return a function that runs ``action`` and records its duration as waiting.
+        """Return a function that runs ``action``, and adds its duration to the time in which the current step waits for
+        other ranks.
 
         ``way``: (index of the pipeline stage at the other end, "F" or "B") of a receive, or ``None``.
         """
@@ -123,7 +124,8 @@ def timed(engine: Engine) -> Iterator[Times]:
         return run
 
     def posts(action: Callable[[], None], index: int, way: Way | None) -> Callable[[], None]:
-        """Return a function that runs ``action`` and records its duration as neither computation nor waiting.
+        """Return a function that runs ``action``, which starts a transfer or collective, and adds its duration to the
+        instruction's time that is neither computation nor waiting.
 
         ``index``: position of the instruction. ``way``: (index of the pipeline stage at the other end, "F" or "B") of a
         send, or ``None``.

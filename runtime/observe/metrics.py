@@ -58,7 +58,7 @@ class StepMetrics:
     Args:
         step: number of batches so far, which is ``engine.steps``.
         seconds: time since the previous metrics, with everything that the training script does.
-        loss: the loss that the script passed; ``None`` if it passed none.
+        loss: the loss that the script passed to :meth:`StepLog.step`; ``None`` if it passed none.
         tokens_per_s: tokens per second of the batches, padded to the shapes that ran; ``samples_per_s`` likewise.
         mfu: the model's FLOPs per second as a share of the peak of all devices.
         memory: peak bytes on this rank so far: allocated on the CUDA device, or resident in a process on the CPU.
@@ -158,10 +158,10 @@ class StepLog:
             self._lines.close()
 
     def _measure_bubble(self, seconds: float, waiting: float) -> float | None:
-        """Return the share of time, from 0 to 1, in which ranks wait for others.
+        """Return the share of time, from 0 to 1, in which ranks wait for others: the mean over the ranks on this host
+        that write flight records or, without records, the share of this rank.
 
-        ``seconds``, ``waiting``: duration, and waiting time of this rank, since the last call. They are used if there
-        are no records of other ranks.
+        ``seconds``, ``waiting``: the time since the last call, and how long this rank has waited in it.
         """
         if self.engine.program.world_size == 1:
             return 0.0
@@ -278,7 +278,8 @@ _NORMAL = 1.4826  # times the median deviation is the standard deviation, of a n
 class LossSpike:
     """A loss that is far above the recent ones.
 
-    ``usual``: the median of the recent losses. ``deviations``: the number of robust standard deviations above it.
+    ``usual``: the median of the recent losses. ``deviations``: how far the loss is above this median, in robust
+    standard deviations.
     """
 
     step: int

@@ -139,8 +139,8 @@ class _NonFiniteFinder:
             self.infinity = self._make_origin(operation, False, False)
 
     def _make_origin(self, operation: ProbedOperation, is_nan: bool, from_infinity: bool) -> NonFiniteOrigin:
-        """Return the record of ``operation``. ``is_nan``: it produced a NaN, else an infinity. ``from_infinity``: an
-        operand was infinite.
+        """Return the record of ``operation``. ``is_nan``: whether the operator produced a NaN; otherwise it produced an
+        infinity. ``from_infinity``: whether one of its operands was infinite.
         """
         place = operation.place()
         return NonFiniteOrigin(

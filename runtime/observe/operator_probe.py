@@ -102,7 +102,8 @@ class _OperatorProbe(TorchDispatchMode):
 
 
 def _is_buffer(frame: FrameType | None, func: Any) -> bool:
-    """Return whether the operator ``func`` works on memory that is not filled yet, such as a communication buffer.
+    """Return whether the operator ``func`` works on memory that is not filled yet, such as a communication buffer, so
+    that it is not reported.
 
     ``frame``: the stack frame that called it.
     """
@@ -123,7 +124,9 @@ def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> I
     probe = _OperatorProbe(engine, see)
 
     def within(index: int, action: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that runs ``action``, of the instruction at ``index``, with its operators reported."""
+        """Return a function that runs ``action``, a part of the instruction at ``index``, and passes every operator
+        that runs meanwhile to the function ``see`` of the enclosing call.
+        """
 
         def run() -> None:
             probe.index = index
@@ -201,9 +204,9 @@ class Difference:
     """The first operator of a rank whose recorded hashes differ between two runs of the same plan.
 
     ``step``: number of the training step, from 1. ``index``, ``instruction``: position and printed form of the
-    instruction. ``own``: its operands are equal and its results differ. Otherwise its operands differ already, because
-    of a collective, a transfer, or a tensor from outside of the step. ``instead``: the operator that ran at this point
-    in the first run, if it is another one.
+    instruction. ``own``: whether its operands are equal in both runs, so that the operator itself produced the
+    difference; otherwise its operands differ already, because of a collective, a transfer, or a tensor from outside of
+    the step. ``instead``: the operator that ran at this point in the first run, if it is another one.
     """
 
     rank: int

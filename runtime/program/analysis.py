@@ -36,7 +36,8 @@ class CallFacts:
 
     ``takes``: names of the outputs whose gradients the call's backward reads. ``gives`` and ``adds``: names of the
     inputs and of the parameters to whose gradients its backward adds. ``forward``, ``backward``, ``input_backward``,
-    ``weight_backward``: the collectives of each of these graphs, in execution order.
+    ``weight_backward``: the collectives, in execution order, in the graphs of the call's forward, its backward, and the
+    two halves of its backward.
 
     ``keeps``: names of the inputs and outputs that are saved for backward. ``kept_bytes``: bytes of all other saved
     tensors. ``moves``: the part of ``keeps`` that offloading moves to host memory, because no other call of the stage
@@ -98,10 +99,11 @@ class ProgramFacts:
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
-        """Return gradients, collectives and memory of all calls of the same program for another number of microbatches.
+        """Return the analysis of the same program with longer or shorter instruction lists, and so for another number
+        of microbatches.
 
-        Every stage's instruction list becomes its shortest form, extended ``steps`` times by the list's own period of
-        ``unit`` microbatches. Every list must be a :class:`Listing`.
+        Every stage's list becomes its shortest form, extended ``steps`` times; each extension adds the list's own
+        number of microbatches, ``unit``. Every list must be a :class:`Listing`.
         """
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
@@ -176,8 +178,8 @@ class ProgramFacts:
 
     @cached_property
     def flow(self) -> GradientFlow:
-        """Return which tensors and parameters get a gradient, in total and in each call of a block, in the order of
-        :attr:`order`.
+        """Return which tensors and parameters of the program get a gradient, and which of them in each call of a block.
+        The calls are in the order of :attr:`order`.
         """
         paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
         return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)

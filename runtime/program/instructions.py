@@ -159,11 +159,12 @@ class Instruction(Data):
 
 
 class Part(Data):
-    """A group of consecutive instructions of a :class:`Listing`, and how often it repeats.
+    """A group of consecutive instructions of a :class:`Listing`, which is repeated with increasing microbatch numbers.
 
-    ``body``: the instructions of the first repetition in the list's shortest form. ``times``: repetitions in that form.
-    ``shift``: number by which the microbatch numbers increase from one repetition to the next. Each time the list grows
-    by ``unit`` microbatches, the part gets ``more`` repetitions, and all its microbatch numbers increase by ``moved``.
+    ``body``: the instructions of the first repetition in the list's shortest form. ``times``: number of repetitions in
+    that form. ``shift``: number by which the microbatch numbers increase from one repetition to the next. Each
+    extension of the list by ``unit`` microbatches adds ``more`` repetitions, and increases all microbatch numbers of
+    the group by ``moved``.
     """
 
     body: tuple[Instruction, ...]
@@ -174,10 +175,10 @@ class Part(Data):
 
 
 class Listing(Data, Sequence[Instruction]):
-    """A compact instruction list, which can be read like the full sequence of instructions.
+    """A compact instruction list, which stores repeated instructions once and can be read like the full sequence.
 
-    ``parts``: groups of instructions, with their numbers of repetitions in the shortest list. The full list is that
-    list after ``steps`` extensions, each of which adds ``unit`` microbatches.
+    ``parts``: groups of instructions, with their numbers of repetitions in the shortest form of the list. The full list
+    is this form after ``steps`` extensions, each of which adds ``unit`` microbatches.
     """
 
     steps: Annotated[int, Field(ge=0)]
@@ -196,17 +197,18 @@ class Listing(Data, Sequence[Instruction]):
 
     @property
     def even(self) -> bool:
-        """Return whether each extension of this compact instruction list by ``unit`` microbatches is uniform.
+        """Return whether each extension of this compact instruction list by ``unit`` microbatches is uniform, so that
+        counts can be extrapolated from short lists.
 
-        That is so if it adds exactly ``unit`` microbatches to each part, or increases the part's microbatch numbers by
-        ``unit``, or leaves the part unchanged.
+        That is so if it adds exactly ``unit`` microbatches to each group of repeated instructions, or increases the
+        group's microbatch numbers by ``unit``, or leaves the group unchanged.
         """
         unit = self.unit
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
     def grown(self, steps: int) -> Listing:
-        """Return the list that extends the shortest form of this one ``steps`` times, each time by the list's period of
-        ``unit`` microbatches.
+        """Return this list for another number of microbatches: its shortest form, extended ``steps`` times by ``unit``
+        microbatches each.
         """
         return Listing(steps=steps, unit=self.unit, parts=self.parts)
 
@@ -290,7 +292,8 @@ class ReceiveEvent:
 class FinishEvent:
     """An event in which the rank waits until all collectives that it started have ended.
 
-    If ``what`` is not ``None``, it waits only for those whose ``what`` equals this one.
+    If ``what`` is not ``None``, the rank waits only for the collectives that it started with an equal ``what``, the
+    data on which all participants agree.
     """
 
     what: Hashable = None

@@ -68,8 +68,8 @@ def check_program(program: Program, source: object) -> None:
 
 
 def _read_program(path: Path) -> Program:
-    """Return the program in the plan file ``path``. Raise :class:`LaunchError` if the file has none of this version,
-    and :class:`UntrustedOperatorError` if it calls an operator that plan files may not name.
+    """Return the program in the plan file ``path``. Raise :class:`LaunchError` if the file has no program of this
+    version, and :class:`UntrustedOperatorError` if the program calls an operator that is not allowed in plan files.
     """
     content = read_plan_content(path)
     try:

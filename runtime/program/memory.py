@@ -96,9 +96,9 @@ class MemoryMoment(NamedTuple):
     instruction.
 
     ``call``: position of the call on its pipeline stage; ``None`` for a whole instruction. ``saved``: values that pass
-    between calls, and tensors saved for backward. ``gradients``: gradients of these values. ``recomputed``: recomputed
-    tensors of a running backward. ``gathered``: gathered parameters, and sharded parameters' gradients before, during
-    and after their reduce-scatter. ``host``: bytes in host memory.
+    between calls, and tensors saved for backward. ``gradients``: gradients of values that pass between calls.
+    ``recomputed``: recomputed tensors of a running backward. ``gathered``: gathered parameters, and sharded parameters'
+    gradients before, during and after their reduce-scatter. ``host``: bytes in host memory.
     """
 
     call: int | None
@@ -161,8 +161,8 @@ def memory_moments(
     """Yield for each instruction a pair: the memory of a rank at the peak of each of its calls, and the memory after
     it.
 
-    ``stage``: index of the rank's pipeline stage. ``instructions``: its list. The first item is empty if the
-    instruction has no peak above what it leaves. ``facts``: the analysis of the program.
+    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. The first item of a pair is empty
+    if the memory is never higher than after the instruction. ``facts``: the analysis of the program.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -179,8 +179,8 @@ def peak_bytes(
 ) -> tuple[int, int]:
     """Return the peak device bytes of a rank, and the index of the first instruction that reaches the peak.
 
-    ``stage``: index of the rank's pipeline stage. ``instructions``: its list. ``extra_bytes``: bytes added to the peak.
-    ``facts``: the analysis of the program.
+    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. ``extra_bytes``: bytes added to
+    the peak. ``facts``: the analysis of the program.
     """
     peaks = [peak for peak, _ in memory_steps(facts, stage, instructions)]
     if not peaks:
@@ -193,7 +193,7 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
     """Return the peak bytes that a rank holds in host memory: activations, offloaded parameters or copies, and
     gradients.
 
-    ``stage``: index of the rank's pipeline stage. ``instructions``: its list. Optimizer states are not counted.
+    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. Optimizer states are not counted.
     ``facts``: the analysis of the program.
     """
     holder = _Holder(facts, stage)
@@ -365,7 +365,7 @@ class _Holder:
         """Count the device bytes of the reduce-scatter ``i`` of gradients, which starts now. Earlier ones that must end
         first are counted as ended.
 
-        Return the peak device bytes meanwhile.
+        Return the peak device bytes of this rank while that happens.
         """
         assert i.bucket is not None
         peak = self.held
@@ -387,7 +387,7 @@ class _Holder:
         """Count the oldest reduce-scatter of gradients in progress as ended: its result is added to this rank's
         gradient pieces.
 
-        Return the peak device bytes meanwhile.
+        Return the peak device bytes of this rank while that happens.
         """
         number = next(iter(self.scattering))[0]
         pieces = sum(map(self.facts.gradient_piece_bytes, self.shared[number]))

@@ -25,7 +25,7 @@ def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
     ``etp``.
 
     ``edp``: replicas of an expert. ``ep``: groups of ranks with different experts. ``etp``: ranks that share one
-    expert. ``mesh``: axis -> size. The argument ``etp`` is that size, or 0 for the size of ``tp``.
+    expert. ``mesh``: axis -> size. The argument ``etp``: number of ranks that share one expert; 0: as many as ``tp``.
     """
     ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
     room = num_ranks(mesh) // mesh.get("pp", 1)
@@ -38,8 +38,8 @@ def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dic
 
     The axes are ``dp_replicate``, ``dp_shard``, ``edp_replicate`` and ``edp_shard``. ``mesh``: axis -> size. ``etp``:
     ranks that share one expert; 0: as many as ``tp``. ``dp_shard``: number of ``dp`` ranks that divide a state; 0: all
-    of them. Replicas of an expert divide its states if they are within such a group of ranks. If one copy of the
-    experts spans more ranks than a group, ``edp_shard`` is 1.
+    of them. ``edp_shard``: number of replicas of an expert among which ZeRO divides its states: those within one group
+    of ``dp_shard`` ranks, or 1 if one copy of all experts spans more ranks than such a group.
     """
     dp, edp = mesh.get("dp", 1), expert_mesh(mesh, etp)["edp"]
     shard = dp_shard or dp
@@ -49,9 +49,9 @@ def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dic
 
 
 def axes_beside(axes: Iterable[str], shared: Collection[str]) -> tuple[str, ...]:
-    """Return the mesh axes of ``axes`` that remain when those in ``shared`` are removed, in the same order.
+    """Return the mesh axes of ``axes`` without those in ``shared``, in the same order.
 
-    An axis whose ``_shard`` part is in ``shared`` is replaced by its ``_replicate`` part: ``dp`` without ``dp_shard``
-    is ``dp_replicate``.
+    ``shared`` may contain one half of an axis that hybrid sharding splits: if it contains ``dp_shard``, the axis ``dp``
+    is replaced by its other half, ``dp_replicate``.
     """
     return tuple(f"{a}_replicate" if f"{a}_shard" in shared else a for a in axes if a not in shared)

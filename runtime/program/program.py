@@ -94,7 +94,8 @@ class CallData(Data):
 
     ``block``: name of the block. ``path``: path of the module in the model. ``states``, ``inputs``: names of the
     parameters and buffers, and of the tensors, that it reads. ``outputs``: names of the tensors that it computes.
-    ``prologue``: it runs on every microbatch before the pipeline starts, to compute totals over the batch.
+    ``prologue``: whether it runs on every microbatch before the pipeline starts, to compute totals (sums over the
+    global batch that forward needs, such as the number of targets).
     """
 
     block: str

@@ -33,8 +33,8 @@ def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
 class FlatShard:
     """One rank's piece of a flattened tensor of ``numel`` elements that is cut into ``ranks`` equal pieces.
 
-    ``index``: number of the piece, from 0. The piece has the elements ``[start, start + size)``; the last pieces may be
-    shorter than ``length`` and are padded to it.
+    ``index``: number of the piece, from 0. The piece has the elements ``[start, start + size)``. ``length``: number of
+    elements of a full piece; the last pieces may be shorter and are padded to it.
     """
 
     numel: int
@@ -77,7 +77,9 @@ class ScatterQueue(Generic[Scatter]):
         return iter(self._under_way)
 
     def computed(self) -> None:
-        """Record that a backward instruction has run: the next reduce-scatter belongs to its gradients."""
+        """Record that a backward instruction has run. The reduce-scatters in progress must then end before the next one
+        starts, which belongs to the gradients of this backward.
+        """
         self._computed = True
 
     def before_next(self) -> list[Scatter]:
@@ -132,7 +134,7 @@ def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
 
 def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
     """Return the mesh axes over which ZeRO shards the parameters ``states`` (names), which are gathered together; empty
-    if it does not.
+    if ZeRO does not shard them.
     """
     return program.states[states[0]].zero_axes
 
@@ -203,10 +205,10 @@ def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
 
 
 def level_problem(program: Program, bucket: Bucket) -> str:
-    """Return the end of an error message that says why a hierarchical reduction does not sum gradients exactly once;
-    empty if it does.
+    """Return why the hierarchical reduction of a bucket's gradients does not sum them exactly once, as the end of an
+    error message; empty if it does.
 
-    ``bucket``: the parameters whose gradients are reduced together, with the steps of the reduction.
+    ``bucket``: the parameters whose gradients are reduced together, and the steps of the reduction (``bucket.levels``).
     """
     named = [axis for level in bucket.levels for axis in level]
     shared = zero_axes(program, bucket.states)

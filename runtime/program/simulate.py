@@ -65,7 +65,7 @@ class RankClock:
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Advance the clock by ``work`` seconds of computation; it takes longer while a collective overlaps."""
+        """Advance the clock by ``work`` seconds of computation, which takes longer while a collective overlaps."""
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:
@@ -80,7 +80,7 @@ class RankClock:
         self.clock += work
 
     def wait(self, until: float) -> None:
-        """Advance the clock to the time ``until`` (seconds) without computation; collectives go on meanwhile."""
+        """Advance the clock to the time ``until`` (seconds) without computation; collectives continue."""
         while self.under_way and self.clock < until:
             first = self.under_way[0]
             begin = max(self.clock, first.ready)
@@ -168,8 +168,8 @@ class Durations(Protocol):
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         """Return the seconds to all-reduce ``nbytes`` over the mesh axes ``axes`` of one pipeline stage.
 
-        If ``axes`` is empty, the all-reduce is over the several pipeline stages in ``stages`` (indices); else
-        ``stages`` has one.
+        ``stages``: the index of this stage. If ``axes`` is empty, the all-reduce is over pipeline stages instead, and
+        ``stages`` has the indices of all of them.
         """
         ...
 
@@ -211,7 +211,8 @@ class Background:
     """A transfer or collective of a simulated rank that overlaps with its instructions. Times are in seconds from the
     start of the step.
 
-    ``index``, ``instruction``: the instruction that started it, and its position in the list. ``nbytes``: its size.
+    ``instruction``: the instruction that started it. ``index``: position of this instruction in the rank's list.
+    ``nbytes``: its size.
     """
 
     start: float
@@ -278,7 +279,7 @@ def simulate(
     Args:
         durations: the cost model: seconds of each call, transfer and collective.
         extra_bytes: for each pipeline stage, bytes to add to its memory; empty for none.
-        facts: the derived facts of ``program``, if they exist already.
+        facts: the analysis of ``program``, if it was made before; else it is made now.
         overlap_steps: whether a rank begins the next step as soon as it has ended its own part of this one. The times
             of the instructions are those of the first step.
     """
@@ -316,8 +317,8 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
 
 
 def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
-    """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives. Return the simulated
-    rank of each pipeline stage at its end, and each stage's seconds of optimizer update.
+    """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives. Return two lists over
+    the pipeline stages: the simulated rank after its last instruction, and the seconds of the optimizer's update.
     """
     stages = range(len(facts.program.stages))
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in stages]
@@ -457,9 +458,8 @@ class _SimulatedRank(RankClock):
 
 
 class _Simulation:
-    """Runs the instruction lists of all pipeline stages against each other in simulated time.
-
-    ``lanes``: the simulated rank of each stage, whose clocks and recorded times are updated.
+    """Simulates the instruction lists of all pipeline stages together, with the messages between them. ``lanes``: the
+    simulated rank of each stage, whose clocks and recorded times are updated.
     """
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
@@ -530,8 +530,8 @@ class _Simulation:
         return True
 
     def compute_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the seconds of the computation of the instruction ``i`` on the pipeline stage ``stage`` (an index),
-        computed once for all microbatches.
+        """Return the seconds of the computation of the instruction ``i`` on the pipeline stage ``stage`` (an index).
+        They are the same for all microbatches, and so are computed once and stored.
         """
         key = stage, i.op, i.calls
         if key not in self.computed:
@@ -556,7 +556,7 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND ``i`` of the rank ``lane`` when its channel is idle; record its arrival."""
+        """Start the transfer of the SEND ``i`` of the rank ``lane`` once its channel is idle, and store its arrival."""
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -568,7 +568,7 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the step of a gradient reduction that the instruction ``i`` of the rank ``lane`` describes."""
+        """Start the collective ``i``, one step of a gradient reduction, of the rank ``lane`` after the step before."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
@@ -593,8 +593,8 @@ class _Simulation:
     def time_exchange(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
         """Return two durations in seconds: to exchange compressed gradients among ranks, and to all-gather their sums.
 
-        ``bucket``: the parameters of these gradients. ``axes``: mesh axes of the ranks that exchange. ``nbytes``:
-        uncompressed bytes on one rank. ``stage``: index of the pipeline stage.
+        ``bucket``: the set of parameters whose gradients are exchanged together. ``axes``: mesh axes of the ranks that
+        exchange. ``nbytes``: uncompressed bytes on one rank. ``stage``: index of the pipeline stage.
         """
         wire = int(nbytes * self.facts.wire_share(bucket))
         ranks = math.prod(map(self.program.size, axes))
@@ -602,7 +602,7 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the parameter all-gather ``i`` of the rank ``lane``, once parameters from host memory are there."""
+        """Start the parameter all-gather ``i`` of the rank ``lane``, once parameters from host memory have arrived."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
@@ -610,7 +610,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the gradient reduce-scatter ``i`` of the rank ``lane``, after earlier ones that must end first."""
+        """Start the gradient reduce-scatter ``i`` of the rank ``lane``, after those of earlier backwards."""
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
@@ -649,8 +649,8 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def start_offload(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copies to host memory of the OFFLOAD ``i`` of the rank ``lane``: of activations after earlier
-        copies, of gradients after their reductions.
+        """Start the copies to host memory of the OFFLOAD ``i`` of the simulated rank ``lane``: of activations after
+        earlier copies, of gradients after their reductions.
         """
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
@@ -675,7 +675,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` of the rank ``lane`` moves."""
+        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` of the simulated rank ``lane`` moves."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 

@@ -37,8 +37,8 @@ def staying_values(stage: Stage) -> frozenset[str]:
     """Return the names of the tensors of a pipeline stage that stay on the device when activations are moved to host
     memory.
 
-    These are totals over the batch, which run before the pipeline starts, and tensors that several calls of the stage
-    read.
+    These are totals (sums over the global batch that are computed before the pipeline starts), and tensors that several
+    calls of the stage read.
     """
     reads = Counter(v for call in stage.calls if not call.prologue for v in set(call.inputs))
     totals = {v for call in stage.calls if call.prologue for v in call.outputs}

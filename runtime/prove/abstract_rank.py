@@ -101,8 +101,9 @@ class _StageInterpreter:
     def make_value(self, value: str, microbatch: int | None, again: bool = False) -> None:
         """Record that a value, a tensor that passes between calls, exists from now on.
 
-        ``value``: its name. ``microbatch``: its index; ``None`` for a total over the batch. Raise :class:`Refusal` if
-        it exists already, or existed and was freed; with ``again``, a freed value may be made again.
+        ``value``: its name. ``microbatch``: its index; ``None`` for a total (a sum over the global batch), which has
+        none. Raise :class:`Refusal` if it exists already, or existed and was freed; with ``again``, a freed value may
+        be made again.
         """
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
@@ -111,14 +112,14 @@ class _StageInterpreter:
         self.alive[place] = self.index
 
     def find_place(self, value: str, microbatch: int | None) -> Place:
-        """Return the key of a value: (its name, the microbatch). The microbatch is ``None`` for totals over the
-        batch.
+        """Return the key under which a value is tracked: (its name, ``microbatch``), or (its name, ``None``) if it is a
+        total (a sum over the global batch), which is the same for all microbatches.
         """
         return (value, None) if value in self.of_prologue else (value, microbatch)
 
     def read_value(self, value: str, microbatch: int | None) -> None:
         """Raise :class:`Refusal` unless the value ``value`` (a tensor that passes between calls) of ``microbatch``
-        exists now. ``microbatch``: its index; ``None`` for a total over the batch.
+        exists now. ``microbatch``: its index; ``None`` for a total (a sum over the global batch), which has none.
         """
         place = self.find_place(value, microbatch)
         if place not in self.alive:
@@ -127,9 +128,10 @@ class _StageInterpreter:
             raise Refusal("order", f"reads {place_text(place)}, which is not there")
 
     def load(self, i: Instruction) -> None:
-        """Check a LOAD instruction ``i``, and record that slices of the batch exist from now on.
+        """Check the LOAD instruction ``i``, which slices inputs of the batch for a microbatch, and record that the
+        slices exist from now on.
 
-        Raise :class:`Refusal` if a value is no input of the batch.
+        Raise :class:`Refusal` if one of its values is no input of the batch.
         """
         for value in i.values:
             if value not in self.is_input:
@@ -164,9 +166,11 @@ class _StageInterpreter:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def total_f(self, i: Instruction) -> None:
-        """Check and record an instruction ``i`` that adds one microbatch to totals over the batch (TOTAL_F).
+        """Check the TOTAL_F instruction ``i``, and record that its microbatch is added to the totals (sums over the
+        batch that forward needs).
 
-        Raise :class:`Refusal` if it runs again or too late.
+        Raise :class:`Refusal` if the microbatch was added before, if the totals are already complete, or if a tensor
+        that is read does not exist.
         """
         assert i.microbatch is not None
         if not self.of_prologue:
@@ -188,8 +192,8 @@ class _StageInterpreter:
         self.added_up.add(i.microbatch)
 
     def agree_on_totals(self, i: Instruction) -> None:
-        """Raise :class:`Refusal` unless ``i`` names the same totals over the batch as earlier instructions, and calls
-        compute them.
+        """Raise :class:`Refusal` unless ``i`` names the same totals (sums over the batch) as earlier instructions, and
+        the calls that run before the pipeline compute all of them.
         """
         if self.totals is None:
             self.totals = i.values
@@ -197,9 +201,10 @@ class _StageInterpreter:
             raise Refusal("fields", f"the totals are {', '.join(self.totals)}, made by prologue calls; got {i.values}")
 
     def total(self, i: Instruction) -> None:
-        """Check and record the instruction ``i`` that all-reduces totals over the batch (TOTAL).
+        """Check the TOTAL instruction ``i``, which all-reduces the totals (sums over the batch), and record the
+        collective, and that the totals exist from now on.
 
-        Raise :class:`Refusal` if a microbatch is missing or the axes are wrong.
+        Raise :class:`Refusal` if a microbatch was not added to them, or if the axes of the all-reduce are wrong.
         """
         if self.total_at is not None:
             raise Refusal("twice", f"the totals were added up at instruction {self.total_at}")
@@ -216,7 +221,8 @@ class _StageInterpreter:
         self.total_at = self.index
 
     def f(self, i: Instruction) -> None:
-        """Check a forward instruction ``i``, and record the values that it makes and the graphs' collectives.
+        """Check a forward instruction ``i``. Record that the values which it computes exist from now on, and which
+        collectives its graphs run.
 
         Raise :class:`Refusal` if one of its calls has run before on the microbatch, or if what it reads does not exist.
         """
@@ -237,8 +243,8 @@ class _StageInterpreter:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def b(self, i: Instruction) -> None:
-        """Check a backward instruction ``i`` for inputs and parameters, and record its gradients and the graphs'
-        collectives.
+        """Check a backward instruction ``i``. Record which gradients of values it uses, to which gradients of values
+        and parameters it adds, and which collectives its graphs run.
         """
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
@@ -248,8 +254,8 @@ class _StageInterpreter:
             self.backward.add((position, microbatch))
 
     def i(self, i: Instruction) -> None:
-        """Check the half of a backward that computes gradients of inputs (instruction ``i``), and record these
-        gradients.
+        """Check the instruction ``i`` that runs the half of a backward for gradients of inputs. Record which gradients
+        it uses, to which ones it adds, and which collectives its graphs run.
         """
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
@@ -258,10 +264,10 @@ class _StageInterpreter:
             self.halfway.add((position, microbatch))
 
     def w(self, i: Instruction) -> None:
-        """Check the half of a backward that computes gradients of parameters (instruction ``i``), and record these
-        gradients.
+        """Check the instruction ``i`` that runs the half of a backward for gradients of parameters. Record to which
+        gradients it adds, and which collectives its graphs run.
 
-        It must come after the half for inputs.
+        Raise :class:`Refusal` unless the half for gradients of inputs has run before.
         """
         for position, microbatch in self.backward_runs(i, after_inputs=True):
             self.add_state_gradients(position, microbatch)
@@ -272,8 +278,8 @@ class _StageInterpreter:
     def backward_runs(self, i: Instruction, after_inputs: bool = False) -> list[tuple[int, int]]:
         """Return the pairs (call position, microbatch) whose backward the instruction ``i`` runs, last call first.
 
-        ``after_inputs``: whether it is the half for weights. Raise :class:`Refusal` if forward has not run, or the
-        backward has run before.
+        ``after_inputs``: whether the instruction runs the half of the backward for parameters, which must follow the
+        half for inputs. Raise :class:`Refusal` if forward has not run, or the backward has run before.
         """
         assert i.calls is not None
         assert i.microbatch is not None
@@ -307,8 +313,8 @@ class _StageInterpreter:
     # --- communication ----------------------------------------------------------------------------------------------
 
     def recv_f(self, i: Instruction) -> None:
-        """Check and record an instruction ``i`` that receives values from another pipeline stage; they exist from now
-        on.
+        """Check the RECV_F instruction ``i``, which receives values from another pipeline stage. Record the receive,
+        and that the values exist from now on.
         """
         assert i.peer is not None
         for value in i.values:
@@ -317,9 +323,9 @@ class _StageInterpreter:
         self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_f(self, i: Instruction) -> None:
-        """Check and record an instruction ``i`` that sends values to another pipeline stage.
+        """Check the SEND_F instruction ``i``, which sends values to another pipeline stage, and record the send.
 
-        Raise :class:`Refusal` if one does not exist.
+        Raise :class:`Refusal` if one of the values does not exist.
         """
         assert i.peer is not None
         for value in i.values:
@@ -327,9 +333,10 @@ class _StageInterpreter:
         self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def recv_b(self, i: Instruction) -> None:
-        """Check and record an instruction ``i`` that receives gradients from another pipeline stage.
+        """Check the RECV_B instruction ``i``, which receives gradients of values from another pipeline stage. Record
+        the receive, and that the stage's part is added to the gradients.
 
-        Raise :class:`Refusal` if none is due from that stage.
+        Raise :class:`Refusal` if no such gradient is due from that stage.
         """
         assert i.peer is not None
         assert i.microbatch is not None
@@ -338,7 +345,8 @@ class _StageInterpreter:
         self.trace.append((self.index, ReceiveEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_b(self, i: Instruction) -> None:
-        """Check and record an instruction ``i`` that sends gradients to another pipeline stage.
+        """Check the SEND_B instruction ``i``, which sends the gradients of values to the pipeline stage from which the
+        values came, and record the send.
 
         Raise :class:`Refusal` if the values did not come from that stage, or if the gradients are incomplete.
         """
@@ -354,7 +362,9 @@ class _StageInterpreter:
         self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def gather(self, i: Instruction) -> None:
-        """Check and record an all-gather instruction ``i`` of parameters or, as a step of a reduction, of gradients."""
+        """Check the GATHER instruction ``i``, an all-gather of parameters or, as a step of a hierarchical reduction, of
+        gradients, and record the collective.
+        """
         assert i.bucket is not None
         if i.gradients:
             self.run_reduction_turn(i)
@@ -391,7 +401,7 @@ class _StageInterpreter:
             self.trace.append((self.index, FinishEvent(what)))
 
     def scatter(self, i: Instruction) -> None:
-        """Check and record an instruction ``i`` that reduce-scatters gradients."""
+        """Check the SCATTER instruction ``i``, which reduce-scatters gradients, and record the collective."""
         assert i.bucket is not None
         if i.axes:
             self.run_reduction_turn(i)
@@ -405,10 +415,8 @@ class _StageInterpreter:
         self.run_reduction_turn(i)
 
     def run_reduction_turn(self, i: Instruction) -> None:
-        """Check and record an instruction ``i`` that is one step of the reduction of gradients: SCATTER, REDUCE or
-        GATHER.
-
-        It starts once the previous step for the same parameters has ended.
+        """Check the instruction ``i`` (SCATTER, REDUCE or GATHER), a step of the reduction of gradients, and record the
+        collective, which starts when the step before for the same parameters has ended.
         """
         assert i.bucket is not None
         op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
@@ -427,8 +435,8 @@ class _StageInterpreter:
         self.trace_collective(axes, what, text, waits=False)
 
     def sync(self, i: Instruction) -> None:
-        """Check and record an instruction ``i`` that sums gradients of tied parameters over the pipeline stages that
-        share them (SYNC).
+        """Check the SYNC instruction ``i``, which sums gradients of tied parameters over the pipeline stages that share
+        them, and record this sum as a collective.
         """
         stages = self.states.sync(i.states, self.index)
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
@@ -440,9 +448,10 @@ class _StageInterpreter:
         self.trace.append((self.index, event))
 
     def update(self, i: Instruction) -> None:
-        """Check and record an instruction ``i`` that gives buffers their new values (UPDATE).
+        """Check the UPDATE instruction ``i``, which gives buffers their new values, and record the collectives that it
+        starts.
 
-        Raise :class:`Refusal` if it comes too early or twice.
+        Raise :class:`Refusal` if it comes too early, or if a buffer is updated twice.
         """
         values, meetings = self.updates.update(i.states, self.index, self.forward)
         for value in values:
@@ -481,10 +490,11 @@ class _StageInterpreter:
     def trace_collective(
         self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True
     ) -> None:
-        """Record a collective over the mesh axes ``axes``; nothing if there are none.
+        """Record a collective over the mesh axes ``axes``; if ``axes`` is empty, record nothing.
 
-        ``what``: key on which all participants must agree. ``text``: description. ``node``: graph node. ``waits``:
-        whether the rank blocks.
+        ``what``: key on which all participants must agree. ``text``: description for messages. ``node``: name of the
+        graph node, if a graph runs the collective. ``waits``: whether the rank blocks until all members have entered
+        it.
         """
         if axes:
             self.trace.append((self.index, CollectiveEvent(axes, what, text, node, (), waits)))
@@ -517,8 +527,8 @@ class _StageInterpreter:
         self.gradients.finish()
 
     def check_taken(self, value: str, what: str) -> None:
-        """Raise :class:`Refusal` if the value named ``value`` did not exist in every microbatch that the rank runs.
-        ``what``: its role, for the message.
+        """Raise :class:`Refusal` unless the value named ``value`` was created on this rank in every microbatch; it may
+        be freed by now. ``what``: what the value is in the model, such as "the output 'logits'", for the message.
         """
         for microbatch in range(self.program.num_microbatches):
             place = self.find_place(value, microbatch)

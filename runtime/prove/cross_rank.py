@@ -120,10 +120,11 @@ class Mismatch(Exception):
 
 @dataclass
 class _GroupOperation:
-    """One collective of a process group: the first rank that entered it, and the number of ranks that have entered.
+    """One collective of a process group in the simulated run of all ranks.
 
-    ``index``: position of that rank's instruction. ``event``: what that rank started. A rank stands for all that are
-    equivalent to it.
+    ``rank``: the first rank that has entered it; it represents all ranks that are equivalent to it. ``index``: position
+    of the instruction with which it has entered. ``event``: the collective as this rank describes it. ``arrived``:
+    number of ranks that have entered.
     """
 
     rank: int
@@ -291,8 +292,8 @@ class TraceRunner:
         )
 
     def check_finished(self, rank: int, event: FinishEvent) -> bool:
-        """Return whether all collectives have ended for which ``rank`` waits at ``event``. If not, let the first of
-        them resume the rank.
+        """Return whether all collectives for which ``rank`` waits at ``event`` have ended. If not, note that the rank
+        continues when the first of them has ended.
         """
         self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.is_complete(number)]
         open_ = self.list_awaited(rank, event)

@@ -17,8 +17,8 @@ Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 
 
 def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
-    """Return, for each pipeline stage, the gradients that it must receive, as (value, microbatch) -> the stages that
-    send it.
+    """Return, for each pipeline stage, the gradients that it must receive from other stages, as (value, microbatch) ->
+    the indices of the stages that send a part of the gradient.
 
     A value is the name of a tensor that passes between calls. ``lists``: the instructions of each stage. ``facts``: the
     analysis of the program.
@@ -66,8 +66,8 @@ Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
 class ValueGradients:
     """Tracks the gradients of values, the tensors that pass between calls, on one rank.
 
-    A gradient is complete once all calls that read the value have added to it. They are on this stage or on later
-    stages, which send their part.
+    A gradient is complete once all calls that read the value have added to it. These calls are on this pipeline stage,
+    or on later stages, which send their parts of the gradient.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
@@ -87,11 +87,11 @@ class ValueGradients:
         self.freed: dict[Key, int] = {}
 
     def add(self, key: Key, adder: Adder, index: int) -> None:
-        """Record that something adds to the gradient of a value. Raise :class:`Refusal` if it is used, freed, or added
-        to twice.
+        """Record that something adds to the gradient of a value. Raise :class:`Refusal` if the gradient was used or
+        freed before, or if the same thing has added to it already.
 
-        ``key``: (value, microbatch). ``adder``: position of the call, or ``("stage", index)``. ``index``: position of
-        the instruction.
+        ``key``: (value, microbatch). ``adder``: what adds: the position of a call on this stage, or ``("stage",
+        index)`` for the part that another stage sends. ``index``: position of the instruction.
         """
         gone = self.freed.get(key, self.taken.get(key))
         if gone is not None:
@@ -251,8 +251,9 @@ class StateGradients:
         axes.
 
         A bucket is a set of parameters that are reduced together. ``op``: REDUCE (all-reduce), SCATTER (reduce-scatter)
-        or GATHER (all-gather). ``axes``: those of the instruction. ``index``: its position. Raise :class:`Refusal` if
-        it is not the next one of the bucket's reduction, or if a gradient is incomplete.
+        or GATHER (all-gather). ``axes``: the mesh axes that the instruction names. ``index``: its position. Raise
+        :class:`Refusal` if another collective is the next one of the bucket's reduction, or if a gradient is
+        incomplete.
         """
         due, done = self.due[number], self.turned.setdefault(number, [])
         self.before_step()

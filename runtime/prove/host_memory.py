@@ -38,8 +38,8 @@ class ActivationOffloads:
         """Return the (call position, microbatch) pairs whose activations the instruction ``i`` moves to or from host
         memory.
 
-        ``forward`` and ``backward``: such pairs whose forward or (halves of the) backward have run. Raise
-        :class:`Refusal` if a call has not run forward, or has already run backward.
+        ``forward``: the pairs whose forward has run. ``backward``: one or more collections of pairs whose backward, or
+        a half of it, has run. Raise :class:`Refusal` if a call has not run forward, or has already run backward.
         """
         if i.calls is None or i.microbatch is None:
             return []
@@ -157,7 +157,7 @@ class HostStates:
         """Record that the instruction at position ``index`` copies the gradients of the parameters ``states`` to the
         host.
 
-        Raise :class:`Refusal` if the host does not need one, or if it is incomplete or was copied before.
+        Raise :class:`Refusal` if one of the gradients is not needed on the host, is incomplete, or was copied before.
         """
         self.gradients.before_step()
         for state in states:
@@ -184,8 +184,8 @@ class HostStates:
 
 
 def check_updates(program: Program) -> None:
-    """Raise :class:`Refusal` if the new value of a buffer has another type or layout than the buffer, or is not
-    computed on its stages.
+    """Raise :class:`Refusal` if the value that a buffer takes at the end of a step has another type or layout than the
+    buffer, or is not computed on exactly one of the pipeline stages that have the buffer.
     """
     makers = _find_producing_stages(program)
     for name, state in program.states.items():
@@ -196,9 +196,9 @@ def check_updates(program: Program) -> None:
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
-    """Return the name of each value -> indices of the pipeline stages whose calls compute it.
+    """Return value name -> indices of the pipeline stages whose calls compute the value.
 
-    Calls that compute totals over the batch are left out.
+    Calls that run before the pipeline starts, to compute sums over the global batch, are left out.
     """
     makers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
@@ -227,10 +227,10 @@ def _find_update_problem(program: Program, state: StateData, name: str, makers: 
 
 
 def check_alike(program: Program, known: dict[str, Sameness]) -> None:
-    """Raise :class:`Refusal` if a buffer's new value depends on the microbatch or on the ``dp`` rank.
+    """Raise :class:`Refusal` if the new value of a buffer depends on the microbatch or on the ``dp`` rank.
 
-    New values that are summed over microbatches are excepted. ``known``: value -> ``"alike"`` or ``"different"`` over
-    microbatches and ``dp``.
+    Buffers whose new value is a sum over microbatches and ``dp`` ranks are not checked. ``known``: value name ->
+    ``"alike"`` if the value is equal in all microbatches and on all ``dp`` ranks, or ``"different"``.
     """
     for name, state in program.states.items():
         if state.update is not None and state.keeps is None and known.get(state.update) == "different":
@@ -258,7 +258,8 @@ class WrittenUpdates:
 
         The collectives sum over ``dp``, or copy values between stages that share a buffer. ``index``: position of the
         instruction. ``forward``: the (call position, microbatch) pairs that have run forward. Raise :class:`Refusal` if
-        the update is wrong.
+        the buffers are not ones that forward changes, all on the same stages, or if one of them is updated twice or
+        from a sum that is incomplete.
         """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:
@@ -290,8 +291,8 @@ class WrittenUpdates:
         """Raise :class:`Refusal` unless all microbatches have added to the sum from which the buffer ``name`` is
         updated.
 
-        ``position``: position on the pipeline stage of the call that computes it. ``forward``: the (call position,
-        microbatch) pairs that have run.
+        ``position``: position, on the pipeline stage, of the call that computes what each microbatch adds. ``forward``:
+        the (call position, microbatch) pairs that have run.
         """
         missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
         if missing and self.program.states[name].keeps is not None:

@@ -65,8 +65,8 @@ def check_fields(program: Program, stage: int, instructions: Sequence[Instructio
 
 
 def _find_field_problem(program: Program, stage: int, instruction: Instruction) -> str:
-    """Return what is wrong with the fields of ``instruction`` on pipeline stage ``stage``; an empty string if nothing
-    is.
+    """Return why the fields of ``instruction``, in the list of the pipeline stage ``stage`` (an index), are not valid,
+    as text for an error message; an empty string if they are.
     """
     op = instruction.op
     if instruction.stage != stage:

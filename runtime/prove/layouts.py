@@ -15,7 +15,9 @@ _MESH = ("mesh", "etp", "zero", "dp_shard", "offload", "schedule")
 
 
 class LayoutError(PartitionError):
-    """Raised if the programs of one plan place parameters or buffers differently, so that they cannot share them."""
+    """Raised if the programs of one plan place parameters or buffers differently on the ranks, so that the programs
+    cannot use the same tensors.
+    """
 
 
 def prove_same_layout(first: Program, name: str, further: Program) -> None:

@@ -89,8 +89,8 @@ def prove(
 
     ``rank_programs``: rank -> program, for ranks whose own instructions replace their stage's. ``memory_limits``: bytes
     that each rank may hold (one number, or one per rank). ``extra_bytes``: further bytes per pipeline stage, such as
-    optimizer states. ``facts``: what was already derived from ``program``, to save time. Raise :class:`ProofError` at
-    the first fault.
+    optimizer states. ``facts``: the analysis of ``program``, if it was made before; else it is made now. Raise
+    :class:`ProofError` at the first fault.
     """
     facts = facts or ProgramFacts(program)
     try:
@@ -160,7 +160,8 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
 def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
     """Return rank -> instructions for the ranks whose instructions differ from their stage's list.
 
-    ``rank_programs``: rank -> its program. Raise :class:`ProofError` if one is not of this program or rank.
+    ``rank_programs``: rank -> its program. Raise :class:`ProofError` if a rank's program is derived from another
+    program than ``program``, or is that of another rank.
     """
     own: dict[int, Instructions] = {}
     compared = {id(program)}

@@ -25,8 +25,8 @@ def check_wholeness(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` at the first value, gradient or output that is declared equal on several ranks but differs
     between them.
 
-    Calls are followed without tensors, along ``tp`` and ``cp``, over which blocks are sharded, and over the batch.
-    ``facts``: the analysis of the program.
+    That is derived from the graphs, without tensors: along ``tp`` and ``cp``, over which blocks are sharded, and over
+    the parts of the batch. ``facts``: the analysis of the program.
     """
     for axis in AXES:
         _check_axis(axis, facts)
@@ -87,8 +87,8 @@ def _state_layout(axis: str, state: StateData) -> str:
 
 
 def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
-    """Return, for each parameter, buffer and input of a call, "alike" or "different": whether ranks along ``axis`` hold
-    equal tensors.
+    """Return, for each parameter, buffer and input of a call, "alike" if ranks along the mesh axis ``axis`` hold equal
+    tensors according to its layout, or else "different".
 
     The order is that of the graph's placeholders. ``facts``: the analysis of the program.
     """
@@ -166,10 +166,11 @@ def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
 
 
 def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
-    """Raise :class:`Refusal` if a collective of ``graph``, which ``call`` runs, gets a whole value instead of parts, or
-    parts instead of a whole value.
+    """Raise :class:`Refusal` if a collective of ``graph``, which ``call`` runs, gets a value that is equal on all ranks
+    where it expects a different part on each, or different values where it expects equal ones.
 
-    ``known``: node name -> ``"alike"`` or ``"different"`` along ``axis``.
+    ``known``: node name -> ``"alike"`` or ``"different"``: whether ranks along the mesh axis ``axis`` compute equal
+    values.
     """
     found = find_misused_collective(graph, known, axis)
     if found is not None:
@@ -179,8 +180,8 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
 def _over_batch(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if an output that is declared equal in every microbatch differs between microbatches.
 
-    The new value of a buffer must not depend on it either. With one microbatch, the ``dp`` ranks are compared instead.
-    ``facts``: the analysis of the program.
+    Raise it, too, if the new value of a buffer depends on the microbatch. If there is one microbatch per rank, the
+    ``dp`` ranks are compared instead of microbatches. ``facts``: the analysis of the program.
     """
     program = facts.program
     axis = "data" if program.num_microbatches > 1 else DATA_AXES[0]

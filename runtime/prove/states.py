@@ -44,8 +44,8 @@ def check_state(facts: ProgramFacts, name: str) -> None:
 
 
 def _state_problem(facts: ProgramFacts, name: str) -> str:
-    """Return what is wrong with the parameter, buffer or constant ``name``, as the end of a message; an empty string if
-    nothing is. ``facts``: the analysis of the program.
+    """Return why the description of the parameter, buffer or constant ``name`` is not valid, as the end of an error
+    message; an empty string if it is. ``facts``: the analysis of the program.
     """
     program, state = facts.program, facts.program.states[name]
     tp = program.mesh.get("tp", 1)
@@ -83,8 +83,8 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _zero_problem(facts: ProgramFacts, name: str) -> str:
-    """Return what is wrong with how ZeRO divides the parameter ``name``, as the end of a message; an empty string if
-    nothing is.
+    """Return why ZeRO cannot divide the parameter ``name`` as the program says, as the end of an error message; an
+    empty string if it can.
 
     Ranks that divide it must hold the same shard of it and sum its gradient over their axes. ``facts``: the analysis of
     the program.
@@ -116,8 +116,9 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
     """Return whether the gradient of ``state``, a parameter, is summed over exactly the mesh axes over which it is a
     partial sum.
 
-    These are ``tp`` or, for an expert, its replicas ``edp`` and perhaps ``etp``. ``layout``, ``over_ep``: the
-    parameter's layouts over ``tp`` and ``ep``.
+    For an expert these axes are its replicas ``edp`` and, if its gradient is a partial sum over them, the ranks ``etp``
+    that share it. For other parameters only ``tp`` is checked. ``layout``, ``over_ep``: the parameter's layouts over
+    ``tp`` and ``ep``.
     """
     axes = split_axes(program, state.grad_axes)
     partial = layout.kind == "R'"
@@ -127,8 +128,8 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
 
 
 def nested_shape(data: object) -> tuple[int, ...] | None:
-    """Return the shape, as a tuple of sizes, of the nested lists ``data``, judged by their first elements; ``None`` if
-    ``data`` is ``None``.
+    """Return the shape of the nested lists ``data``, the stored values of a constant, as a tuple of sizes; ``None`` if
+    ``data`` is ``None``. Of each list only the first element is looked at.
     """
     shape: list[int] = []
     while isinstance(data, list | tuple):
@@ -299,7 +300,9 @@ class PendingReductions:
         return waits, what
 
     def computed(self) -> None:
-        """Record that a backward has run: the next reduce-scatter belongs to its gradients."""
+        """Record that a backward instruction has run. The reduce-scatters in progress must then end before the next one
+        starts, which belongs to the gradients of this backward.
+        """
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:

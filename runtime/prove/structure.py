@@ -33,7 +33,8 @@ DATA_AXES = ("dp",)  # the mesh axes along which the batch is split, besides the
 
 
 def check_inputs(program: Program) -> None:
-    """Raise :class:`Refusal` unless each input of the batch matches the value (tensor of the program) that it becomes.
+    """Raise :class:`Refusal` unless each input of the batch matches the program's tensor (value) of which it provides
+    the contents.
 
     The value must have the shape and type of the part of the input that one rank reads for one microbatch.
     """
@@ -47,8 +48,8 @@ def check_inputs(program: Program) -> None:
 
 
 def _input_problem(program: Program, given: InputData) -> str:
-    """Return why ``given``, an input of the batch, does not fit the value that it becomes, as the end of a message; an
-    empty string if it fits.
+    """Return why ``given``, an input of the batch, does not fit the program's tensor (value) of which it provides the
+    contents, as the end of an error message; an empty string if it fits.
     """
     if given.value not in program.values:
         return f"is the value {given.value!r}, which does not exist"
@@ -85,8 +86,8 @@ def check_outputs(program: Program) -> None:
 
 
 def _output_problem(program: Program, output: OutputData, name: str) -> str:
-    """Return why ``output``, an output of the model, does not fit the value ``name`` that it is, as the end of a
-    message; an empty string if it fits.
+    """Return why ``output``, an output of the model, cannot be the program's tensor (value) called ``name``, as the end
+    of an error message; an empty string if it can.
     """
     if name not in program.values:
         return f"is the value {name!r}, which does not exist"
@@ -105,7 +106,7 @@ def _output_problem(program: Program, output: OutputData, name: str) -> str:
 
 
 def _loss_problem(program: Program) -> str:
-    """Return what is wrong with the loss of a program, as a message; an empty string if nothing is."""
+    """Return why the loss of a program is not valid, as an error message; an empty string if it is."""
     if program.loss is None:
         return "a program for training has no loss" if program.objective == "train" else ""
     if program.loss not in program.values:
@@ -168,8 +169,8 @@ def _is_value_of_call(value: str, call: CallData) -> bool:
 
 
 def _check_mesh(program: Program) -> None:
-    """Raise :class:`Refusal` unless the sizes of the mesh, of the stages, of experts and of the parts of the batch fit
-    together.
+    """Raise :class:`Refusal` unless the sizes of the mesh fit the number of pipeline stages, the groups of ranks for
+    experts, and the division of the batch, and what is offloaded to the host or to disk fits together.
     """
     if set(program.mesh) - set(MESH_AXES) or any(size < 1 for size in program.mesh.values()):
         raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(MESH_AXES)}, or empty ones")

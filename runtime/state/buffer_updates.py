@@ -35,10 +35,10 @@ class BufferUpdates:
         self._sums = {}
 
     def add(self, microbatch: int, value: str, part: Tensor) -> None:
-        """Add one microbatch's ``part`` to the sum of the value named ``value``, from which a buffer is updated at the
-        end of the step.
+        """Add ``part``, the value named ``value`` of one microbatch, to the sum over microbatches from which a buffer
+        is updated at the end of the step.
 
-        Types shorter than float32 are summed in float32.
+        Types shorter than float32 are summed in float32. ``microbatch`` is not used.
         """
         part = part.float() if part.dtype in _SHORT else part
         self._sums[value] = self._sums[value] + part if value in self._sums else part.clone()
@@ -98,10 +98,10 @@ class BufferUpdates:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Give the buffers that a step changes their values from before the last step inside the ``with`` block, so
-        that the step can be repeated.
+        """Let a step inside the ``with`` block repeat the last one: until the end of the block, the buffers that a step
+        changes have the values from before the last step.
 
-        The values exist only if they were stored. At the end of the block the current values are restored.
+        These values exist only if they were stored. At the end of the block the current values are restored.
         """
         after = {name: held.clone() for name, held in self._held.items()}
         before, keep, self.keep = self._before, self.keep, False

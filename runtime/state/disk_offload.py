@@ -97,8 +97,8 @@ class _File:
 class Disk:
     """Allocates tensors in files in ``folder`` that are mapped into memory, for one rank.
 
-    ``reserved``: bytes that are allocated at once. Raise :class:`OffloadError` if the folder does not exist or has too
-    little space, or if the system is not Linux.
+    ``reserved``: bytes that are allocated when the object is created; further files are added when needed. Raise
+    :class:`OffloadError` if the folder does not exist or has too little space, or if the system is not Linux.
     """
 
     def __init__(self, folder: str | Path, reserved: int = 0) -> None:
@@ -292,11 +292,11 @@ def keeper_of(optimizer: torch.optim.Optimizer | None) -> DiskOptimizerStates | 
 
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[], None]) -> None:
-    """Move the states of ``optimizer`` to ``disk``, and change its ``step`` so that it updates some parameters at a
-    time.
+    """Move the states of ``optimizer`` to ``disk``, and change its ``step`` so that it updates a few parameters at a
+    time. Only the states of these few are in memory meanwhile.
 
-    Only the states of these parameters are then in memory. ``ready``: called without arguments before every step. Raise
-    :class:`OffloadError` if the optimizer cannot run in this way.
+    ``ready``: called without arguments before every step. Raise :class:`OffloadError` if the optimizer cannot run in
+    this way.
     """
     kind = type(optimizer)
     if keeper_of(optimizer) is not None:
@@ -322,8 +322,8 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
 
 
 def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
-    """From now on, let the step of an optimizer of ``parameters`` raise :class:`OffloadError` if its states are in
-    memory.
+    """Make the step of any optimizer of ``parameters`` raise :class:`OffloadError` if the optimizer keeps its states in
+    memory instead of on disk.
 
     This applies as long as ``engine`` exists.
     """
@@ -479,11 +479,12 @@ class DiskOptimizerStates:
     def _require_unchanged_shared_state(
         self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]
     ) -> None:
-        """Raise :class:`OffloadError` if a partial step changed something that does not belong to a single parameter.
+        """Raise :class:`OffloadError` if a step of the optimizer with some of its parameters changed something that
+        does not belong to a single parameter, so that steps with the other parameters would see the change.
 
         That is an option of a group, a number attribute of the optimizer, or a state whose key is not a parameter.
-        ``parts``: the groups with which the partial step ran. ``groups``: the original groups. ``before``: number
-        attributes before, name -> value.
+        ``parts``: the parameter groups, reduced to some parameters, with which the step ran. ``groups``: the original
+        groups. ``before``: number attributes before the step, name -> value.
         """
         for part, group in zip(parts, groups, strict=True):
             changed = [
@@ -524,8 +525,8 @@ def _read_number_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _make_unfit_error(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
-    """Return the error for an optimizer that cannot run with its states on disk. ``why``: what it does, as part of a
-    sentence.
+    """Return the error for an optimizer that cannot run with its states on disk. ``why``: what the optimizer does that
+    prevents this, as part of a sentence.
     """
     return OffloadError(
         f"{type(optimizer).__name__} {why}: with its states on disk an optimizer steps some parameters at a time; "

@@ -76,8 +76,8 @@ class Sink:
             self.view.add_(torch.sum(x, dims))
 
     def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
-        """Add to the accumulated gradient of one parameter that of the stacked weight matrices of experts, one matrix
-        per expert.
+        """Compute the gradient of the stacked weight matrices of experts, one matrix per expert, and add it to the
+        accumulated gradient of one parameter.
 
         ``rows`` and ``grads``: inputs and output gradients of all experts, sorted by expert. ``ends``: for each expert,
         the index behind its last row. With ``transposed``, the last two dims of the result are swapped.
@@ -124,8 +124,8 @@ def sink_of(shard: Tensor, view: Tensor) -> Sink:
 
 
 class RoomSink(Sink):
-    """Accumulates the gradient of one parameter in memory that is allocated at the first addition and released after
-    sending.
+    """Accumulates the gradient of one parameter in memory that is allocated at the first addition, and is released
+    after the gradient was reduce-scattered.
     """
 
     __slots__ = ("room",)
@@ -141,8 +141,8 @@ class RoomSink(Sink):
 
 
 class WideRoomSink(RoomSink):
-    """Accumulates in float32 the gradient of a parameter in a shorter type, in memory that exists only until it is
-    sent.
+    """Accumulates in float32 the gradient of a parameter in a shorter type, in memory that is allocated at the first
+    addition and is released after the gradient was reduce-scattered.
     """
 
     __slots__ = ()
@@ -346,8 +346,8 @@ class RankGradients:
         -> flat tensor.
 
         The name is the index of the bucket (parameters that are reduced together); in a hierarchical reduction followed
-        by ``.0`` for the gradients that the rank sends, or ``.1`` for the sums. The values have the loss scale of the
-        last step.
+        by ``.0`` for the gradients that the rank sends, or ``.1`` for the sums. The values are multiplied by the loss
+        scale of the last step.
         """
         found = {f"{n}.{k}": s for n, levels in self._levelled.items() for k, s in enumerate(levels.senders)}
         found |= {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
@@ -384,7 +384,9 @@ class RankGradients:
         return (s for bucket in self.scattered.values() if not bucket.keep for s in bucket.pieces)
 
     def restore(self) -> None:
-        """Allocate, after a failed step, the gradients that an optimizer may read, filled with zeros."""
+        """Allocate the ZeRO pieces of gradients that a failed step has left without memory, filled with zeros, because
+        an optimizer may read them.
+        """
         for bucket in self.scattered.values():
             bucket.restore()
 
@@ -405,7 +407,9 @@ class RankGradients:
         self._scattering.begin(bucket)
 
     def computed(self) -> None:
-        """Record that a backward instruction has run: the next reduce-scatter belongs to its gradients."""
+        """Record that a backward instruction has run. The reduce-scatters in progress must then end before the next one
+        starts, which belongs to the gradients of this backward.
+        """
         self._scattering.computed()
 
     def _collect_first_scatter(self) -> None:

@@ -21,9 +21,10 @@ from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffe
 
 
 class Arrival:
-    """Copies between device and host that are in progress, as a handle.
+    """A handle of copies between device and host memory that are in progress.
 
-    :meth:`wait` orders later GPU kernels after them; :meth:`finish` blocks the host until they end.
+    :meth:`wait` makes the GPU kernels that are queued from then on run after the copies, and does not block the host;
+    :meth:`finish` blocks the host until the copies end.
     """
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
@@ -78,7 +79,7 @@ class Copier:
         """Start the copies ``pairs``, each a pair (source, target), to host memory or, with ``back``, to the device.
         Return the copies in progress.
 
-        They start once the copies ``after`` have ended. Sources may be dropped immediately.
+        They start once the copies ``after`` have ended. The caller need not keep references to the sources.
         """
         if not self._streams:
             for source, target in pairs:
@@ -252,8 +253,8 @@ class HostParameters:
         self._pending.update(dict.fromkeys(names, arrival))
 
     def wait(self, names: Iterable[str]) -> None:
-        """Order later kernels after the copies of the parameters ``names`` to the device, unless that was done
-        already.
+        """Make the GPU kernels that are queued from now on run after the copies of the parameters ``names`` to the
+        device. Do nothing for parameters whose copy was waited for already.
         """
         arrivals = {id(a): a for n in names if (a := self._pending.pop(n, None)) is not None}
         for arrival in arrivals.values():

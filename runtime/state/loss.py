@@ -40,8 +40,8 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
 
 
 class LossSum:
-    """Sums the loss of the current training step. After :meth:`finish`, ``value`` is the loss of the global batch on
-    every rank.
+    """Sums the loss of the current training step over microbatches and ranks. After :meth:`finish`, ``value`` is the
+    loss of the global batch on every rank.
     """
 
     def __init__(self, rank: RankProgram, communicator: Communicator) -> None:
@@ -211,11 +211,11 @@ class LossScale:
         self.applied = self.value  # in the last step
 
     def unscale(self, gradients: Sequence[Tensor], everyone: RankGroup, device: torch.device) -> None:
-        """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether those of any rank are
-        not finite.
+        """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether a gradient of any rank
+        is infinite or NaN.
 
-        All ranks call this. ``everyone``: the process group of all ranks. ``device``: where it communicates. A dynamic
-        loss scale is then adapted.
+        All ranks call this. ``everyone``: the process group of all ranks. ``device``: where the tensors that it
+        exchanges are. A dynamic loss scale is then adapted.
         """
         self.applied = self.value
         where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
@@ -279,11 +279,11 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
-    """Scale the gradients of all ranks in place, ``gradients`` on this rank, so that the 2-norm of all of them together
-    is at most ``max_norm``.
+    """Scale the gradients of all ranks in place so that the 2-norm of all of them together is at most ``max_norm``. All
+    ranks call this. ``gradients``: those of this rank.
 
-    Return the norm before, which is equal on all ranks. Raise :class:`LaunchError` if ``max_norm`` is negative or not a
-    number. ``communicator``: connects this rank with the others.
+    Return the norm before scaling, which is equal on all ranks. Raise :class:`LaunchError` if ``max_norm`` is negative
+    or not a number. ``communicator``: connects this rank with the others.
     """
     if not isinstance(max_norm, Real | Tensor):
         raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
@@ -297,8 +297,10 @@ def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: C
 
 
 def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
-    """Return the 2-norm of the gradients of the whole model, over all ranks. All ranks call this. ``gradients``: those
-    of this rank. It is equal on all ranks. ``communicator``: connects this rank with the others.
+    """Return the 2-norm of the gradients of the whole model, over all ranks, as a 0-dimensional tensor that is equal on
+    all ranks. All ranks call this.
+
+    ``gradients``: the gradients of this rank. ``communicator``: connects this rank with the others.
     """
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _is_counted_shard(rank, name)]
@@ -322,8 +324,8 @@ def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
 
 
 def _is_counted_shard(rank: RankProgram, state: str) -> bool:
-    """Return whether this rank adds its shard of the parameter ``state`` to the norm, so that replicas and tied
-    parameters count once.
+    """Return whether this rank adds its shard of the parameter ``state`` to the 2-norm of the gradients of the whole
+    model, so that replicas and tied parameters count once.
     """
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)

@@ -63,10 +63,11 @@ def names_read(program: Program) -> set[str]:
 
 
 class StackedWeights:
-    """Weights in which one stacked tensor replaces several parameters of the model, as a program needs it.
+    """Weights in the form that a program reads if it stacks several parameters of the model, such as those of experts,
+    to one tensor.
 
-    ``stacks``: name of the stacked tensor -> names of its parts, along dim 0. Reading a shard of it reads only the
-    parts that it needs.
+    ``weights``: the weights with the model's own parameters. ``stacks``: name of the stacked tensor -> names of the
+    parameters that it consists of, along dim 0. Reading a shard of it reads only the parameters that are needed.
     """
 
     def __init__(self, weights: Weights, stacks: dict[str, tuple[str, ...]]) -> None:
@@ -79,8 +80,8 @@ class StackedWeights:
         return [*(n for n in self.weights.names() if n not in self._parts), *self.stacks]
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``; ``None`` if it does not exist, or if parts of a stack
-        differ.
+        """Return the shape and type of the tensor ``name``; ``None`` if it does not exist, or if it is a stack of
+        parameters that differ in shape or type.
         """
         if name not in self.stacks:
             return self.weights.spec(name)
@@ -89,7 +90,9 @@ class StackedWeights:
         return None if specs or found is None else ((len(self.stacks[name]), *found[0]), found[1])
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``, which ``layout`` describes."""
+        """Return the shard of the tensor ``name``, which may be a stacked one, that the rank ``index`` of ``num_ranks``
+        ranks has under ``layout``.
+        """
         if name not in self.stacks:
             return self.weights.read(name, layout, num_ranks, index)
         parts, inner = self.stacks[name], layout
@@ -105,9 +108,10 @@ class StackedWeights:
 
 
 def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weights:
-    """Return weights in which stacked tensors replace those parameters in ``weights`` that ``program`` stacks to one.
+    """Return ``weights`` in the form that ``program`` reads: with one stacked tensor in place of several parameters of
+    the model, where the program stacks these.
 
-    ``suffix``: text that is appended to every name.
+    ``suffix``: text that is appended to every name of a parameter or stacked tensor.
     """
     stacks = {
         name + suffix: tuple(part + suffix for part in state.parts)
@@ -200,8 +204,8 @@ def load_states(
     dtypes: Mapping[str, torch.dtype] | None = None,
     placed: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """Load the parameters and buffers of ``rank`` to ``device``, and return them by name: its shard, or under ZeRO its
-    piece of it.
+    """Load the parameters and buffers of ``rank`` to ``device``, and return name -> this rank's shard or, if ZeRO
+    divides it, this rank's piece of the shard.
 
     Args:
         weights: where the values are read; ``None``: small random values, equal on all ranks that hold the same shard.
@@ -292,8 +296,8 @@ def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], par
     """Return random values for one shard of the parameter or buffer ``name``, which ``state`` describes: standard
     deviation 1/sqrt(columns) for a matrix, ones for a vector.
 
-    With these, activations neither vanish nor explode. Buffers and integer parameters are zero. ``shape``, ``dtype``:
-    those of the shard. ``part``: number of the shard, which is part of the random seed.
+    With such weights, activations neither vanish nor explode. Buffers and integer parameters are zero. ``shape``,
+    ``dtype``: those of the shard. ``part``: number of the shard, which is part of the random seed.
     """
     if state.kind != "parameter" or not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
@@ -341,8 +345,8 @@ class MasterParameters:
         first = torch.device("cpu") if hosted else device
 
         def placed(name: str, tensor: Tensor) -> Tensor:
-            """Return a tensor with the values of ``tensor``, the parameter or buffer ``name``, on the device, in host
-            memory or on disk.
+            """Return a tensor with the values of ``tensor``, the parameter or buffer ``name``, at the place where the
+            program keeps it: on the device, in host memory or on disk.
             """
             if name not in hosted:
                 return tensor.to(device)
@@ -362,7 +366,8 @@ class MasterParameters:
     def _get_shard(self, name: str) -> Tensor:
         """Return the tensor on the device with which the rank computes, for the parameter or buffer ``name``.
 
-        A parameter that is on the device only for part of a step gets a tensor of its shape without its memory.
+        For a parameter that is on the device only for part of a step, that is a placeholder, which has the parameter's
+        shape but the memory of one element.
         """
         state = self._rank.program.states[name]
         if name in self._gone and not state.zero_axes:  # of its shape, without its memory
@@ -376,8 +381,8 @@ class MasterParameters:
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def take(self, pieces: Mapping[str, Tensor]) -> None:
-        """Use the tensors ``pieces`` (name -> tensor) as this rank's ZeRO pieces of parameters. They have the values of
-        the current pieces.
+        """Replace this rank's ZeRO pieces of parameters by ``pieces`` (name -> tensor), tensors with the same values
+        whose memory the all-gather of the parameters uses.
         """
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})

@@ -105,9 +105,9 @@ class GatherBuffer:
 class GatheredBucket:
     """The parameters of one bucket, which ZeRO divides and which are all-gathered together, and their all-gather.
 
-    ``number``: index of the bucket. ``held``: parameter -> this rank's piece, which is copied. ``keep``: whole
-    parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and are on the device
-    only until the all-gather ends.
+    ``number``: index of the bucket. ``held``: parameter name -> this rank's piece, whose values are copied. ``keep``:
+    whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and are on the
+    device only until the all-gather ends.
     """
 
     def __init__(
@@ -177,11 +177,11 @@ class ShardedParameters:
     """All parameters of a rank that ZeRO divides.
 
     Args:
-        held: parameter -> this rank's piece, whose values are copied.
+        held: parameter name -> this rank's piece, whose values are copied.
 
-    ``pieces``: parameter -> this rank's piece, which an optimizer updates. ``whole``: parameter -> the whole parameter,
-    which calls read. ``leaving``: names of the parameters that are freed between calls. ``buckets``: index ->
-    parameters that are gathered together.
+    ``pieces``: parameter name -> this rank's piece, which an optimizer updates. ``whole``: parameter name -> the whole
+    parameter, which calls read. ``leaving``: names of the parameters that are freed between calls. ``buckets``: index
+    -> parameters that are gathered together.
     """
 
     def __init__(self, rank: RankProgram, held: Mapping[str, Tensor], communicator: Communicator) -> None:

@@ -67,7 +67,7 @@ class Weights(Protocol):
     def names(self) -> list[str]: ...
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``, which ``layout`` describes.
+        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``.
 
         The caller must not write to it.
         """
@@ -171,8 +171,8 @@ class FileWeights:
         return shape, _TYPES[stored]
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``, which ``layout`` describes. Only
-        this part is read.
+        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``.
+        Only this part is read from the file.
         """
         with self._lock:
             paired = self._is_paired(name)
@@ -245,8 +245,8 @@ class ModuleWeights(TensorWeights):
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor, or of the attribute that is a number, ``name``; ``None`` if there is
-        none.
+        """Return the shape and type of the tensor ``name``, or of the module's attribute ``name`` if that is a number;
+        ``None`` if there is neither.
         """
         if name not in self.tensors:
             number = number_of(self._module, name)

@@ -40,7 +40,8 @@ class KeyValueStore(Protocol):
 
 
 class Mirror:
-    """Copies the status files of ranks in ``folder`` of one host to all other hosts, and theirs to ``folder``.
+    """Copies the status files that the ranks of this host write to ``folder`` to all other hosts, and the status files
+    of the other hosts to ``folder``.
 
     Args:
         store: a store client that nothing else uses, because a client that waits for a key is blocked.

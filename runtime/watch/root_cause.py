@@ -194,8 +194,9 @@ def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> 
 def _blame_lost_rank(told: Sequence[RankState]) -> Failure:
     """Return the failure to report if connections broke but no process is known to have ended.
 
-    ``told``: ranks that reported a failure, the earliest first. It names the rank that most others have lost or, if
-    several are equal, the rank that reported first.
+    ``told``: ranks that reported a failure, the earliest first. The failure is that of the rank to which most others
+    (at least two) have lost their connection, if there is one such rank and it reported; otherwise that of the rank
+    that reported first.
     """
     blamed = Counter(rank for s in told for rank in set(s.lost))
     order = {s.rank: place for place, s in enumerate(told)}

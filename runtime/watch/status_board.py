@@ -100,9 +100,10 @@ class Board:
         write_text(self.folder / f"rank-{rank}.{kind}", json.dumps(content), durable=False)
 
     def tell(self, cause: Failure) -> bool:
-        """Write the cause why training has ended, unless another rank has done so.
+        """Write ``cause``, the reason why training has ended, to the folder of status files, unless another rank has
+        done so.
 
-        Return whether this rank must report it to the user.
+        Return whether this rank has to report it to the user: ``False`` if another rank has written a cause.
         """
         try:
             with (self.folder / "cause").open("x") as file:
@@ -175,7 +176,8 @@ class Board:
     def _find_lost_ranks(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
         """Return the ranks to which the failed rank ``rank`` has lost its connection.
 
-        ``failed``: its report. They are the ranks whose address the error text has, or else all for which it waited.
+        ``failed``: the report that the rank wrote about its failure. The result has the ranks whose network address
+        occurs in the report's error text or, if there are none, all ranks for which the failed rank waited.
         """
         ends = {r: (self._read_file(r, "addresses") or {"own": []})["own"] for r in self._recordings}
         own = ends.pop(rank)

@@ -36,9 +36,9 @@ _SURE = 0.96  # fraction of pairs (step of the slow rank, step of a peer) in whi
 class SlowRank:
     """A rank whose computation takes longer than expected.
 
-    ``seconds``: its computation time per step. ``expected``: the time per step according to ranks with the same work,
-    or to its own past. ``index``, ``spot``: the instruction with the largest excess. ``against``: text that says what
-    it is compared with.
+    ``seconds``: its computation time per step. ``expected``: the seconds per step that ranks with the same work take
+    or, if there are none, that this rank took before, scaled by the change of the other ranks. ``index``, ``spot``: the
+    instruction with the largest excess. ``against``: text that says what it is compared with.
     """
 
     rank: int
@@ -61,8 +61,8 @@ class SlowRank:
 class SlowRanks:
     """Reads the recorded last step of every rank, and finds ranks that have become slow.
 
-    ``board``: the folder of the records. ``factor``: a rank is slow if its computation time exceeds ``factor`` times
-    the expected time.
+    ``board``: the folder of the records. ``factor``: a rank is slow if its computation in a step takes more than
+    ``factor`` times as long as that of ranks with the same work or, if there are none, as its own computation before.
     """
 
     def __init__(self, board: Board, factor: float = 1.5) -> None:
@@ -97,13 +97,15 @@ def slow_ranks(
     factor: float,
     spreads: float = _SPREADS,
 ) -> list[SlowRank]:
-    """Return the ranks that are slow now, the slowest (relative to its expected time) first.
+    """Return the ranks that are slow now. The expected time of a rank is that of ranks with the same work or, if there
+    are none, its own earlier time. The rank with the largest ratio of its time to its expected time comes first.
 
     Args:
         samples: rank -> for each recorded step, instruction index -> seconds of computation.
         about: rank -> description of the rank and its instructions.
         factor: a rank is slow if its computation time exceeds ``factor`` times the expected time.
-        spreads: number of median deviations that the excess must exceed; 0: also skip the comparison of single steps.
+        spreads: a slow rank must exceed its expected time by more than this number of median deviations of the times of
+            steps; 0: by any amount, and without the check that nearly all of its steps are longer.
     """
     if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
         return []
@@ -130,12 +132,12 @@ def slow_ranks(
 def _own_past(
     rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], now: Mapping[int, Mapping[int, float]]
 ) -> dict[int, float] | None:
-    """Return the expected seconds of ``rank`` by instruction index: its own past, scaled by the change of the other
-    ranks.
+    """Return the computation time that is expected of ``rank`` if no other rank has the same work, as instruction index
+    -> seconds: its own earlier time, scaled by the change of the other ranks.
 
-    The change is the median of their ratios of present to past. ``samples``: rank -> for each step, instruction index
-    -> seconds. ``now``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too few earlier
-    steps.
+    The change is the median of their ratios of present to past time. ``samples``: rank -> for each step, instruction
+    index -> seconds. ``now``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too few
+    earlier steps.
     """
     before = {r: list(samples[r])[:-_WINDOW] for r in now}
     if any(len(steps) < _BEFORE for steps in before.values()):

@@ -57,14 +57,15 @@ class Watch:
     restarts left restarts them.
 
     Args:
-        folder: the folder to which all ranks write their states, in memory if possible. By default each host has one,
-            and they are copied between hosts once a second through the store of the process group.
+        folder: the folder to which all ranks write their states, in memory if possible. By default each host has a
+            folder of its own, and the files are copied between hosts once a second through the store of the process
+            group.
         patience_s: if no rank makes progress for so many seconds, the ranks count as stalled.
         beat_s: seconds between heartbeats.
         slow_factor: a rank whose computation in a step takes more than this factor times that of ranks with the same
             work is reported by the first rank on the standard error and in :attr:`slow`; ``None``: never.
-        leave: end the process if a rank has failed; otherwise only write the cause to ``folder``, and let the
-            exception propagate.
+        leave: end the process if a rank has failed; otherwise only write the cause to ``folder``, and let the exception
+            propagate.
 
     Entering the block raises :class:`LaunchError` inside another watch of the same engine, or of the same folder.
     """
@@ -171,7 +172,9 @@ class Watch:
             self.folder.parent.rmdir()
 
     def failed(self, error: Exception) -> Failure:
-        """Write the failure of this rank to the folder of status files, and return it. ``error``: the exception."""
+        """Write the failure of this rank to the folder of status files, and return its description. ``error``: the
+        exception with which the rank has failed.
+        """
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
         place = place_of(walk_traceback_frames(origin.__traceback__), self.executor)
         moment = self._recording.moment()
@@ -223,8 +226,8 @@ class Watch:
                 self._check_for_cause()
 
     def _spread_cause(self) -> None:
-        """Send the status files, which have the cause of the failure, to other hosts, before its consequences reach
-        them.
+        """Send the status files, which have the cause of the failure, to other hosts before this process ends, so that
+        ranks there do not take their lost connections for the cause.
         """
         if self._mirror is not None:
             self._mirror.exchange()
@@ -251,9 +254,11 @@ class Watch:
             self._report_and_exit(cause, None)
 
     def _report_and_exit(self, failure: Failure, error: BaseException | None) -> None:
-        """Print the cause why training has failed, unless another rank has done so, and exit the process with status 1.
+        """Print the first cause why training has failed, unless another rank has done so, and exit the process with
+        status 1.
 
-        ``failure``: this rank's failure. ``error``: its exception, or ``None``.
+        ``failure``: the failure that this rank knows; if it is a consequence of another one, wait some seconds for the
+        cause. ``error``: the exception that this rank has raised, or ``None``.
         """
         with self._leaving:
             settle_s = HOST_SETTLE_S + _MIRROR_S if self._several else _SETTLE_S

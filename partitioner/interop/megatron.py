@@ -651,17 +651,25 @@ def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
     elif layout.recompute == "scores":
         given |= {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
     elif layout.recompute == "selective":
-        given |= {"recompute-granularity": "selective", "recompute-modules": "layernorm"}
-        leave_out("recompute", "norms are recomputed, and not everything that is quick")
+        delayed = layout.precision == "fp8" and not layout.profile.current_scaling
+        module = "core_attn" if delayed else "layernorm"  # delayed scaling excludes the recomputation of norms
+        given |= {"recompute-granularity": "selective", "recompute-modules": module}
+        done = "attention scores" if delayed else "norms"
+        leave_out("recompute", f"{done} are recomputed, and not everything that is quick")
     elif layout.recompute == "alternate":
         given |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
         leave_out("recompute", "whole layers are recomputed")
     elif layout.recompute is None:
         leave_out("recompute", "nothing is recomputed")
-    if "optimizer" in layout.offload:
+    moved = "optimizer" in layout.offload and layout.zero and layout.optimizer not in ("sgd", "sgd_momentum")
+    if moved:
         given |= {"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True}
-    if {*layout.offload} - {"optimizer"}:
+    elif "optimizer" in layout.offload:
+        leave_out("offload", "states are moved to the host with Adam and a distributed optimizer alone")
+    if moved and {*layout.offload} - {"optimizer"}:
         leave_out("offload", "states of the optimizer alone are written; how much else is moved depends on the model")
+    elif layout.offload and "optimizer" not in layout.offload:
+        leave_out("offload", "how much is moved depends on the model")
     if layout.precision is None:
         leave_out("precision", "it is float32 unless a type is given")
     types: dict[str, dict[str, Any]] = {
@@ -670,6 +678,8 @@ def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
         "fp16": {"fp16": True},
     }
     given |= types.get(layout.precision or "", {})
+    if layout.precision == "fp8" and layout.profile.current_scaling:
+        given["fp8-recipe"] = "tensorwise"
     name = layout.optimizer
     given["optimizer"] = "sgd" if name in ("sgd", "sgd_momentum") else "adam"
     given |= {"sgd-momentum": 0.0} if name == "sgd" else {}

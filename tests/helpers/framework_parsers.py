@@ -1,7 +1,8 @@
 """Parse configurations with the frameworks' own code. A script: it runs in the environment of one framework.
 
-``python framework_parsers.py FRAMEWORK FOLDER`` parses each file of ``FOLDER``, and prints one JSON object: file name ->
-``{"facts": {...}}`` with what the framework understood, by the names of the fields of a layout, or ``{"error": "..."}``.
+``python framework_parsers.py FRAMEWORK FOLDER`` parses each file of ``FOLDER``, and prints one JSON object: file
+name -> ``{"facts": {...}}`` with what the framework understood, by the names of the fields of a layout, or
+``{"error": "..."}``.
 The first line of a file ``NAME.devices`` is the number of devices of the layout in ``NAME``.
 """
 
@@ -60,9 +61,9 @@ def parse_megatron(path: Path, devices: int) -> Facts:
     """Of a configuration of Megatron-Bridge, the sections that are dataclasses of Megatron-Core."""
     import torch
     import yaml
+    from megatron.core import utils
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core import utils
     from megatron.core.transformer import TransformerConfig
     from packaging.version import Version
 
@@ -103,7 +104,7 @@ def parse_accelerate(path: Path, devices: int) -> Facts:
 
     variables.is_fp8_available = lambda: True  # kernels for fp8 concern the machine, not the file
     arguments = launch.launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
-    arguments, config, _ = launch._validate_launch_command(arguments)
+    arguments, _, _ = launch._validate_launch_command(arguments)
     made = variables.prepare_multi_gpu_env(arguments)
     kept = dict(os.environ)
     os.environ.update(made)

@@ -1,7 +1,8 @@
 """Layouts that are written in the formats of other frameworks are accepted by these frameworks' own parsers, which
 understand them as they are meant, and are read back; every import can be priced.
 
-The frameworks lie in environments of their own, in ``PARSERS`` (``.parsers`` by default), which ``make parsers`` builds.
+The frameworks lie in environments of their own, in the folder ``PARSERS`` (by default ``.parsers``); ``make parsers``
+builds them.
 """
 
 import json

@@ -151,7 +151,7 @@ def test_what_is_read_back_is_priced(framework: str, tmp_path: Path) -> None:
     models = {}
     with torch.device("meta"):
         models = {experts: Model(experts) for experts in (0, EXPERTS)}
-    for index, layout in enumerate(LAYOUTS[:: 1 if framework == "megatron" else 8]):
+    for index, layout in enumerate(LAYOUTS):
         path = tmp_path / f"plan{index:02}{ENDINGS[framework]}"
         write_layout(layout, framework, path)
         back = read_layout(path, framework)
@@ -161,6 +161,6 @@ def test_what_is_read_back_is_priced(framework: str, tmp_path: Path) -> None:
             "x": torch.zeros(back.global_batch or size * dp * (back.microbatches or 1), LENGTH, WIDTH, device="meta")
         }
         found = predict_layout(
-            back, models[EXPERTS if layout.ep > 1 else 0], Topology.local(devices), inputs, compare=False
+            back, models[EXPERTS if index % 2 else 0], Topology.local(devices), inputs, compare=False
         )
         assert found.step_time > 0 and max(found.plan.estimate.memory) > 0, path.name

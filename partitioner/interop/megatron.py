@@ -138,6 +138,8 @@ def _is_read(section: str, name: str) -> bool:
     """
     if section == "dataset":
         return name == "seq-length"
+    if section == "checkpoint":
+        return name == "ckpt-format"
     return section in ("", *load_known_options()["megatron-bridge"])
 
 
@@ -257,6 +259,7 @@ def _read_zero(options: Options) -> int:
     if torch:
         return 3 if kept else 2
     if own:
+        options.take("ckpt-format")
         return _SHARDING["no_shard"] if sharding is None else int(sharding)
     if sharding is not None:
         options.note("data-parallel-sharding-strategy", "has no effect without Megatron's FSDP")
@@ -555,6 +558,7 @@ def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOpti
         found["optimizer"] |= {"use_distributed_optimizer": True}
     if "use-megatron-fsdp" in given:
         found["dist"] = {"use_megatron_fsdp": True}
+        found["checkpoint"] = {"ckpt_format": given["ckpt-format"]}
     if layout.pp > 1:
         types = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
         found["model"]["pipeline_dtype"] = f"torch.{types.get(layout.precision or '', 'float32')}"
@@ -642,7 +646,7 @@ def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
     if layout.zero:
         given["use-distributed-optimizer"] = True
         if layout.zero > 1:
-            given["use-megatron-fsdp"] = True
+            given |= {"use-megatron-fsdp": True, "ckpt-format": "fsdp_dtensor"}  # the only one that it saves
             given["data-parallel-sharding-strategy"] = next(n for n, z in _SHARDING.items() if z == layout.zero)
         if (layout.dp_replicate or 1) > 1:
             given["num-distributed-optimizer-instances"] = layout.dp_replicate

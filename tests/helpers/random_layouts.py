@@ -67,6 +67,7 @@ def draw_priced_layout(seed: int, layers: int, experts: int, length: int) -> Tra
         elif form == "ends" and pp * (chunks or 1) < layers:
             cuts = {"first_less": draw.choice([0, 1]), "last_less": draw.choice([0, 1])}
     zero = draw.choice([0, 1, 2, 3])
+    moved = ("optimizer", "parameters") if zero == 3 else ("optimizer",)  # others keep parameters whole: no plan
     return TrainingLayout(
         framework="any", pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, schedule=schedule, virtual_stages=chunks,
         dp_replicate=draw.choice([n for n in (1, 2) if dp % n == 0]),
@@ -74,7 +75,7 @@ def draw_priced_layout(seed: int, layers: int, experts: int, length: int) -> Tra
         sequence_parallel=draw.choice([True, False]) if tp > 1 else None,
         context=draw.choice(["all_gather", "ring", "ulysses"]) if cp > 1 else None,
         recompute=draw.choice(["none", "scores", "selective", "alternate", "full"]),
-        offload=draw.choice([(), (), ("optimizer",), ("optimizer", "parameters")]) if zero else (),
+        offload=draw.choice([(), (), ("optimizer",), moved]) if zero else (),
         precision=draw.choice(["bf16", "bf16", "fp16", "fp32", "fp8"]), optimizer=draw.choice(["adamw", "sgd"]),
         seq_length=length, **cuts,
     ).at(pp * tp * cp * dp)  # fmt: skip

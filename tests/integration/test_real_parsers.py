@@ -98,7 +98,7 @@ def find_python(framework: str) -> str:
 
 def parse_all(framework: str, folder: Path) -> dict[str, dict[str, Any]]:
     """What the framework's own parser says about each file of ``folder``, from one process."""
-    script = ROOT / "tests" / "helpers" / "framework_parsers.py"
+    script = ROOT / "tests" / "integration" / "framework_parsers.py"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PARSED_LAYERS": str(LAYERS)}
     done = subprocess.run(
         [find_python(framework), str(script), framework, str(folder)],

@@ -4,6 +4,7 @@
 #   make test       the tests, without those marked slow       make test-all   all of them
 #   make lint       ruff and mypy --strict                     make bench      step time against hand-written peers
 #   make docs       the documentation site, into site/
+#   make parsers    environments with other frameworks, for tests/integration/test_real_parsers.py
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu  installs torch from there (on Linux: the small CPU build)
 # PYTHON=python3.12                                 uses that interpreter
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE  ?= 1
 
-.PHONY: setup demo test test-all lint format bench docs images clean
+.PHONY: setup demo test test-all lint format bench docs images parsers clean
 
 setup: $(STAMP)
 
@@ -71,6 +72,28 @@ docs: $(DOCS)
 
 images: $(STAMP)
 	@$(BIN)/python docs/images/draw.py
+
+# The frameworks whose configurations are read and written, each in an environment of its own, without CUDA. What their
+# parsers import is listed by hand: their requirements would bring builds of torch for GPUs.
+PARSERS ?= .parsers
+OF_torchtitan := torchtitan==0.3.0 spmd_types==0.2.3 datasets==4.7.0 torchdata tensorboard triton tyro docstring_parser typeguard \
+  einops safetensors torch_checkpointing
+NEEDED_torchtitan := tokenizers pillow protobuf requests pyarrow pandas dill multiprocess xxhash aiohttp httpx absl-py tqdm
+OF_deepspeed := deepspeed==0.19.8
+NEEDED_deepspeed := hjson packaging psutil py-cpuinfo pydantic tqdm einops msgpack
+OF_megatron-core := megatron-core==0.16.1
+NEEDED_megatron-core := packaging
+
+parsers: $(foreach name,torchtitan deepspeed megatron-core,$(PARSERS)/$(name)/.installed)
+
+$(PARSERS)/%/.installed: Makefile
+	@echo "installing $* into $(@D)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 \
+	  --index-url $(or $(TORCH_INDEX),https://download.pytorch.org/whl/cpu)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check numpy pyyaml $(NEEDED_$*)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OF_$*)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) out build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

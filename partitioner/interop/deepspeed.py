@@ -64,7 +64,7 @@ def read_deepspeed(
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
-    return build_deepspeed_layout(parse_mapping(text, "json", where), where, ignore)
+    return build_deepspeed_layout(parse_mapping(text, "json with comments", where), where, ignore)
 
 
 def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> TrainingLayout:

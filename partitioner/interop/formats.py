@@ -145,7 +145,7 @@ def _detect_format(source: _Source) -> str:
     if source.ending in (".py", ".toml") or "--parallelism." in source.text:
         return "torchtitan"
     if source.ending == ".json":
-        nested = parse_mapping(source.text, "json", str(source.path))
+        nested = parse_mapping(source.text, "json with comments", str(source.path))
         if {"parallelism", "training"} <= {*nested}:
             return "torchtitan"
         keys = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}

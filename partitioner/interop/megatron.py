@@ -138,6 +138,8 @@ def _is_read(section: str, name: str) -> bool:
     """
     if section == "dataset":
         return name == "seq-length"
+    if section == "checkpoint":
+        return name == "ckpt-format"
     return section in ("", *load_known_options()["megatron-bridge"])
 
 
@@ -257,6 +259,7 @@ def _read_zero(options: Options) -> int:
     if torch:
         return 3 if kept else 2
     if own:
+        options.take("ckpt-format")
         return _SHARDING["no_shard"] if sharding is None else int(sharding)
     if sharding is not None:
         options.note("data-parallel-sharding-strategy", "has no effect without Megatron's FSDP")
@@ -555,6 +558,7 @@ def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOpti
         found["optimizer"] |= {"use_distributed_optimizer": True}
     if "use-megatron-fsdp" in given:
         found["dist"] = {"use_megatron_fsdp": True}
+        found["checkpoint"] = {"ckpt_format": given["ckpt-format"]}
     if layout.pp > 1:
         types = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
         found["model"]["pipeline_dtype"] = f"torch.{types.get(layout.precision or '', 'float32')}"
@@ -643,7 +647,7 @@ def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
     if layout.zero:
         given["use-distributed-optimizer"] = True
         if layout.zero > 1:
-            given["use-megatron-fsdp"] = True
+            given |= {"use-megatron-fsdp": True, "ckpt-format": "fsdp_dtensor"}  # the only one that it saves
             given["data-parallel-sharding-strategy"] = next(n for n, z in _SHARDING.items() if z == layout.zero)
         if (layout.dp_replicate or 1) > 1:
             given["num-distributed-optimizer-instances"] = layout.dp_replicate
@@ -652,17 +656,25 @@ def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
     elif layout.recompute == "scores":
         given |= {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
     elif layout.recompute == "selective":
-        given |= {"recompute-granularity": "selective", "recompute-modules": "layernorm"}
-        leave_out("recompute", "norms are recomputed, and not everything that is quick")
+        delayed = layout.precision == "fp8" and not layout.profile.current_scaling
+        module = "core_attn" if delayed else "layernorm"  # delayed scaling excludes the recomputation of norms
+        given |= {"recompute-granularity": "selective", "recompute-modules": module}
+        done = "attention scores" if delayed else "norms"
+        leave_out("recompute", f"{done} are recomputed, and not everything that is quick")
     elif layout.recompute == "alternate":
         given |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
         leave_out("recompute", "whole layers are recomputed")
     elif layout.recompute is None:
         leave_out("recompute", "nothing is recomputed")
-    if "optimizer" in layout.offload:
+    moved = "optimizer" in layout.offload and layout.zero and layout.optimizer not in ("sgd", "sgd_momentum")
+    if moved:
         given |= {"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True}
-    if {*layout.offload} - {"optimizer"}:
+    elif "optimizer" in layout.offload:
+        leave_out("offload", "states are moved to the host with Adam and a distributed optimizer alone")
+    if moved and {*layout.offload} - {"optimizer"}:
         leave_out("offload", "states of the optimizer alone are written; how much else is moved depends on the model")
+    elif layout.offload and "optimizer" not in layout.offload:
+        leave_out("offload", "how much is moved depends on the model")
     if layout.precision is None:
         leave_out("precision", "it is float32 unless a type is given")
     types: dict[str, dict[str, Any]] = {
@@ -671,6 +683,8 @@ def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
         "fp16": {"fp16": True},
     }
     given |= types.get(layout.precision or "", {})
+    if layout.precision == "fp8" and layout.profile.current_scaling:
+        given["fp8-recipe"] = "tensorwise"
     name = layout.optimizer
     given["optimizer"] = "sgd" if name in ("sgd", "sgd_momentum") else "adam"
     given |= {"sgd-momentum": 0.0} if name == "sgd" else {}

@@ -15,6 +15,7 @@ _SHORT = {"nproc_per_node": "per_node", "nnodes": "nodes", "num_processes": "all
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _COMPARISON = re.compile(r"\[+\s*[\"']?([^\"'\s]*)[\"']?\s*(==?|!=)\s*[\"']?([^\"'\s]*)[\"']?\s*\]+")
 _EMPTINESS = re.compile(r"\[+\s*-([zn])\s+[\"']?([^\"'\]]*)[\"']?\s*\]+")
 _MOST_DIGITS = 18
@@ -157,7 +158,12 @@ def _replace_variables(line: str, variables: dict[str, str]) -> str:
         if replaced == line or room < 0:
             break
         line = replaced
-    return _ARITHMETIC.sub(lambda match: _compute(match[1]) or match[0], line)
+
+    def compute(match: re.Match[str]) -> str:
+        text = _NAME.sub(lambda name: variables.get(name[0], name[0]), match[1])  # names need no $ in arithmetic
+        return _compute(text) or match[0]
+
+    return _ARITHMETIC.sub(compute, line)
 
 
 def _replace(match: re.Match[str], variables: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
@@ -19,6 +20,9 @@ _NO_EFFECT = "has no effect on the time or memory of a planned step"
 _SHOWN = 60  # characters of a value in a message
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _LARGEST = 16 << 20  # bytes of a configuration
+_QUOTED = r'("(?:[^"\\\n]|\\.)*")'
+_COMMENT = re.compile(_QUOTED + r"|#[^\n]*|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMA = re.compile(_QUOTED + r"|,(?=\s*[}\]])")
 _DEEPEST = 100  # levels of nested sections
 
 
@@ -55,8 +59,9 @@ def read_text_file(path: Path) -> str:
 
 
 def parse_mapping(text: str, kind: str, where: str) -> dict[str, Any]:
-    """Return the mapping that ``text`` describes. ``kind``: its syntax, ``json``, ``toml`` or ``yaml``. ``where``: the
-    name of the source, for error messages.
+    """Return the mapping that ``text`` describes. ``kind``: its syntax, ``json``, ``json with comments``, ``toml`` or
+    ``yaml``; comments are those of Hjson, and commas may end a list. ``where``: the name of the source, for error
+    messages.
 
     Raise :class:`LayoutError` for malformed text, or if its content is no mapping.
     """
@@ -68,6 +73,7 @@ def parse_mapping(text: str, kind: str, where: str) -> dict[str, Any]:
                 raise LayoutError(f"{where}, {problem}")
             found = yaml.safe_load(text)
         else:
+            text = _strip_comments(text) if kind == "json with comments" else text
             found = json.loads(text, object_pairs_hook=lambda pairs: _build_unique_mapping(pairs, where))
     except LayoutError:
         raise
@@ -77,6 +83,15 @@ def parse_mapping(text: str, kind: str, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise LayoutError(f"{where} has {type(found).__name__}; expected a mapping of options to values")
     return found
+
+
+def _strip_comments(text: str) -> str:
+    """Return the JSON ``text`` without comments (``#``, ``//`` and ``/* */``) and without commas before a closing
+    bracket. Texts in quotes are kept.
+    """
+    for pattern in (_COMMENT, _LAST_COMMA):
+        text = pattern.sub(lambda match: match[1] or " ", text)
+    return text
 
 
 def _build_unique_mapping(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:

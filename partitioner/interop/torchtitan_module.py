@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import ast
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from partitioner.interop.layout import LayoutError
 
+_LARGEST = 2**40  # a number in a sum or product
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 _MOST_CALLS = 50  # functions of a module that build on each other
 _MOST_CALLS_IN_ALL = 1000
 
@@ -136,6 +145,12 @@ class _Reader:
                 if isinstance(base, dict)
                 else Unreadable(ast.unparse(node))
             )
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = (self._value(each, names, depth) for each in (node.left, node.right))
+            small = type(left) is int and type(right) is int and max(abs(left), abs(right)) < _LARGEST
+            if small and (right or not isinstance(node.op, ast.FloorDiv)):
+                return _OPERATORS[type(node.op)](left, right)
+            return Unreadable(ast.unparse(node))
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, MemoryError, SyntaxError):

@@ -1,0 +1,291 @@
+"""Configurations in the spelling of other frameworks' recipes are read, or an error says what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partitioner import LayoutError, read_layout
+
+# name -> file name, text, what is read; in place of the last a part of the message of a typed error
+READ: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepspeed: values that the launcher fills in": (
+        "zero3.json",
+        """{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "overlap_comm": true,
+        "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "sub_group_size": 1e9,
+        "stage3_param_persistence_threshold": "auto", "stage3_gather_16bit_weights_on_model_save": true},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false}""",
+        {"zero": 3, "optimizer": "adamw", "microbatch_size": None, "global_batch": None},
+    ),
+    "deepspeed: comments and a comma at the end": (
+        "commented.json",
+        """{
+  // two steps of accumulation
+  "train_micro_batch_size_per_gpu": 4, # samples
+  "gradient_accumulation_steps": 2,
+  /* states of the optimizer
+     in host memory */
+  "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true},},
+  "fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 16},
+}
+""",
+        {"zero": 2, "offload": ("optimizer",), "precision": "fp16", "microbatch_size": 4, "microbatches": 2},
+    ),
+    "deepspeed: numbers as text": (
+        "text.json",
+        '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": "1"}}',
+        {"zero": 1, "microbatch_size": 8, "global_batch": 64},
+    ),
+    "deepspeed: tensor parallelism": (
+        "autotp.json",
+        """{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "tensor_parallel": {"autotp_size": 4,
+        "partition_config": {"use_default_specs": false, "layer_specs": [{"patterns": [".*\\\\.o_proj\\\\.weight$"],
+        "partition_type": "row"}]}}, "zero_optimization": {"stage": 1}}""",
+        {"tp": 4, "zero": 1, "precision": "bf16"},
+    ),
+    "accelerate: FSDP 2": (
+        "fsdp2.yaml",
+        """compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: LayerOfTheModel
+  fsdp_version: 2
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+""",
+        {"zero": 3, "devices": 16, "recompute": "full", "precision": "bf16"},
+    ),
+    "accelerate: FSDP 1, words for booleans": (
+        "fsdp1.yaml",
+        """compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD, fsdp_backward_prefetch: BACKWARD_PRE, fsdp_use_orig_params: 'true',
+  fsdp_forward_prefetch: 'no', fsdp_sync_module_states: yes, fsdp_state_dict_type: FULL_STATE_DICT}
+mixed_precision: 'no'
+num_machines: 2
+num_processes: 16
+""",
+        {"zero": 3, "dp_shard": 8, "precision": "fp32"},
+    ),
+    "accelerate: DeepSpeed": (
+        "ds.yaml",
+        """compute_environment: LOCAL_MACHINE
+deepspeed_config: {deepspeed_multinode_launcher: standard, gradient_accumulation_steps: 4, gradient_clipping: 1.0,
+  offload_optimizer_device: none, offload_param_device: none, zero3_init_flag: true, zero3_save_16bit_model: true,
+  zero_stage: 3}
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 8
+""",
+        {"zero": 3, "microbatches": 4, "precision": "bf16", "devices": 8},
+    ),
+    "accelerate: Megatron-LM": (
+        "megatron.yaml",
+        """distributed_type: MEGATRON_LM
+megatron_lm_config: {megatron_lm_gradient_clipping: 1.0, megatron_lm_num_micro_batches: 4, megatron_lm_pp_degree: 2,
+  megatron_lm_recompute_activations: true, megatron_lm_sequence_parallelism: true, megatron_lm_tp_degree: 2,
+  megatron_lm_use_distributed_optimizer: true}
+mixed_precision: bf16
+num_processes: 8
+""",
+        {"tp": 2, "pp": 2, "microbatches": 4, "zero": 1, "sequence_parallel": True},
+    ),
+    "torchtitan 0.3: a registry of configurations": (
+        "config_registry.py",
+        """from . import model_registry
+def base() -> Trainer.Config:
+    spec = model_registry("8B")
+    return Trainer.Config(model_spec=spec, hf_assets_path="./assets", optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(local_batch_size=2, seq_len=8 * 1024, steps=1000),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2), activation_checkpoint=FullAC.Config())
+
+def wide() -> Trainer.Config:
+    config = base()
+    config.training.disable_cuda_graphs = True
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism = dataclasses.replace(config.parallelism, pipeline_parallel_schedule="Interleaved1F1B")
+    return config
+""",
+        {"tp": 2, "pp": 2, "seq_length": 8192, "recompute": "full", "schedule": "interleaved", "microbatches": 2},
+    ),
+    "torchtitan 0.2: TOML": (
+        "train.toml",
+        """# a comment
+[job]
+dump_folder = "./outputs"
+[model]
+name = "some"
+flavor = "8B"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[training]
+local_batch_size = 1
+seq_len = 8192
+steps = 1_000
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8  # of a node
+enable_async_tensor_parallel = false
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[compile]
+enable = true
+components = ["model", "loss"]
+""",
+        {"tp": 8, "zero": 3, "recompute": "alternate", "seq_length": 8192},
+    ),
+    "torchtitan 0.1: older places": (
+        "old.toml",
+        """[training]
+batch_size = 4
+seq_len = 2048
+tensor_parallel_degree = 2
+data_parallel_shard_degree = 4
+[experimental]
+pipeline_parallel_degree = 2
+pipeline_parallel_microbatches = 4
+""",
+        {"tp": 2, "pp": 2, "dp": 4, "microbatch_size": 1, "microbatches": 4},
+    ),
+    "megatron: arrays that grow": (
+        "pretrain.sh",
+        """#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+NNODES=${SLURM_NNODES:-"2"}
+WORLD_SIZE=$(($GPUS_PER_NODE*$NNODES))
+CHECKPOINT_PATH=$1
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NNODES
+)
+MODEL_ARGS=( --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096
+    --moe-layer-freq [0]*3+[1]*29 )
+TRAINING_ARGS=(
+    --micro-batch-size 1 \\
+    --global-batch-size $((WORLD_SIZE * 16)) \\
+    --bf16
+    --save $CHECKPOINT_PATH
+)
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size 2
+    --use-distributed-optimizer
+)
+if [ -n "${WANDB_API_KEY}" ]; then
+    TRAINING_ARGS+=(--wandb-project ${WANDB_PROJECT:-"none"})
+fi
+PARALLEL_ARGS=(
+    "${PARALLEL_ARGS[@]}"
+    --sequence-parallel
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} \\
+    "${TRAINING_ARGS[@]}" ${PARALLEL_ARGS[@]}
+""",
+        {"tp": 2, "devices": 16, "global_batch": 256, "zero": 1, "sequence_parallel": True, "precision": "bf16"},
+    ),
+    "megatron: one long string": (
+        "old.sh",
+        """OPTIONS=" \\
+    --tensor-model-parallel-size 4 \\
+    --pipeline-model-parallel-size 2 \\
+    --recompute-activations \\
+    --micro-batch-size 2 --global-batch-size 64 --fp16"
+python -m torch.distributed.launch --nproc_per_node=8 pretrain_gpt.py $OPTIONS --lr 1e-4 2>&1 | tee log.txt
+""",
+        {"tp": 4, "pp": 2, "recompute": "scores", "precision": "fp16", "devices": 8},
+    ),
+    "megatron: srun and cat": (
+        "slurm.sh",
+        """#!/bin/bash
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+options=" --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4 --num-layers 64 \\
+ --micro-batch-size 1 --global-batch-size 512 --bf16"
+run_cmd="python -u pretrain_gpt.py ${options}"
+srun -l --container-image "image" sh -c "${run_cmd}"
+""",
+        {"pp": 4, "virtual_stages": 4, "global_batch": 512, "precision": "bf16"},
+    ),
+    "megatron-bridge": (
+        "recipe.yaml",
+        """_target_: megatron.bridge.training.config.ConfigContainer
+model: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, pipeline_dtype: torch.bfloat16,
+  context_parallel_size: 2, sequence_parallel: true, expert_model_parallel_size: 4, expert_tensor_parallel_size: 1}
+train: {micro_batch_size: 1, global_batch_size: 128, train_iters: 1000}
+mixed_precision: bf16_mixed
+ddp: {use_distributed_optimizer: true, overlap_grad_reduce: true, overlap_param_gather: true}
+""",
+        {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1, "zero": 1, "precision": "bf16"},
+    ),
+    "transformers: DistributedConfig": (
+        "distributed.json",
+        '{"tp_size": 4, "tp_plan": {"model.layers.*.self_attn.q_proj": "colwise"}, "fsdp_size": 2}',
+        {"tp": 4, "dp": 2, "zero": 3, "devices": 8},
+    ),
+    "transformers: TrainingArguments": (
+        "arguments.json",
+        """{"output_dir": "out", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "bf16": true,
+        "gradient_checkpointing": true, "fsdp": "full_shard auto_wrap", "learning_rate": 2e-5, "optim": "adamw_torch",
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["LayerOfTheModel"], "activation_checkpointing": false}}""",
+        {"microbatch_size": 2, "microbatches": 8, "zero": 3, "recompute": "full", "precision": "bf16"},
+    ),
+}
+REFUSED: dict[str, tuple[str, str, str]] = {
+    "megatron: a size that the caller gives": (
+        "arguments.sh",
+        "torchrun pretrain_gpt.py --tensor-model-parallel-size $TP --micro-batch-size 1 --global-batch-size 8\n",
+        "TP",
+    ),
+    "torchtitan 0.3: a pipeline under graphs": (
+        "pipeline.py",
+        "def made() -> Trainer.Config:\n"
+        "    return Trainer.Config(parallelism=ParallelismConfig(pipeline_parallel_degree=2))\n",
+        "disable_cuda_graphs",
+    ),
+    "deepspeed: a misspelt option": (
+        "misspelt.json",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_com": true}}',
+        "overlap_comm",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_spellings_of_recipes_are_read(name: str, tmp_path: Path) -> None:
+    file, text, facts = READ[name]
+    (tmp_path / file).write_text(text)
+    source = f"{tmp_path / file}:wide" if file == "config_registry.py" else tmp_path / file
+    layout = read_layout(source)
+    assert {field: getattr(layout, field) for field in facts} == facts
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_what_to_do(name: str, tmp_path: Path) -> None:
+    file, text, part = REFUSED[name]
+    (tmp_path / file).write_text(text)
+    with pytest.raises(LayoutError, match=part) as error:
+        read_layout(tmp_path / file)
+    assert "expected" in str(error.value)

@@ -259,9 +259,9 @@ class StageTables:
     @cached_property
     def most_recomputed(self) -> Counts:
         """Return a table whose entry ``[start, stop]`` is the largest number of the calls ``start:stop`` of blocks
-        (such as layers) that may be recomputed in full. If full recomputation is required, it is the number of those up
-        to the last call of a block that occurs several times. If it is a free choice, it is the number of all these
-        calls. Otherwise it is 0."""
+        (such as layers) that may be recomputed in full. It is 0 if the model is not trained or the user excludes full
+        recomputation. If full recomputation is required, it is the number of those calls up to the last call of a block
+        that occurs several times. If it is a free choice, it is the number of all these calls."""
         n = len(self.problem.calls)
         stop = np.arange(n + 1)[None, :]
         if self.problem.recompute == "full":  # recomputing the embedding and the head frees hardly any memory

@@ -143,8 +143,9 @@ def _list_profile_steps(
         adds the median over these ranks to the ``Measurements`` that it is given."""
 
         def step(measured: Measurements) -> None:
-            """Time the kernels that the enclosing function was called with on the first ranks of the machine. Append
-            one sample for each kernel, with the median seconds over these ranks, to ``measured.kernels``."""
+            """Time the kernels ``cases`` on the first ``num_active`` ranks at the same time, both arguments of the
+            enclosing function. Append one sample for each kernel, with the median seconds over these ranks, to
+            ``measured.kernels``."""
             samples = pool.call(on_ranks.time_kernels, cases, kind, num_active, effort.kernel_s, timeout=_TIMEOUT_S)
             measured.kernels += _take_median_samples(samples[:num_active])
 

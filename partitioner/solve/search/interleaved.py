@@ -315,9 +315,9 @@ def _add_rows_to_certificate(
     ``rows``.
 
     In the second case, the row of ``best`` is marked as chosen. The copy's ``objective`` becomes the step time of
-    ``best`` in seconds, ``bound`` a lower bound on the step times of all plans including ``best``, and ``gap`` their
-    relative difference. The former lower bound is kept in ``covered_bound``; it holds for the schedules of the search
-    only, which have one stage on each rank.
+    ``best`` in seconds, ``bound`` a lower bound on the step times of the plans of the search and of the chosen row's
+    candidate, and ``gap`` the relative difference of the two. The former lower bound is kept in ``covered_bound``; it
+    holds for the schedules of the search only, which have one stage on each rank.
     """
     rows = [row.model_copy(update={"beside": True}) for row in rows]
     if best is found:

@@ -65,9 +65,9 @@ class StageTables:
         stage runs the calls ``start:stop`` of blocks (such as layers): forward, backward if the model is trained,
         recomputation, and waits for values from other stages.
 
-        As few calls are recomputed in full as memory demands. If selective recomputation (of cheap operators only) is
-        required, or takes less time in total than this, the entry is the seconds with it. An entry is infinite if the
-        calls do not fit in memory or are not allowed on the stage.
+        As few calls are recomputed in full as memory demands, or as many as allowed if that is required. If selective
+        recomputation (of cheap operators only) is required, or takes less time in total than this, the entry is the
+        seconds with it. An entry is infinite if the calls do not fit in memory or are not allowed on the stage.
         """
         return self._ways[0]
 
@@ -128,9 +128,9 @@ class StageTables:
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
     def _tabulate_segment_times(self, stages: Counts) -> Table:
-        """Return the seconds per microbatch (forward, backward, full recomputation and waits) of every sequence of
-        consecutive block calls on each of ``stages`` (indices), shape ``[stages, calls + 1, calls + 1]``; infinite if
-        the calls do not fit or are not allowed. Selective recomputation is not considered."""
+        """Return the seconds per microbatch (forward, backward, full recomputation and waits for other stages) of every
+        sequence of consecutive block calls on each of ``stages`` (indices), shape ``[stages, calls + 1, calls + 1]``;
+        infinite if the calls do not fit in memory or are not allowed."""
         start, stop = self._segment_ranges
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         times[:, start, stop] = self.run_times(stages, start, stop)
@@ -147,8 +147,9 @@ class StageTables:
     def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
         """Return the seconds per microbatch of the block calls ``start:stop``, for each pair of the index arrays
         ``start`` and ``stop``, on each of ``stages`` (indices), shape ``[stages, pairs]``: forward, backward if the
-        model is trained, full recomputation, and waits for values from other stages. As few calls are recomputed as
-        memory demands. Infinite if the calls do not fit or are not allowed."""
+        model is trained, full recomputation, and waits for values from other stages. As few calls are recomputed in
+        full as memory demands, or, if full recomputation is required, as many as allowed. Infinite if the calls do not
+        fit or are not allowed."""
         problem, pace = self.problem, self._pace_of[stages][:, None]
         usable = self._capacity[stages][:, None]
         before, after = (of_ends[stages] for of_ends in self._end_wait_seconds)

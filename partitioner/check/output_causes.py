@@ -53,8 +53,10 @@ def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list
 
 
 def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
-    """Return which module has the first wrong output, in the order in which the plain model's modules return, and what
-    is wrong with it; ``None`` if no module's output can be told to be wrong.
+    """Return which module has the first wrong output, in the order in which the modules return, and what is wrong with
+    it; ``None`` if no module's output can be told to be wrong. ``plain``: the results of the user's model on one
+    process, with the output of each module. ``outcomes``: for each rank, what the distributed model computed, with the
+    outputs of its modules.
 
     The output of a rank is right if it is a part of the plain output, or if the sum over a group of ranks is.
     """
@@ -78,7 +80,8 @@ def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]
 
 
 def find_reduced_precision(outcomes: Sequence[RankOutcome]) -> Cause | None:
-    """Return the cause that a module has computed in a narrower type than float64, if one has."""
+    """Return the cause that a module has computed in a narrower type than float64; ``None`` if none has. ``outcomes``:
+    for each rank, what the distributed model computed, with the outputs of its modules."""
     for outcome in outcomes:
         for name, calls in outcome.modules.items():
             narrow = next((call.dtype for call in calls if call.dtype != torch.float64), None)
@@ -89,17 +92,24 @@ def find_reduced_precision(outcomes: Sequence[RankOutcome]) -> Cause | None:
 
 
 def _match_name(plain: PlainResults, name: str) -> str:
-    """Return the name in the plain model of the module ``name`` of a distributed model, without wrappers."""
+    """Return the name that a module of a distributed model has in the plain model, which is the user's model on one
+    process. ``plain``: the results of the plain model; ``plain.modules`` has its module names. ``name``: the dotted
+    name in the distributed model.
+
+    ``name`` is returned unchanged if the plain model has it. Otherwise the parts are left out that
+    DistributedDataParallel, FSDP, ``torch.compile`` and activation checkpointing add: ``module``,
+    ``_fsdp_wrapped_module``, ``_orig_mod`` and ``_checkpoint_wrapped_module``. It is not checked that the plain model
+    has a module of the resulting name.
+    """
     if name in plain.modules:
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _is_right(expected: Sequence[Tensor], given: dict[int, list[Tensor]], world_size: int) -> bool:
-    """Return whether the outputs of a module on the ranks are those of the plain model.
-
-    ``given``: rank -> its calls.
-    """
+    """Return whether the outputs of one module on the ranks are right: each is a part of an output of the plain model,
+    or their sum over a group of ranks is. ``expected``: the module's outputs in the plain model, one for each call.
+    ``given``: rank -> the module's outputs on it, one for each call. ``world_size``: number of ranks."""
     if all(any(_is_part(whole, part) for whole in expected) for calls in given.values() for part in calls):
         return True
     if len({tuple(call.shape for call in calls) for calls in given.values()}) > 1:
@@ -124,7 +134,9 @@ def _is_part(whole: Tensor, part: Tensor) -> bool:
 
 
 def _name_bias(plain: PlainResults, name: str, given: dict[int, list[Tensor]]) -> Cause | None:
-    """Test whether a module has added its bias more than once, or not at all."""
+    """Return the cause that the module ``name`` has added its bias more than once, or not at all; ``None`` if neither
+    explains its outputs. ``plain``: the results of the plain model, with the outputs and biases of modules. ``given``:
+    rank -> the module's outputs on it, one for each call."""
     bias, expected = plain.biases.get(name), plain.modules[name]
     calls = [call for found in given.values() for call in found]
     if bias is None or len(expected) != 1 or any(call.shape != expected[0].shape for call in calls):

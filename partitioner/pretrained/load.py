@@ -71,9 +71,8 @@ class PretrainedModel:
     notes: tuple[str, ...] = ()
 
     def describe(self, plan: Plan) -> Plan:
-        """Return a copy of ``plan``, a plan of this model, with the model's notes added and with the folder of its
-        weights.
-        """
+        """Return a copy of ``plan``, a plan of this model, with the model's notes added, and with the path of
+        :attr:`weights` as its field ``weights`` (empty if there is no such folder)."""
         weights = "" if self.weights is None else str(self.weights.resolve())
         return plan.model_copy(update={"notes": (*self.notes, *plan.notes), "weights": weights})
 
@@ -100,8 +99,8 @@ def load_pretrained(
             usually trained.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         objective: ``train``: the batch has labels; ``infer``: it has none.
-        values: give the model real weights, those of the folder if it has some and random ones else; without, the model
-            is on the meta device and needs no memory.
+        values: give the model real weights: those of the safetensors files beside ``config.json`` if there are any,
+            else random ones. Without, the model is on the meta device and needs no memory.
 
     Raises :class:`PretrainedError`, or one of its subclasses, for a configuration or option that cannot be used.
     """
@@ -142,8 +141,9 @@ def partition_pretrained(
     lora: Lora | Mapping[str, Any] | str | None = None,
     **more: Any,
 ) -> Plan:
-    """Plan the model of a configuration on ``topology``, without its weights. Return the plan, which has the folder of
-    the weights as ``plan.weights`` if there is one.
+    """Plan the model of a configuration on ``topology``, without its weights. Return the plan; ``plan.weights`` is the
+    path of the folder of ``config.json`` if it has the weights as safetensors files and no adapters are trained, else
+    empty.
 
     Args:
         source: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
@@ -174,8 +174,9 @@ def choose_samples(devices: int) -> int:
 
 def _choose_class(found: Configuration, asked: str | None) -> tuple[str, Labels, str, tuple[str, ...]]:
     """Return four values: the name of the model's class in transformers, the kind of its labels (such as ``tokens``),
-    its task (such as ``causal``), and notes for the user. ``found``: the model's configuration. ``asked``: the task
-    that the user chose; ``None``: that of the class which the configuration names, or else the usual one."""
+    its task (such as ``causal``), and sentences for the user about the choice. ``found``: the model's configuration,
+    with the class names that its file has. ``asked``: the task that the user chose; ``None``: that of the class which
+    the configuration names, or else the usual one."""
     if asked is not None and asked not in _TASKS:
         raise PretrainedError(f"there is no task {asked!r}; expected one of {', '.join(_TASKS)}")
     every = _list_classes(found.config)
@@ -222,9 +223,12 @@ def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
 
 
 def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Module:
-    """Return the model of the class ``name`` in training mode, on ``device`` (``meta`` or ``cpu``). ``found``: the
-    configuration. On ``cpu`` it has the weights of the folder if there are some, else random ones. Raise
-    :class:`PretrainedError` if transformers cannot build it.
+    """Return a model of transformers in training mode. ``found``: its configuration, with the place from which it was
+    read. ``name``: the name of the model's class in transformers. ``device``: ``meta``, where the weights have no
+    values, or ``cpu``.
+
+    On ``cpu`` the weights are those of the safetensors files in the folder of the configuration if it has some, else
+    random. Raise :class:`PretrainedError` if transformers cannot build the model.
     """
     what = f"{found.source}: transformers cannot build {name} from this configuration"
     try:
@@ -247,7 +251,8 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
 
 def _part_for(cls: Any, config: Any) -> Any:
     """Return the configuration to pass to the model class ``cls`` of transformers: ``config`` itself, or that
-    configuration inside it (such as the one of its text model) whose type is the one that ``cls`` expects."""
+    configuration inside it (such as the one of its text model) whose type is the one that ``cls`` expects; ``config``
+    if there is none."""
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config

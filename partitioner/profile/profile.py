@@ -143,7 +143,9 @@ def _list_profile_steps(
         adds the median over these ranks to the ``Measurements`` that it is given."""
 
         def step(measured: Measurements) -> None:
-            """Time the kernels on the ranks and add their median seconds to ``measured``."""
+            """Time the kernels ``cases`` on the first ``num_active`` ranks at the same time, both arguments of the
+            enclosing function. Append one sample for each kernel, with the median seconds over these ranks, to
+            ``measured.kernels``."""
             samples = pool.call(on_ranks.time_kernels, cases, kind, num_active, effort.kernel_s, timeout=_TIMEOUT_S)
             measured.kernels += _take_median_samples(samples[:num_active])
 
@@ -154,7 +156,9 @@ def _list_profile_steps(
         ranks, and adds the times to the ``Measurements`` that it is given."""
 
         def step(measured: Measurements) -> None:
-            """Time the collective with tensors of all sizes to be measured, and add the seconds to ``measured``."""
+            """Time the collective ``op`` over ``over`` ranks, both arguments of the enclosing function, once for each
+            of the message sizes in bytes that the profile's effort prescribes. Append one sample for each size (name,
+            number of ranks, bytes, seconds of the slowest rank) to ``measured.collectives``."""
             found: list[list[CollectiveSample]] = pool.call(
                 transfers.time_collectives,
                 op,
@@ -171,17 +175,20 @@ def _list_profile_steps(
         return step
 
     def overlap(measured: Measurements) -> None:
-        """Time computation and an all-reduce alone and together, and add the times to ``measured``."""
+        """Time computation alone, an all-reduce alone, and both together. Append the seconds of each repetition to
+        ``measured.overlaps``."""
         found = pool.call(on_ranks.time_overlap, active, kind, effort.repeats, timeout=_TIMEOUT_S)
         measured.overlaps += found[0]
 
     def issue(measured: Measurements) -> None:
-        """Time how long the host takes to issue an operator, and add the seconds to ``measured``."""
+        """Time how long the host takes to issue an operator of a plan to the device, and append the seconds of one
+        operator to ``measured.issued_s``, one number for each measurement."""
         with open_issuing_plan() as plan:
             measured.issued_s += pool.call(time_issuing, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
 
     def sharing(measured: Measurements) -> None:
-        """Time equal work on as many ranks as there are cores and on all ranks, and add the seconds to ``measured``."""
+        """Time equal work on as many ranks as there are cores, then on all ranks. Append the median seconds of each
+        repetition over the ranks that took part to ``measured.few_s`` and ``measured.all_s``."""
         rows = pool.call(on_ranks.time_sharing, (active, count), effort.repeats, effort.sharing_s, timeout=_TIMEOUT_S)
         for few, every in zip(*(_column_medians(rows, place) for place in (0, 1)), strict=True):
             measured.few_s.append(few)

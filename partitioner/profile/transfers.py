@@ -32,9 +32,14 @@ _LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers
 
 @dataclass(frozen=True)
 class _TransferRun:
-    """A transfer to measure on this rank. ``start(compute)``: a function that runs ``calls`` transfers one after the
-    other; before each of them, one of the ranks that take part calls ``compute``. ``busy``: whether this rank takes
-    part."""
+    """A transfer (a collective, or messages between two ranks) that can be repeated on this rank to measure it.
+
+    ``start``: a function that runs ``calls`` transfers one after the other and waits for their end. Its argument
+    ``compute`` is a function without arguments that runs a computation on this rank's device; it is called before a
+    transfer on the ranks that begin it: on all ranks before a collective, on the sender before a message. ``calls``:
+    the number of transfers of one call of ``start``, by which a measured time is divided. ``busy``: whether this rank
+    takes part in the transfers.
+    """
 
     start: Callable[[Callable[[], None]], None]
     calls: int = 1
@@ -82,9 +87,9 @@ def _compute_element_count(num_bytes: int, size: int) -> int:
 
 
 def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
-    """Return the collective named ``op`` over ``ranks``, ready to be measured on this rank. ``num_bytes``: about the
-    size of the whole tensor. ``communicator``: connects this rank with the others.
-    """
+    """Return the collective named ``op`` over ``ranks`` as an object that repeats it on this rank, to be measured. One
+    repetition is one collective. ``num_bytes``: about the size of the whole tensor. ``communicator``: connects this
+    rank with the others."""
     group: RankGroup = communicator.group(ranks)
     size = group.size
     length = _compute_element_count(num_bytes, size)
@@ -99,7 +104,8 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
     start = starts[op]
 
     def run(compute: Callable[[], None]) -> None:
-        """Call ``compute``, then run the collective, and wait for its end."""
+        """Call ``compute``, a function without arguments that runs a computation on this rank; then run the collective,
+        and wait for its end."""
         compute()
         start().wait()
 
@@ -107,18 +113,17 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
 
 
 def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
-    """Return a round trip between the first two of ``ranks``, ready to be measured: two messages of about ``num_bytes``
-    bytes, each after a computation of its sender. On other ranks the result does nothing. ``communicator``: connects
-    this rank with the others.
-    """
+    """Return a round trip between the first two of ``ranks`` as an object that repeats it on this rank, to be measured.
+    One repetition is two messages of about ``num_bytes`` bytes, each after a computation of its sender. On other ranks
+    the object does nothing. ``communicator``: connects this rank with the others."""
     rank = dist.get_rank()
     tensor = torch.zeros(_compute_element_count(num_bytes, len(ranks)), device=communicator.device)
     first = rank == ranks[0]
     peer = ranks[1] if first else ranks[0]
 
     def there_and_back(compute: Callable[[], None]) -> None:
-        """Send a message from the first rank to the second and one back, each after a call of ``compute`` on its
-        sender."""
+        """Send a message from the first rank to the second and one back, and wait for both. Each sender calls
+        ``compute``, a function without arguments that runs a computation, before its message."""
         for sends in (first, not first):
             if sends:
                 compute()
@@ -160,10 +165,11 @@ class _Timer:
         self.compute = compute
 
     def seconds(self, run: _TransferRun, repeats: int, budget_s: float) -> float:
-        """Return the seconds of one transfer that ``run`` makes, as the median of ``repeats`` differences. Each
-        difference is the time of a block of computations with transfers between them, less that of the computations
-        alone. The result is at least a tenth of the time of a transfer in a series without computations. ``budget_s``:
-        approximate seconds for all measurements together."""
+        """Return the seconds by which one transfer lengthens a computation, as the median of ``repeats`` differences.
+        ``run``: repeats the transfer (a collective or a message) on this rank. Each difference is the time of a block
+        of computations with transfers between them, less that of the computations alone, for one transfer. The result
+        is at least a tenth of the time of a transfer in a series without computations. ``budget_s``: approximate
+        seconds for all measurements together."""
 
         def alone() -> None:
             """Run the computation without a transfer, on ranks that take part in the measured transfer; do nothing on

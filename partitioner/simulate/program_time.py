@@ -93,9 +93,9 @@ class SimulatedStep:
 
 
 def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> SimulatedStep:
-    """Simulate one step of ``plan``, including the optimizer update, and return the simulation of the slowest pipeline
-    (the ranks of one index along the data-parallel axis). ``facts``: the analysis of the plan's program; ``None``: it
-    is computed."""
+    """Simulate one step of ``plan``, including the optimizer update. Return the result for the slowest pipeline (the
+    ranks of one index along the data-parallel axis): its timeline, with the duration of each instruction. ``facts``:
+    the analysis of the plan's program, such as the bytes of its values; ``None``: it is computed."""
     overlap = steps_overlap(plan)
     found = [
         SimulatedStep(simulate(own.program, durations, facts=own, overlap_steps=overlap), durations, own, places)
@@ -146,17 +146,19 @@ def plan_timeline(plan: Plan) -> Timeline:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds in which a pipeline stage runs its blocks (such as layers) in one step, with the collectives inside
-    blocks. ``forward``, ``backward``: over all microbatches; ``backward`` includes recomputation.
-    """
+    """Two numbers of seconds of a pipeline stage: those in which it runs its blocks (such as layers) ``forward`` and
+    ``backward`` in one step, over all microbatches, with the collectives inside blocks. ``backward`` includes
+    recomputation; it is 0 for inference."""
 
     forward: float
     backward: float
 
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
-    """Return, for each pipeline stage of ``plan`` in order, the seconds in which it runs its blocks (such as layers) in
-    one step, without waiting and without communication between stages."""
+    """Return, for each pipeline stage of ``plan`` in order, two numbers: the seconds in which it runs its blocks (such
+    as layers) forward, and those in which it runs them backward (with recomputation), over all microbatches of one
+    step. Waiting and communication between stages are not included. If pipelines (data-parallel ranks) differ, the
+    numbers are those of the slowest."""
     durations = simulate_plan(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []

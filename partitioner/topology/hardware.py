@@ -229,7 +229,9 @@ class Level(TopologyPart):
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of one step of a collective over the links of this level."""
+        """Return the seconds of latency of one step of a collective over these links, in which each rank sends one
+        message to another: ``step``, or ``latency`` if that is ``None``. The time to move the bytes of the message is
+        not included. A level is the set of links of one kind, such as those inside nodes or those between nodes."""
         return self.latency if self.step is None else self.step
 
     def shared(self, share: float = 1.0) -> Level:
@@ -282,7 +284,9 @@ class Pattern(TopologyPart):
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of one step of a collective over the direct links of this pattern."""
+        """Return the seconds of latency of one step of a collective over the direct links inside a node, in which each
+        rank sends one message to another: ``step``, or ``latency`` if that is ``None``. The time to move the bytes of
+        the message is not included."""
         return self.latency if self.step is None else self.step
 
 

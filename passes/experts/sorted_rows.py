@@ -131,8 +131,9 @@ class _Unsorter:
                 self._record_unsorted_value(node, twin)
 
     def _record_unsorted_value(self, node: fx.Node, twin: _UnsortedValue) -> None:
-        """Record that ``node``, which depends on a sort of rows, would have the value ``twin`` if the rows were not
-        sorted. If that value does not depend on the order of the rows, it replaces ``node`` in the graph."""
+        """Record that ``node``, which depends on the sort of rows that this object removes, would have the value
+        ``twin`` if the rows were not sorted. ``twin``: a graph node, with the dim of each of its results along which
+        the rows lie. If no result depends on the order of the rows, ``twin`` replaces ``node`` in the graph."""
         if any(dim is not None for dim in twin.dims):
             self.twins[node] = twin
         elif twin.node.op == "call_function":  # in its place, so that an output keeps its name
@@ -141,8 +142,8 @@ class _Unsorter:
             node.replace_all_uses_with(twin.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
-        """Record the value that ``node``, one result of an operator with several results, would have if rows were not
-        sorted. ``build`` appends operators to the graph."""
+        """Record the value that ``node``, one result of an operator with several results, would have without the sort
+        of rows that this object removes. ``build`` appends operators to the graph."""
         source, index = node.args
         if source in self.twins:
             twin = self.twins[source]  # type: ignore[index]
@@ -171,8 +172,13 @@ class _Unsorter:
         return False
 
     def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the value of ``node`` without the sort of rows, if it brings sorted rows back into the original order
-        by an index operator; else ``None``."""
+        """Return the value that can take the place of ``node``, if ``node`` brings rows that the sort ``self.sort`` has
+        moved (such as one row for each token, sorted by expert) back into their original order by an index operator;
+        ``None`` if it does anything else.
+
+        The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
+        that this value does not depend on the order of the sort.
+        """
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.twins:
             return None
@@ -180,8 +186,13 @@ class _Unsorter:
         return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the value of ``node`` without the sort of rows, if it writes sorted rows to their original positions;
-        else ``None``."""
+        """Return the value that can take the place of ``node``, if ``node`` writes all rows that the sort ``self.sort``
+        has moved (such as one row for each token, sorted by expert) to their original positions in a tensor of the same
+        shape; ``None`` if it does anything else.
+
+        The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
+        that this value does not depend on the order of the sort.
+        """
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
             base, places, rows = args[0], args[2], args[3]
@@ -206,10 +217,11 @@ class _Unsorter:
         return plain and _is_full_arange(rows, self.num_rows) and self._are_ends(ends, list_node_sizes(ends)[0])  # type: ignore[arg-type]
 
     def _unsort_grouped_product(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append a product of unsorted rows with their experts' matrices, if ``node`` is such a product of sorted rows,
-        and return its value.
+        """Append a product of each row with its expert's matrix to the graph, if ``node`` is such a product of rows
+        that the sort ``self.sort`` has ordered by expert. The new product reads the rows in their original order.
+        Return its graph node, together with the dim of its result along which the rows lie, which is 0.
 
-        Return ``None`` for other nodes. ``build`` appends operators.
+        Return ``None`` for other nodes, or if the new product has another dtype. ``build`` appends operators.
         """
         how = experts.find_grouped_product(node.target)
         if how is None:
@@ -255,8 +267,9 @@ class _Unsorter:
         return _is_same_value(_skip_casts(node), _skip_casts(self.keys))
 
     def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append an ``index_add`` of unsorted rows if ``node`` is one of sorted rows, and return its value; else return
-        ``None``.
+        """Append an ``index_add`` of rows in their original order to the graph, if ``node`` is an ``index_add`` of rows
+        that the sort ``self.sort`` has moved. Return its graph node, together with ``dims`` ``(None,)``, which says
+        that its value does not depend on the order of the rows; return ``None`` for other nodes.
 
         If each position occurs equally often and in order, a sum takes the place of the ``index_add``. ``build``
         appends operators.
@@ -279,8 +292,9 @@ class _Unsorter:
         return _UnsortedValue(build(aten.add.Tensor, base, summed), (None,))
 
     def _commute_with_sort(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append the operator of ``node`` on unsorted rows, if it works on each row by itself or sums rows, and return
-        its value.
+        """Append the operator of ``node`` on rows in their original order to the graph, if ``node`` reads rows that the
+        sort ``self.sort`` has moved, and works on each row by itself or sums rows. Return the new graph node, together
+        with the dim of each of its results along which the rows lie (``None`` for a sum over the rows).
 
         Return ``None`` for any other operator. ``build`` appends operators.
         """

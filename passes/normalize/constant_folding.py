@@ -93,10 +93,8 @@ Condition = Term | DataTerm | Tensor
 @dataclass(frozen=True)
 class ConditionalValue:
     """A tensor with two values: ``shown`` at elements for which all conditions in ``terms`` hold, ``hidden`` at the
-    others.
-
-    Both are 0-dimensional tensors. A condition is a boolean tensor or a comparison. If the tensor is a sum of two
-    attention masks, it has several values at the other elements; ``hidden`` is then an upper bound on these values.
+    others. Both are 0-dimensional tensors. A condition is a boolean tensor or a comparison. If the tensor is a sum of
+    two attention masks, it has several values at the other elements; ``hidden`` is then an upper bound on these values.
     """
 
     terms: tuple[Condition, ...]
@@ -144,8 +142,9 @@ class ConstantEvaluator:
         return self.values[node]
 
     def compute_value(self, node: fx.Node) -> Value | None:
-        """Compute the value of ``node`` from the values of its operands, without the cache, and return it; ``None`` if
-        it depends on more than constants or costs too much."""
+        """Compute the value of ``node`` from the values of its operands, without the cache, and return it, in one of
+        the forms of :meth:`find_value`, such as a tensor; ``None`` if it depends on more than constants or costs too
+        much."""
         if node.op == "placeholder":
             constant = self.constants.get(node.name)
             return None if constant is None or constant.numel() > LIMIT else _squeeze_constant_dims(constant)
@@ -165,11 +164,9 @@ class ConstantEvaluator:
             return None
 
     def as_it_is(self, node: fx.Node) -> Tensor:
-        """Execute the operator of ``node`` on operands of their full sizes and return the result.
-
-        Raise :class:`_Unknown` if it draws random numbers, or if its result or an operand has more than ``LIMIT``
-        (2**22) elements.
-        """
+        """Execute the operator of ``node`` on operands of their full sizes and return the result. Raise
+        :class:`_Unknown` if it draws random numbers, or if its result or an operand has more than ``LIMIT`` (2**22)
+        elements."""
         target: Any = node.target
         random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if random or not isinstance(get_node_tensor(node), Tensor) or get_node_tensor(node).numel() > LIMIT:
@@ -229,8 +226,7 @@ def _expand_to_sizes(tensor: Any, sizes: list[int]) -> Tensor:
 
 def _expand_along_dim(tensor: Any, dim: int, size: int) -> Tensor:
     """Return ``tensor`` expanded to ``size`` along ``dim``; other dims that are constant keep size 1. Raise
-    :class:`_Unknown` if it is no tensor.
-    """
+    :class:`_Unknown` if it is no tensor."""
     if not isinstance(tensor, Tensor):
         raise _Unknown
     sizes = list(tensor.shape)
@@ -250,11 +246,10 @@ def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -
 
 
 def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
-    """Return the value of the pointwise operator ``node`` for operands with the values ``args`` and ``kwargs``.
-
-    The result is computed for constant tensors. If an operand is a mask or names elements of a data tensor, the result
-    is of the same kind. Raise :class:`_Unknown` if it cannot be expressed, or has more than ``LIMIT`` (2**22) elements.
-    """
+    """Return the value of the pointwise operator ``node`` for operands with the values ``args`` and ``kwargs``: a
+    tensor if these are constant tensors or numbers. If an operand is a mask (conditions that must all hold, or one of
+    two numbers for each element) or stands for elements of a tensor that depends on data, so does the result. Raise
+    :class:`_Unknown` if it cannot be expressed, or has more than ``LIMIT`` (2**22) elements."""
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
         return _evaluate_choice(node, args, kwargs)
     if any(isinstance(a, Gathered) for a in args):
@@ -298,12 +293,12 @@ def _align_rank(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
-    """Return the value of the pointwise operator ``node`` if one operand is a mask: conditions, or a choice between two
-    numbers.
+    """Return the value of the pointwise operator ``node`` if one operand is a mask: a tuple of conditions that must all
+    hold, or a :class:`ConditionalValue`, one of two numbers for each element. The result is one of the two as well.
 
     ``args``, ``kwargs``: the values of the operands; those besides the mask are numbers. A sum of two additive
     attention masks hides the scores that either of them hides. Raise :class:`_Unknown` if the result cannot be
-    expressed as conditions or a choice.
+    expressed in this way.
     """
     if node.target in (aten.bitwise_or.Tensor, aten.logical_or.default):
         return ConditionalValue(_negate(node, args[0]) + _negate(node, args[1]), _FALSE, _TRUE)
@@ -330,14 +325,15 @@ _TRUE, _FALSE = torch.tensor(True), torch.tensor(False)
 
 
 def _simplify_choice(choice: ConditionalValue) -> Value:
-    """Return ``choice``, a tensor of two values, as the tuple of its conditions if it is true where they hold and false
-    elsewhere; otherwise return it unchanged."""
+    """Return ``choice``, a tensor that has one number where its conditions hold and another elsewhere, as the tuple of
+    these conditions if the numbers are true and false; otherwise return it unchanged."""
     return choice.terms if choice.shown.dtype is torch.bool and choice.shown and not choice.hidden else choice
 
 
 def _negate(node: fx.Node, value: Any) -> tuple[Condition, ...]:
-    """Return conditions that hold together exactly where the boolean ``value`` is false. Their tensors get as many dims
-    as the result of ``node``. Raise :class:`_Unknown` if ``value`` cannot be negated in this form."""
+    """Return conditions that hold together exactly where the boolean ``value`` (a tensor, conditions, or one of two
+    numbers for each element) is false. Their tensors get as many dims as the result of ``node``. Raise
+    :class:`_Unknown` if ``value`` cannot be negated in this form."""
     if isinstance(value, Tensor):
         found: tuple[Condition, ...] = (~value,)
     elif isinstance(value, ConditionalValue) and not value.shown and value.hidden and value.shown.dtype is torch.bool:
@@ -355,8 +351,9 @@ def _negate_condition(condition: Condition) -> Condition:
 
 
 def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
-    """Return ``value`` as an additive attention mask, which is 0 at shown scores and ``MASKED`` or less at hidden ones.
-    Its conditions get as many dims as the result of ``node``. Raise :class:`_Unknown` if ``value`` is no such mask."""
+    """Return ``value`` as an additive attention mask, which is 0 at shown scores and ``MASKED`` (-6e4) or less at
+    hidden ones: two numbers, and the conditions for the first. The tensors of the conditions get as many dims as the
+    result of ``node``. Raise :class:`_Unknown` if ``value`` is no such mask."""
     if isinstance(value, Tensor) and value.is_floating_point():
         hidden = value[value != 0]
         most = hidden.max() if hidden.numel() else value.new_tensor(-torch.inf)
@@ -371,9 +368,10 @@ def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
-    """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``. It is a boolean
-    tensor, or a tuple with the comparison itself if the tensor would be too large or the operands are elements of a
-    data tensor. Raise :class:`_Unknown` if neither form is possible."""
+    """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``: a boolean tensor; a
+    tuple of the comparison itself, if the tensor would be too large or the operands are elements of a tensor that
+    depends on data; or, if an operand is a mask, conditions or one of two numbers for each element. Raise
+    :class:`_Unknown` if no form is possible."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         return _evaluate_choice(node, (a, b), {})
     if isinstance(a, Gathered) or isinstance(b, Gathered):
@@ -400,8 +398,8 @@ def _widen_number_type(x: Tensor) -> Tensor:
 
 
 def _require_terms(value: Any) -> tuple[Condition, ...]:
-    """Return a tuple of the conditions that hold together exactly where the boolean ``value`` is true. Raise
-    :class:`_Unknown` if there are none."""
+    """Return a tuple of the conditions that hold together exactly where the boolean ``value`` (a tensor, conditions, or
+    one of two numbers for each element) is true. Raise :class:`_Unknown` if there are none."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, Tensor):
@@ -413,8 +411,10 @@ def _require_terms(value: Any) -> tuple[Condition, ...]:
 
 
 def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
-    """Return the value of the logical ``and`` that ``node`` computes: a tensor, or a tuple of the comparisons of both
-    operands. ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` if an operand is neither."""
+    """Return the value of the logical ``and`` that ``node`` computes: a boolean tensor, or a tuple of the conditions of
+    both operands, which must all hold. If one operand is a tensor of one true element, it is the value of the other
+    operand. ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` if an operand cannot be written as
+    conditions."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
@@ -425,11 +425,9 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
-    """Return the value of the node ``node``, a ``where``: a tensor, or a choice between two numbers if the condition is
-    known as comparisons.
-
-    ``condition``, ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` in any other case.
-    """
+    """Return the value of ``node``, a ``where`` of operands with the values ``condition``, ``a`` and ``b``: a tensor if
+    the condition is one, or one of two numbers for each element if the condition is a mask and ``a`` and ``b`` are
+    numbers. Raise :class:`_Unknown` in any other case."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
     if isinstance(a, Gathered) or isinstance(b, Gathered) or isinstance(condition, Gathered):
@@ -448,8 +446,9 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
 
 
 def _evaluate_not(node: fx.Node, x: Any) -> Value:
-    """Return the value of the logical negation ``node``: a tensor, the opposite of a single comparison, or a choice
-    that is false where several comparisons hold. ``x``: the value of the operand."""
+    """Return the value of the logical negation ``node``: a tensor, the opposite of a single condition, or a choice that
+    is false where several conditions hold. ``x``: the operand: a tensor, conditions, or one of two numbers for each
+    element."""
     if isinstance(x, Tensor):
         return _evaluate_pointwise(node, x)
     if isinstance(x, ConditionalValue):
@@ -464,7 +463,8 @@ def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
     """Return a function ``rule(node, value, *args)`` that evaluates an operator which only rearranges dims. It applies
-    ``operation(tensor, *args)`` to every tensor in ``value``, the value of the operand."""
+    ``operation(tensor, *args)`` to every tensor in ``value``, the value of the operand: a tensor, the sides of
+    comparisons, or the indices that say which elements of a tensor that depends on data it has."""
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
         return _map_value_parts(value, lambda t: operation(t, *args))
@@ -473,9 +473,9 @@ def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Val
 
 
 def _map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
-    """Return the value of a node after a rearrangement of dims. ``value``: the value before. ``move``: the
-    rearrangement of one tensor; it is applied to a tensor, to both sides of each comparison, and to the indices into a
-    data tensor."""
+    """Return the value of a node after a rearrangement of dims. ``value``: the value before: a tensor, conditions, one
+    of two numbers for each element, or elements of a tensor that depends on data. ``move``: the rearrangement of one
+    tensor; it is applied to a tensor, to both sides of each comparison, and to the indices of elements."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, Gathered):
@@ -495,8 +495,9 @@ def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
-    """Return the value of ``node``, a reshape to the shape ``sizes``. ``value``: the value of the operand. It may be of
-    any kind if the reshape only adds or removes dims of size 1; otherwise :class:`_Unknown` is raised if it is no
+    """Return the value of ``node``, a reshape to the shape ``sizes``. ``value``: the value of the operand. If the
+    reshape only adds or removes dims of size 1, it may be a tensor, conditions, one of two numbers for each element, or
+    elements of a tensor that depends on data, and so is the result; otherwise :class:`_Unknown` is raised if it is no
     tensor."""
     old = list_node_sizes(node.args[0])  # type: ignore[arg-type]
     if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
@@ -522,11 +523,9 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
     """Return the value of ``node``, which computes ``source[indices]``, if ``indices`` has a known tensor for every dim
-    of ``source``; otherwise raise :class:`_Unknown`.
-
-    ``source`` is a constant tensor, or names elements of a data tensor. It has size 1 in dims along which it is
-    constant; indices into these dims are ignored.
-    """
+    of ``source``; otherwise raise :class:`_Unknown`. ``source`` is a constant tensor, or names elements of a tensor
+    that depends on data, and so does the result. It has size 1 in dims along which it is constant; indices into these
+    dims are ignored."""
     if isinstance(source, Gathered):
         return source.map_tensors(lambda place: _evaluate_index(node, place, indices))
     if (
@@ -569,7 +568,9 @@ def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
 
 def _evaluate_index_select(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
     """Return the value of ``node``, which computes ``index_select(source, dim, index)`` for a constant ``index``.
-    ``source``: the value of the operand, of any kind. Raise :class:`_Unknown` if ``index`` is not constant."""
+    ``source``: the value of the operand: a tensor, conditions that must all hold, one of two numbers for each element,
+    or elements of a tensor that depends on data; the result has the same form. Raise :class:`_Unknown` if ``index`` is
+    not constant."""
     if not isinstance(index, Tensor):
         raise _Unknown
     where = index.expand(list_node_sizes(node)[dim])
@@ -595,11 +596,12 @@ def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: An
 
 
 def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
-    """Return the value of ``node``, a ``tril`` or ``triu`` of the operand with the value ``x``.
+    """Return the value of ``node``, a ``tril`` or ``triu`` of the operand with the value ``x``: a tensor, conditions
+    that must all hold, or one of two numbers for each element.
 
-    If the result is too large to be created, ``x`` must have one value everywhere; the result is then a comparison of
-    row and column numbers, or a :class:`ConditionalValue` on it. ``diagonal``: the diagonal at which the triangle ends;
-    0 is the main one, positive numbers are above.
+    If the result is too large to be created, ``x`` must be a mask or have one value everywhere; the result is then a
+    comparison of row and column numbers, or a :class:`ConditionalValue` on it. ``diagonal``: the diagonal at which the
+    triangle ends; 0 is the main one, positive numbers are above.
     """
     lower = node.target is aten.tril.default
     rows, columns = list_node_sizes(node)[-2:]
@@ -621,8 +623,9 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
 
 def _hide_outside(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Term, ...]) -> Value:
     """Return the value of ``tril`` or ``triu`` of ``mask``: the mask itself where all comparisons ``terms`` hold (the
-    triangle), and 0 (false) elsewhere. ``mask``: conditions, or a choice between two numbers. Raise :class:`_Unknown`
-    if its hidden number is not 0."""
+    triangle), and 0 (false) elsewhere. ``mask``: a tuple of conditions that must all hold, or one of two numbers for
+    each element (by conditions). The result has the same form. Raise :class:`_Unknown` if the number where the
+    conditions of ``mask`` do not hold is not 0."""
     if isinstance(mask, tuple):
         return mask + terms
     if mask.hidden != 0:

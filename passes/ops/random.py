@@ -40,10 +40,7 @@ _BITS = 24  # random bits per number: the significand of a float32
 
 def stream_name(index: int) -> str:
     """Return the name of the constant with the stream number of the model's ``index``-th random operator, counted from
-    0.
-
-    Operators with different stream numbers draw different numbers from one seed.
-    """
+    0. Operators with different stream numbers draw different numbers from one seed."""
     return f"random.stream.{index}"
 
 
@@ -58,9 +55,7 @@ def _shift_right_unsigned(x: Tensor, bits: int) -> Tensor:
 
 def _hash_element_index(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Return 64 random bits (int64) for each element of ``index``, a hash of its index, the seed and the stream number.
-
-    ``seed``, ``stream``: 0-dimensional int64 tensors.
-    """
+    ``seed``, ``stream``: 0-dimensional int64 tensors."""
     # The finalizer maps zero to zero, so one is added first.
     return _finalize_hash_bits((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
 
@@ -166,10 +161,7 @@ class _Sequence:
 
 def _all_done(left: Tensor) -> bool:
     """Return whether no element of ``left`` is true, so that further rounds of a sampler can be skipped; false on
-    accelerators.
-
-    Skipping changes no result. Reading the answer would make an accelerator synchronise with the host.
-    """
+    accelerators. Skipping changes no result. Reading the answer would make an accelerator synchronise with the host."""
     return left.device.type == "cpu" and not bool(left.any())
 
 
@@ -258,10 +250,7 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
 
 def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
     """Return the binomial distribution's inverse at ``u`` in (0, 1), for ``n`` trials with success probability ``p``,
-    element by element.
-
-    Valid if fewer than 10 successes are expected: at most 96 terms are summed.
-    """
+    element by element. Valid if fewer than 10 successes are expected: at most 96 terms are summed."""
     term = (n * torch.log1p(-p)).exp()
     total, k, ratio = term, torch.zeros_like(u), p / (1 - p)
     for step in range(_MOST_SUCCESSES):
@@ -414,11 +403,8 @@ Formula = Callable[[Sampler], Any]
 
 def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
     """Return the function that draws the numbers of a call of torch's random operator ``target``; its argument is a
-    :class:`Sampler`.
-
-    Return ``None`` if the operator draws none or has no formula, or if the call has a generator or unsupported integer
-    bounds. ``args``, ``kwargs``: the arguments of the call.
-    """
+    :class:`Sampler`, which has the operator's arguments. Return ``None`` if the operator draws none or has no formula,
+    or if the call has a generator or unsupported integer bounds. ``args``, ``kwargs``: the arguments of the call."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     formula = _FORMULAS.get(_operator_name(target))
@@ -451,13 +437,15 @@ def sizes_of(value: Tensor | fx.Node) -> list[int]:
 
 # --- numbers scaled, and compared -------------------------------------------------------------------------------------
 def _sample_uniform(s: Sampler) -> Any:
-    """Return uniform numbers between the operator's bounds ``from`` and ``to`` (default 0 and 1), drawn by ``s``."""
+    """Return uniform numbers between the bounds ``from`` and ``to`` (default 0 and 1) of a random operator of torch.
+    ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
     low, high = s.given.get("from", 0.0), s.given.get("to", 1.0)
     return s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
 
 
 def _sample_normal(s: Sampler) -> Any:
-    """Return normally distributed numbers of the operator's ``mean`` and ``std`` (default 0, 1), drawn by ``s``."""
+    """Return normally distributed numbers of the ``mean`` and ``std`` (default 0 and 1) of a random operator of torch.
+    ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
     mean, std = s.parameter("mean", 0.0), s.parameter("std", 1.0)
     return s.placed(s.numbers(ops.normal.default, s.sizes), mean, std)
 
@@ -471,7 +459,8 @@ def _sample_exponential(s: Sampler) -> Any:
 
 
 def _sample_cauchy(s: Sampler) -> Any:
-    """Return Cauchy distributed numbers with the operator's ``median`` and scale ``sigma``, drawn by ``s``."""
+    """Return Cauchy distributed numbers with the ``median`` and scale ``sigma`` of torch's operator ``cauchy``. ``s``
+    has its arguments and draws the numbers, as a tensor or as a graph node."""
     angle = s.run(aten.sub.Tensor, s.numbers(ops.fraction.default, s.sizes), 0.5)
     return s.placed(
         s.run(aten.tan.default, s.run(aten.mul.Tensor, angle, math.pi)), s.given["median"], s.given["sigma"]
@@ -479,7 +468,8 @@ def _sample_cauchy(s: Sampler) -> Any:
 
 
 def _sample_geometric(s: Sampler) -> Any:
-    """Return, for each element, the number of trials until the first success (probability ``p``), drawn by ``s``."""
+    """Return, for each element, the number of trials until the first success, at the probability ``p`` of torch's
+    ``geometric``. ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
     failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
     logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
     trials = s.run(aten.ceil.default, s.run(aten.div.Tensor, logs, failing))
@@ -487,7 +477,8 @@ def _sample_geometric(s: Sampler) -> Any:
 
 
 def sample_bernoulli(s: Sampler) -> Any:
-    """Return 1 with the random operator's probability (a number or a tensor), else 0, by element, drawn by ``s``."""
+    """Return, for each element, 1 with the probability (a number or a tensor) that torch's ``bernoulli`` is given, else
+    0. ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
     likely = s.parameter("p") if "p" in s.given else s.parameter("self", s.given.get("input"))
     if isinstance(likely, fx.Node | Tensor):
         return s.typed(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
@@ -520,7 +511,8 @@ def _get_tensor_dtype(value: Tensor | fx.Node) -> torch.dtype:
 
 
 def _sample_integers(s: Sampler) -> Any:
-    """Return uniform integers from the random operator's lower bound to below its upper bound, drawn by ``s``."""
+    """Return uniform integers from the lower bound to below the upper bound of a random operator such as ``randint``.
+    ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
     found = _whole_range(s.given)
     assert found is not None
     low, count = found
@@ -544,20 +536,24 @@ def sample_gamma(s: Sampler) -> Any:
 
 
 def sample_dirichlet(s: Sampler) -> Any:
-    """Return Dirichlet distributed vectors along the last dim: gamma numbers, drawn by ``s``, over their sum."""
+    """Return Dirichlet distributed vectors along the last dim: gamma distributed numbers, for the concentrations that
+    torch's ``_sample_dirichlet`` is given, over their sum. ``s`` has its arguments and draws the numbers, as a tensor
+    or as a graph node."""
     parts = sample_gamma(s)
     return s.run(aten.div.Tensor, parts, s.run(aten.sum.dim_IntList, parts, [-1], True))
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
 def _sample_permutation(s: Sampler) -> Any:
-    """Return a random permutation of 0, 1, ...: the order that sorts random numbers, drawn by ``s``."""
+    """Return a random permutation of 0, 1, ..., as torch's ``randperm`` does: the order that sorts random numbers.
+    ``s`` has the size of the result and draws the numbers, as a tensor or as a graph node."""
     order = s.run(aten.sort.stable, s.numbers(ops.bits.default, s.sizes), stable=True, dim=0, descending=False)
     return s.typed(s.run(operator.getitem, order, 1))
 
 
 def _sample_multinomial(s: Sampler) -> Any:
-    """Return indices for each row of weights, drawn by ``s`` with probabilities that are proportional to the weights.
+    """Return indices for each row of weights, with probabilities proportional to the weights, as torch's
+    ``multinomial`` does. ``s`` has its arguments and draws the numbers, as a tensor or as a graph node.
 
     With replacement, the distribution function of each row is inverted. Without, each index gets an exponential random
     time whose rate is its weight, and the indices with the earliest times are taken.
@@ -576,9 +572,8 @@ def _sample_multinomial(s: Sampler) -> Any:
 
 # --- what is drawn for activations ------------------------------------------------------------------------------------
 def native_dropout(s: Sampler) -> Any:
-    """Return the result of dropout and the mask of kept elements. ``s.given`` has the input, the probability and
-    whether the model is trained.
-    """
+    """Return the result of dropout and the mask of kept elements, as tensors or graph nodes. ``s`` draws the numbers;
+    ``s.given`` has the input, the probability and whether the model is trained."""
     x, p = s.given["input"], s.given["p"]
     if s.given["train"] is False or p == 0:
         return x, s.run(aten.ones_like.default, x, dtype=torch.bool)
@@ -588,11 +583,9 @@ def native_dropout(s: Sampler) -> Any:
 
 
 def apply_random_relu(s: Sampler) -> Any:
-    """Return the input with negative elements multiplied by random slopes, and the slopes (1 for other elements).
-
-    Outside of training, the slope is the mean of its bounds, and the second result is ``None``. ``s.given`` has the
-    input, the bounds and whether the model is trained.
-    """
+    """Return the input with negative elements multiplied by random slopes, and the slopes (1 for other elements), as
+    tensors or graph nodes. Outside of training, the slope is the mean of its bounds, and the second result is ``None``.
+    ``s`` draws the numbers; ``s.given`` has the input, the bounds and whether the model is trained."""
     x, low, high = s.given["self"], s.given["lower"], s.given["upper"]
     if not s.given["training"]:
         return s.run(aten.leaky_relu.default, x, (low + high) / 2), None

@@ -277,7 +277,8 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
 
 def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
     """Rewrite ``index_select(x, dim, index)``, where ``index`` holds coordinates of the true elements of a mask. Return
-    the new node, which keeps all rows; ``None`` if the plain operator can be used.
+    the new node, which keeps all rows, with the mask of those that the model has in ``build.rows``; ``None`` if the
+    plain operator can be used, or if ``x`` itself has rows that a mask selects.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -364,9 +365,10 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
 
 
 def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
-    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, with static shapes, where a mask selects which
-    rows are written and from which row of ``values``. Return the new node. Raise :class:`Unselectable` if there is no
-    form with static shapes.
+    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, with static shapes. A mask selects which rows of
+    ``x`` are written; ``values`` has all rows, although the model has only those that the same mask, in
+    ``build.rows[values]``, selects. Return the new node. Raise :class:`Unselectable` if there is no form with static
+    shapes.
 
     ``indices``: one entry for each dim of ``x``: ``None`` for a dim without an index, otherwise a boolean mask, or
     coordinates of its true elements. ``build``: the rewriter, to whose graph operators are appended.
@@ -417,9 +419,10 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
 
 
 def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
-    """Rewrite ``index_add(x, dim, index, source)`` with static shapes, where one mask selects the rows of both
-    ``index`` and ``source``. Return the new node, in which rows that the mask does not select add nothing. Raise
-    :class:`Unselectable` if the operands have no such common mask.
+    """Rewrite ``index_add(x, dim, index, source)`` with static shapes. ``index`` and ``source`` have all rows, although
+    the model has only those that one mask, the same for both in ``build.rows``, selects. Return the new node, in which
+    rows that the mask does not select add nothing. Raise :class:`Unselectable` if the operands have no such common
+    mask.
 
     ``kwargs``: further arguments of ``index_add``. ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -440,14 +443,14 @@ def _at_places(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
     """Append operators that add up the rows of ``source`` that ``indices`` put at the same position of ``x``, and
-    return the node of the sums. Rows that the mask does not select count as zero. Return ``None`` if a reshape and a
-    sum cannot compute this, because the sizes of the mask are not those of ``x``.
+    return the node of the sums. ``source`` has all rows; those that its mask does not select count as zero. Return
+    ``None`` if a reshape and a sum cannot compute this, because the sizes of the mask are not those of ``x``.
 
     Args:
         build: the rewriter, to whose graph operators are appended.
         x: the tensor whose positions the indices point to.
         first: the dim of ``x`` at which the indexed dims begin.
-        indices: coordinates of the true elements of a mask.
+        indices: coordinates of the true elements of a mask, one entry for every element, true or not.
         source: the rows to sum.
         chosen: whether the caller reads only positions to which a selected row points.
     """

@@ -49,9 +49,9 @@ aten = torch.ops.aten
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``scatter_add(x, dim, index, source)``, where one mask selects the rows of ``index`` and ``source``: rows
-    that it does not select add zero at index 0. Return the new node. Raise :class:`Unselectable` if the operands have
-    another form.
+    """Rewrite ``scatter_add(x, dim, index, source)``, where the model has only those rows of ``index`` and ``source``
+    that one mask selects. Here both have all rows, with the mask in ``build.rows``; rows that it does not select add
+    zero at index 0. Return the new node. Raise :class:`Unselectable` if the operands have another form.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -63,9 +63,10 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``masked_scatter(x, mask, source)`` with static shapes, where another mask selects the rows of ``source``
-    that the model has. The operator takes the rows in order, so these are sorted to the front. Return the new node.
-    Raise :class:`Unselectable` if ``source`` has no such mask along dim 0, or ``x`` or ``mask`` has one.
+    """Rewrite ``masked_scatter(x, mask, source)`` with static shapes. ``source`` has all rows, although the model has
+    only those that another mask, in ``build.rows[source]``, selects. The operator takes the rows in order, so these are
+    sorted to the front. Return the new node. Raise :class:`Unselectable` if ``source`` has no such mask along dim 0, or
+    ``x`` or ``mask`` has one.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -112,8 +113,9 @@ def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) 
 
 
 def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
-    """Rewrite ``cat`` of ``parts`` along ``dim``, if a mask selects the rows of some of them along this dim. Return the
-    new node; ``None`` if the plain operator can be used.
+    """Rewrite ``cat`` of ``parts`` along ``dim``, if the model has only those rows of some of them along this dim that
+    a mask selects. Such a part has all rows here, with the mask in ``build.rows``; so has the result. Return the new
+    node; ``None`` if the plain operator can be used.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -144,8 +146,9 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
 
 
 def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
-    """Concatenate the values ``parts`` along ``dim``, the dim of their rows, and their masks; return the node. A part
-    without a mask counts as selected in full.
+    """Concatenate the values ``parts`` along ``dim``, the dim of their rows, and their masks; return the node, for
+    which the joined mask is recorded. Each part has all rows, although the model has only those that its mask selects.
+    A part without a mask counts as selected in full.
 
     If all parts have the same size, their rows are interleaved, so that the rows of one sample of the batch stay
     together.
@@ -176,7 +179,8 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
 
 
 def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
-    """Return the mask of the rows of ``part``; a mask that is true for all ``size`` rows if it has none.
+    """Return the node of the mask that says which of the rows of ``part`` the model has. ``part`` has all ``size``
+    rows. If no mask is recorded for it, the result is true for all of them.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -364,9 +368,9 @@ class SelectedRows:
         return self._copy_parts(graph, [env[n] for n in operands], where)
 
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Append the operator ``target`` and return its result (a node or a tuple of nodes). If it reads rows that a
-        mask selects, and there is a special rewrite for this, the rewrite is used.
-        """
+        """Append the operator ``target`` and return its result (a node or a tuple of nodes). Arguments of which the
+        model has only the rows that a mask selects have all rows here. If there is a special rewrite for this operator
+        on such rows, it is used, otherwise the operator's sharding rule."""
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
             made = special(self, *args, **kwargs)
@@ -392,9 +396,9 @@ class SelectedRows:
         raise AssertionError("a graph ends in an output node")
 
     def _get_dim_size(self, value: fx.Node, dim: int) -> MaskedRowCount | int:
-        """Return the size of dim ``dim`` of ``value``; the number of selected rows if it is the dim of rows that a mask
-        selects.
-        """
+        """Return the size of dim ``dim`` of ``value`` in the model. This is a number, or, if ``value`` has all rows
+        along this dim although the model has only those that a mask selects, an object that stands for the number of
+        selected rows."""
         rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
         return MaskedRowCount(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
 
@@ -570,8 +574,8 @@ class SelectedRows:
         return mask
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
-        """Return the node of ``value`` with the rows that its mask does not select set to ``number``, by default 1 for
-        floating-point types and 0 for integers; ``value`` itself if this is not needed.
+        """Return the node of ``value``, which has all rows, with the rows that its mask does not select set to
+        ``number``, by default 1 for floating-point types and 0 for integers; ``value`` itself if this is not needed.
 
         Values that the model avoids by the selection, such as a zero divisor or an index of -100, then cause no error.
         """
@@ -582,17 +586,15 @@ class SelectedRows:
         return self.fill_unselected(value, number)
 
     def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
-        """Return the node of ``value`` with the rows that its mask does not select set to ``number``. The result has
-        the same mask.
-        """
+        """Return the node of ``value``, which has all rows, with the rows that its mask does not select set to
+        ``number``. The result has the same mask."""
         filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
 
     def mask_unselected(self, value: fx.Node) -> fx.Node:
-        """Return the node of a mask that is true for the rows that the mask of ``value`` does not select, in a shape
-        that broadcasts to ``value``.
-        """
+        """Return the node of a mask that is true for the rows that the model does not have: those rows of ``value``
+        (which has all) that its mask does not select. It has a shape that broadcasts to ``value``."""
         rows = self.rows[value]
         shape = [1] * value.meta["val"].dim()
         shape[rows.dim] = rows.mask.meta["val"].shape[0]
@@ -600,13 +602,13 @@ class SelectedRows:
         return left_out if shape == [shape[0]] else self.insert_call(aten.reshape.default, left_out, shape)
 
     def zero_unselected(self, value: fx.Node) -> fx.Node:
-        """Return the node of ``value`` with zeros in the rows that its mask does not select. No mask is recorded for
-        the result, because rows of zeros may take part in a sum."""
+        """Return the node of ``value``, which has all rows, with zeros in the rows that its mask does not select. No
+        mask is recorded for the result, because rows of zeros may take part in a sum."""
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
-        """Return the mask and the dim of the rows that all ``values`` have in common. Raise :class:`Unselectable` if
-        they differ, or if a value has no mask.
+        """Return the mask that says which rows of each of ``values`` the model has, and the dim of the rows.
+        ``values``: nodes with all rows. Raise :class:`Unselectable` if masks or dims differ, or if a value has no mask.
         """
         found = {self.rows[v] for v in values if v in self.rows}
         if len(found) != 1 or any(v not in self.rows for v in values):

@@ -32,8 +32,8 @@ _IGNORED = -100
 
 # -- sums and what is made of them -------------------------------------------------------------------------------------
 def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
-    """Rewrite the mean over all dims of ``x``, rows that a mask selects, so that it leaves out other rows. Return the
-    new node.
+    """Append the mean over all elements of those rows of ``x`` that the model has, and return its node. The model has
+    only the rows that a mask selects; the graph keeps all rows in ``x``, with the mask in ``build.rows[x]``.
 
     ``build``: the rewriter, to whose graph operators are appended. ``dtype``: the dtype to which ``x`` is cast first;
     ``None`` for none.
@@ -42,8 +42,9 @@ def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) ->
 
 
 def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Rewrite the mean of ``x``, rows that a mask selects, over ``dims`` (all if empty), so that it leaves out other
-    rows. Return the new node; ``None`` if the mean is not over the rows.
+    """Append the mean over ``dims`` (all if empty) of those rows of ``x`` that the model has, and return its node;
+    ``None`` if the mean is not over the rows. The model has only the rows that a mask selects; the graph keeps all rows
+    in ``x``, with the mask in ``build.rows[x]``.
 
     ``build``: the rewriter, to whose graph operators are appended. ``keepdim``: whether the reduced dims stay with size
     1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none.
@@ -57,9 +58,10 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
 
 def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
     """Return the dims, as nonnegative indices, that a reduction of ``x`` over ``dims`` removes (all if ``dims`` is
-    empty); ``None`` if the dim of the rows that a mask selects is not among them.
+    empty or ``None``); ``None`` if the dim of the rows is not among them. ``x`` has all rows, although the model has
+    only those that a mask selects; ``build.rows[x]`` has the mask and the dim.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``build``: the rewriter, which knows the masks.
     """
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
@@ -68,8 +70,9 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
 
 
 def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
-    """Append and return a node with the number of elements that a reduction of ``x`` over the dims ``over`` combines,
-    counting only rows that the mask of ``x`` selects.
+    """Append and return a node with the number of elements that a reduction of ``x`` over the dims ``over`` combines in
+    the model. ``x`` has all rows, but the model has, and the result counts, only the rows that the mask in
+    ``build.rows[x]`` selects.
 
     ``build``: the rewriter, to whose graph operators are appended.
     """
@@ -80,8 +83,8 @@ def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -
 
 
 def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
-    """Return a function that rewrites ``var`` or ``std`` over rows that a mask selects, so that other rows are left
-    out.
+    """Return a function that rewrites ``var`` or ``std`` over rows that a mask selects: it reads a tensor with all rows
+    and the mask, and leaves out the rows that the mask does not select.
 
     ``root``: whether it is for ``std``. ``with_mean``: whether the operator also returns the mean.
     """
@@ -95,12 +98,12 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         *,
         correction: float | None = None,
     ) -> Any:
-        """Append the variance or standard deviation of ``x`` over ``dims`` (all if ``None``), counting only selected
-        rows, and return its node, or a tuple of it and the node of the mean if the operator returns both. Return
-        ``None`` if ``dims`` do not include the dim of the rows.
+        """Append the variance or standard deviation of ``x`` over ``dims`` (all if ``None``), and return its node, or a
+        tuple of it and the node of the mean if the operator returns both. ``x`` has all rows; only those count that the
+        mask in ``build.rows[x]`` selects. Return ``None`` if ``dims`` do not include the dim of the rows.
 
-        ``unbiased``: subtract 1 from the number of elements; ``correction``: subtract this number instead. ``keepdim``:
-        whether the reduced dims stay with size 1.
+        ``build``: the rewriter, to whose graph operators are appended. ``unbiased``: subtract 1 from the number of
+        elements; ``correction``: subtract this number instead. ``keepdim``: whether the reduced dims stay with size 1.
         """
         if isinstance(dims, bool):  # the form for all dims
             dims, unbiased = None, dims
@@ -150,17 +153,18 @@ def _get_highest_value(value: Tensor) -> float:
 def _make_filled_reduction(
     target: Any, number: Callable[[Tensor], float], dim_at: int | None = None
 ) -> Callable[..., Any]:
-    """Return a function that rewrites the reduction ``target`` over rows that a mask selects: it sets other rows to a
-    number that does not change the result, then reduces.
+    """Return a function that rewrites the reduction ``target`` over rows that a mask selects: it reads a tensor with
+    all rows and the mask, sets the rows that the mask does not select to a number that does not change the result, then
+    reduces.
 
     ``number``: returns that number for a tensor, whose dtype it depends on. ``dim_at``: the position (from 0) of the
     argument with the dims; ``None`` if there is none.
     """
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
-        """Append the reduction of ``x`` without the rows that its mask does not select, and return its node; ``None``
-        if it is not over the rows.
-        """
+        """Append the reduction of ``x`` and return its node; ``None`` if it is not over the rows. ``x`` has all rows;
+        those that the mask in ``build.rows[x]`` does not select do not count. ``build``: the rewriter, to whose graph
+        operators are appended. ``args``, ``kwargs``: the further arguments of the reduction."""
         given = (x, *args)
         dims = None if dim_at is None or dim_at >= len(given) else given[dim_at]
         over = _find_reduced_dims(build, x, kwargs.get("dim", dims))
@@ -173,15 +177,17 @@ def _make_filled_reduction(
 
 def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
     """Return a function that rewrites ``target``, which is ``max`` or ``min`` along a dim, over rows that a mask
-    selects. It sets other rows to the lowest or highest number, and the index in the result counts only selected rows.
+    selects. It reads a tensor with all rows and the mask, sets the rows that the mask does not select to the lowest or
+    highest number, and counts only selected rows in the index that it returns.
 
     ``number``: returns the lowest or highest number of a tensor's dtype.
     """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
         """Append the extreme of ``x`` along ``dim``, and return the nodes of its value and index; ``None`` if ``dim``
-        is not that of the selected rows. ``build``: the rewriter, to whose graph operators are appended. ``keepdim``:
-        whether the dim stays with size 1."""
+        is not that of the rows. ``x`` has all rows; only those count that the mask in ``build.rows[x]`` selects.
+        ``build``: the rewriter, to whose graph operators are appended. ``keepdim``: whether the dim stays with size 1.
+        """
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
@@ -193,15 +199,17 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
 
 def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
     """Return a function that rewrites ``target``, which is ``argmax`` or ``argmin``, over rows that a mask selects. It
-    sets other rows to the lowest or highest number, and the index in the result counts only selected rows.
+    reads a tensor with all rows and the mask, sets the rows that the mask does not select to the lowest or highest
+    number, and counts only selected rows in the index that it returns.
 
     ``number``: returns the lowest or highest number of a tensor's dtype.
     """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
         """Append the index of the extreme of ``x`` along ``dim`` and return its node; ``None`` if it is not over the
-        selected rows. ``keepdim``: whether the dim stays with size 1. Raise :class:`Unselectable` for an index into all
-        elements of several dims."""
+        rows. ``x`` has all rows; only those count that the mask in ``build.rows[x]`` selects. ``build``: the rewriter,
+        to whose graph operators are appended. ``keepdim``: whether the dim stays with size 1. Raise
+        :class:`Unselectable` for an index into all elements of several dims."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         if dim is None and x.meta["val"].dim() != 1:
@@ -226,17 +234,18 @@ def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
 
 
 def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
-    """Return a function that rewrites the norm ``target`` over rows that a mask selects: it sets other rows to zero. It
-    raises :class:`Unselectable` for a norm of negative order.
+    """Return a function that rewrites the norm ``target`` over rows that a mask selects: it reads a tensor with all
+    rows and the mask, and sets the rows that the mask does not select to zero. It raises :class:`Unselectable` for a
+    norm of negative order.
 
     ``order_at``, ``dim_at``: the positions (from 0) of the norm's order and of its dims among the operator's arguments.
     """
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
-        """Append the norm of ``x`` without the rows that its mask does not select, and return its node; ``None`` if it
-        is not over the rows.
-        """
+        """Append the norm of ``x`` and return its node; ``None`` if it is not over the rows. ``x`` has all rows; those
+        that the mask in ``build.rows[x]`` does not select do not count. ``build``: the rewriter, to whose graph
+        operators are appended. ``args``, ``kwargs``: the further arguments of the norm."""
         order = args[order_at - 1] if len(args) >= order_at else kwargs.get("ord", kwargs.get("p", 2))
         order = 2 if order is None else order
         if _find_reduced_dims(build, x, args[dim_at - 1] if len(args) >= dim_at else kwargs.get("dim")) is None:
@@ -249,13 +258,14 @@ def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., An
 
 
 def _make_softmax_rule(target: Any) -> Callable[..., Any]:
-    """Return a function that rewrites ``target``, softmax or log-softmax, along rows that a mask selects: it gives
-    other rows a score of minus infinity."""
+    """Return a function that rewrites ``target``, softmax or log-softmax, along rows that a mask selects: it reads a
+    tensor with all rows and the mask, and gives the rows that the mask does not select a score of minus infinity."""
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
-        """Append the softmax of ``x`` along ``dim`` and return its node, with zeros in rows that the mask does not
-        select; ``None`` if ``dim`` is not that of the selected rows. ``dtype``: the dtype to which ``x`` is cast first;
-        ``None`` for none."""
+        """Append the softmax of ``x`` along ``dim`` and return its node; ``None`` if ``dim`` is not that of the rows.
+        ``x`` and the result have all rows; in the result, those that the mask in ``build.rows[x]`` does not select are
+        zero. ``build``: the rewriter, to whose graph operators are appended. ``dtype``: the dtype to which ``x`` is
+        cast first; ``None`` for none."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, -math.inf), dim, dtype)
@@ -266,11 +276,11 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
 
 
 def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
-    """Append the running sum of ``x`` along ``dim``, where rows that its mask does not select count as zero, and return
-    its node; ``None`` if ``dim`` is not that of the rows. Raise :class:`Unselectable` if the rows are in another order
-    than in the model.
+    """Append the running sum of ``x`` along ``dim`` and return its node; ``None`` if ``dim`` is not that of the rows.
+    ``x`` and the result have all rows; those that the mask in ``build.rows[x]`` does not select count as zero. Raise
+    :class:`Unselectable` if the rows are in another order than in the model.
 
-    ``build``: the rewriter, to whose graph operators are appended.
+    ``build``: the rewriter, to whose graph operators are appended. ``kwargs``: further arguments of ``cumsum``.
     """
     if _find_reduced_dims(build, x, dim) is None:
         return None
@@ -283,16 +293,18 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
-    """Return a function that rewrites a loss over rows that a mask selects: it computes one term for each element, then
-    reduces the selected terms.
+    """Return a function that rewrites a loss over rows that a mask selects: it reads tensors with all rows, computes
+    one term for each element, then reduces the terms of the rows that the mask selects.
 
     ``target``: the loss operator. ``position``: the position (from 0) of its argument ``reduction``.
     """
 
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
         """Append the loss with the arguments ``args``, ``kwargs`` of the operator, as one term for each element, and
-        its reduction over selected elements. Return the node of the reduced loss, or a tuple of it and the operator's
-        other results if it has any; ``None`` if the loss is not reduced."""
+        its reduction. The tensors among them have all rows; the reduction counts only those that their mask in
+        ``build.rows`` selects. Return the node of the reduced loss, or a tuple of it and the operator's other results
+        if it has any; ``None`` if the loss is not reduced. ``build``: the rewriter, to whose graph operators are
+        appended."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:
@@ -310,8 +322,9 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
 
 
 def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
-    """Append the reduction of the loss terms ``terms`` and return its node. ``reduction``: torch's code; 0 returns
-    ``terms`` itself, 1 is the mean, 2 the sum. ``build``: the rewriter, to whose graph operators are appended."""
+    """Append the reduction of the loss terms ``terms`` and return its node. ``terms`` has all rows; only those count
+    that the mask in ``build.rows[terms]`` selects. ``reduction``: torch's code; 0 returns ``terms`` itself, 1 is the
+    mean, 2 the sum. ``build``: the rewriter, to whose graph operators are appended."""
     if reduction == NONE:
         return terms
     return build.apply_operator(aten.sum.default if reduction == SUM else aten.mean.default, terms)
@@ -319,8 +332,8 @@ def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any
 
 def _make_classification_rule(target: Any) -> Callable[..., Any]:
     """Return a function that rewrites ``target``, a cross entropy or a similar loss, over rows that a mask selects: it
-    gives other rows the class that the loss ignores.
-    """
+    reads tensors with all rows and the mask, and gives the rows that the mask does not select the class that the loss
+    ignores."""
 
     def rule(
         build: SelectedRows,
@@ -332,11 +345,13 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
         *more: Any,
     ) -> Any:
         """Append the loss of the scores ``x`` and the target ``classes`` (class numbers or probabilities), and return
-        its node; ``None`` for probabilities without a reduction.
+        its node; ``None`` for probabilities without a reduction. Both have all rows; only those count that the mask in
+        ``build.rows[x]`` selects.
 
-        ``weight``: the weight of each class, or ``None``. ``reduction``: torch's code of the reduction. ``ignored``:
-        the class number that the loss ignores. Raise :class:`Unselectable` if different masks select the rows of scores
-        and classes.
+        ``build``: the rewriter, to whose graph operators are appended. ``weight``: the weight of each class, or
+        ``None``. ``reduction``: torch's code of the reduction. ``ignored``: the class number that the loss ignores.
+        ``more``: further arguments of the loss. Raise :class:`Unselectable` if different masks select the rows of
+        scores and classes.
         """
         value: Tensor = classes.meta["val"]
         if value.is_floating_point():

@@ -156,9 +156,8 @@ class OffloadedActivations:
         return sum(memory.numel() for memory in self._host)
 
     def fetch(self) -> None:
-        """Start to copy the offloaded tensors, which forward saved for backward, from host memory back to the
-        device.
-        """
+        """Start to copy the offloaded tensors, which forward saved for backward, from host memory back to the device.
+        :meth:`unpark` returns them."""
         self._there = [torch.empty(m.numel(), dtype=torch.uint8, device=self._copier.device) for m in self._host]
         pairs = zip(self._host, self._there, strict=True)
         self._arrival = self._copier.start(pairs, back=True, after=(self._arrival,))
@@ -195,7 +194,8 @@ class HostParameters:
 
     If the program offloads parameters, the device has them only from their fetch until they are freed, and ZeRO pieces
     only until their all-gather ends. ``whole``: the device tensors that calls read, for the parameters that are freed
-    between calls; ``leaving`` has their names.
+    between calls; ``leaving`` has the names of these parameters. If a parameter has another dtype on the device, its
+    tensor in host memory is converted to that dtype once a step, at its first fetch.
     """
 
     def __init__(
@@ -230,15 +230,16 @@ class HostParameters:
         self._stale = set(self._short)
 
     def begin(self) -> None:
-        """Prepare for a new training step: an optimizer may have changed the parameters in host memory, so they must be
-        converted again.
-        """
+        """Mark all parameters whose dtype in host memory differs from that on the device, because an optimizer may have
+        changed their values since the last training step. The first :meth:`fetch` of a marked parameter in this step
+        converts its values to the dtype of the device, still in host memory, before it copies them. Nothing is
+        converted or copied here."""
         self._stale = set(self._short)
 
     def fetch(self, names: Sequence[str]) -> None:
-        """Start to copy the parameters ``names``, or this rank's ZeRO pieces of them, from host memory to the
-        device.
-        """
+        """Start to copy the parameters ``names``, or this rank's ZeRO pieces of them, from host memory to the device.
+        Parameters that have another dtype on the device are converted to it first, unless this was done in the same
+        training step. :meth:`wait` makes later kernels run after the copies."""
         for name in names:
             room = self._rooms.get(name) or self._flats.get(name)
             if room is not None:

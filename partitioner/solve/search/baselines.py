@@ -212,9 +212,10 @@ def _list_leaner_candidates(
 
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
-    """Return whether the report can show the layout ``standard`` without planning it, because the search has done so.
-    If ``standard`` has a family of layouts, this requires that the plan of the search is one of them. ``rows``: the
-    outcomes of the search, one for each candidate."""
+    """Return whether the report can show the well-known layout ``standard``, such as ZeRO-3, without planning it,
+    because the search has done so. If ``standard.family`` (the layouts of this kind among which the best is shown) is
+    given, this requires that the plan of the search is one of them. ``rows``: the outcomes of the search, one for each
+    candidate, with the step time or the reason why there is none."""
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
@@ -232,17 +233,17 @@ def compare_standard_layouts(
     unhosted: Mapping[str, Baseline] = _NONE,
     until: float = math.inf,
 ) -> tuple[Baseline, ...]:
-    """Return, for the report, each of the standard layouts ``found`` with its outcome: a plan, or the reason why there
-    is none.
+    """Return, for the report, each of the well-known layouts ``found``, such as ZeRO-3, with its outcome: the step time
+    and memory of its plan, or the reason why there is none.
 
     If ``unhosted`` has a plan of the layout, which keeps no data in host memory, that is taken, otherwise the row that
     the search has of the layout, otherwise a plan made now. If a layout does not fit, smaller microbatches and more
-    stages are tried. For a layout with a family, the best member is shown that is found until ``until``
-    (:func:`time.monotonic`).
+    stages are tried. For a layout with several variants (its field ``family``), the best one is shown that is found
+    until ``until`` (:func:`time.monotonic`).
 
-    ``rows``: the outcomes of the search, one for each candidate. ``evaluate``: plans a candidate, given the seconds to
-    beat. ``offload``: the kinds of data that the search keeps in host memory. ``unhosted``: layout name -> plan without
-    host memory.
+    ``rows``: the outcomes of the search, one for each candidate. ``evaluate``: plans a candidate, given the step time
+    in seconds that it has to beat. ``offload``: the kinds of data that the search keeps in host memory. ``unhosted``:
+    layout name -> outcome without data in host memory.
     """
     made = []
     for standard in found:
@@ -267,8 +268,12 @@ def compare_standard_layouts(
 
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest of ``rows``, the outcomes of the search's candidates, that belongs to the family of
-    ``standard``, interleaved schedules included; ``None`` if there is none.
+    """Return the fastest of ``rows`` that is a variant of the well-known layout ``standard``, such as ZeRO-3; ``None``
+    if there is none, or if ``standard.family`` is ``None``.
+
+    ``standard.family.candidates``: the variants. ``rows``: the outcomes of the search, one for each candidate. A row
+    belongs to a variant if both have the same mesh, microbatch size, schedule, virtual stages and ZeRO settings. A row
+    with an interleaved schedule also belongs to a variant that has the same values under 1F1B.
     """
     family = standard.family
     if family is None:
@@ -297,12 +302,16 @@ def _tune_standard_layout(
     evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     until: float,
 ) -> Candidate | None:
-    """Return the outcome with the least step time among a standard layout, such as ZeRO-3, and its variants in
-    microbatch size, mesh and other constraints (``standard.family``). Return ``textbook`` if it has no variants.
+    """Return the outcome (step time and memory of a plan, or the reason why there is none) with the least step time
+    among the variants of the well-known layout ``standard``, such as ZeRO-3. ``standard.family.candidates``: these
+    variants, candidates that differ in mesh, microbatch size, schedule and ZeRO settings. If ``standard.family`` is
+    ``None``, or if no variant has a plan, return ``textbook``.
 
-    ``textbook``: the outcome of the layout itself; ``None``: it was not planned. ``rows``: the outcomes of the search,
-    which include some variants. Others are planned now, until the time ``until`` (:func:`time.monotonic`).
-    ``evaluate``: plans a candidate, given the step time in seconds that it has to beat.
+    ``textbook``: the outcome of the layout itself; ``None``: it was not planned. ``rows``: the outcomes of the search.
+    Those of variants are found by comparing mesh, microbatch size, schedule, virtual stages and ZeRO settings; an
+    interleaved schedule counts as 1F1B. Unless the plan that the search chose is a variant, a few more variants with
+    low bounds on their step times are planned now, until the time ``until`` (:func:`time.monotonic`). ``evaluate``:
+    plans a candidate, given the step time in seconds that it has to beat.
     """
     family, best = standard.family, textbook
     if family is None:
@@ -317,7 +326,8 @@ def _tune_standard_layout(
     planned: set[MeshCandidate] = set()
 
     def plan(candidate: MeshCandidate) -> Candidate | None:
-        """Plan a candidate and return its outcome. Return ``None`` without planning it if it was planned before, if the
+        """Plan ``candidate``, store its outcome as ``best`` if it is faster, and return the outcome: step time and
+        memory, or the reason why there is no plan. Return ``None`` without planning it if it was planned before, if the
         search showed that it is not better than the best layout so far, or if time ran out."""
         nonlocal best
         most_s, told = _read_step_seconds(best), known.get(_identify_layout(build_candidate_report(candidate)))
@@ -365,10 +375,11 @@ def _plan_interleaved_layouts(
 ) -> None:
     """Plan the layouts of ``tried`` again under the interleaved schedule, with several virtual stages on each rank.
     These leave about an eighth of the pipeline bubble, so the layouts that would be fastest with such a bubble come
-    first. The total effort is limited. Plans are stored by the function ``plan``.
+    first. The total effort is limited. The function ``plan`` stores the outcomes.
 
-    ``family``: the layouts of one kind to which they belong. ``tried``: pairs of an outcome and its candidate.
-    ``best_s``: returns the seconds of the best plan so far. ``plan``: plans one candidate.
+    ``family``: the variants of one well-known layout, with the search space. ``tried``: pairs of an outcome (step time
+    and its parts) and its candidate. ``best_s``: returns the seconds of the best plan so far. ``plan``: plans one
+    candidate; returns ``None`` if it need not be planned.
     """
     filled = sorted(
         (_read_step_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried
@@ -390,9 +401,8 @@ def _read_step_seconds(row: Candidate | None) -> float:
 
 
 def _identify_layout(row: Candidate) -> tuple[object, ...]:
-    """Return a key of the layout of ``row``, the outcome of a candidate: mesh, microbatch size, schedule and ZeRO.
-    Outcomes with equal keys have the same layout.
-    """
+    """Return a key of the layout of ``row``, the outcome of a candidate: mesh, microbatch size, schedule, virtual
+    stages, ZeRO settings and the ``tp`` of experts. Outcomes with equal keys have the same layout."""
     others = row.microbatch_size, row.schedule, row.zero, row.dp_shard, row.virtual_stages, row.etp
     return tuple(row.mesh.values()), *others
 
@@ -410,9 +420,9 @@ def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> li
 def _plan_candidate_report(
     candidate: MeshCandidate, evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate], cutoff_s: float = math.inf
 ) -> Candidate:
-    """Plan ``candidate`` with ``evaluate``, and return its row for the report, with the reason if there is no plan.
-    ``cutoff_s``: plans of at least this many seconds per step are of no interest.
-    """
+    """Plan ``candidate`` with ``evaluate``, a function of a candidate and ``cutoff_s``. Return the candidate's row of
+    the report: the step time and memory of the plan, or the reason why there is none. ``cutoff_s``: plans of at least
+    this many seconds per step are of no interest."""
     try:
         return build_candidate_report(candidate, evaluate(candidate, cutoff_s))
     except PartitionError as error:

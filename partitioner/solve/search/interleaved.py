@@ -62,9 +62,10 @@ def schedules_of_several(
     """Return groups of candidates with several virtual stages on each rank, in the order in which they should be tried.
     In each group, the first candidate shows whether the others are worth trying.
 
-    The groups are variants of the best candidates in ``solved`` (candidate -> plan), of solved pipelines that lose much
-    time to bubbles and recomputation, and of candidates whose bounds suggest a faster plan. ``found``: the best
-    candidate so far. ``rows``: the outcomes of all candidates. ``bounds``: computes lower bounds on candidates.
+    The groups are variants of the best candidates in ``solved`` (candidate -> its plan with step time), of solved
+    pipelines that lose much time to bubbles and recomputation, and of candidates whose bounds suggest a faster plan.
+    ``found``: the best candidate so far. ``rows``: candidate -> its outcome in the search: its plan, a lower bound on
+    its step time, or the reason why it has no plan. ``bounds``: computes lower bounds on the step times of candidates.
     ``space``: the search space.
     """
     enough = solved[found].step_time
@@ -213,20 +214,21 @@ def best_schedule(
     deadline: float,
 ) -> tuple[SolvedCandidate, Certificate]:
     """Return the best plan among ``found`` and the candidates in ``several`` (groups with several virtual stages on a
-    rank), and the certificate with a row for each candidate tried.
+    rank), and ``certificate`` with a row for each candidate tried.
 
-    The search ends at ``deadline`` (:func:`time.monotonic`) or on ``KeyboardInterrupt``. ``evaluate``: plans a
-    candidate and bounds its plans. ``attempt``: plans a candidate without such a bound. ``last``: computes the tightest
+    ``found``: the best plan of the search, with its estimated step time. ``certificate``: the record of how near that
+    plan is to the optimum, with a table of candidates. ``evaluate``: plans a candidate and computes a lower bound on
+    the step time of all its plans. ``attempt``: plans a candidate without such a bound. ``last``: computes the tightest
     lower bound of a candidate in seconds, given a step time that is tight enough. ``bounds``: computes quicker lower
-    bounds.
+    bounds. The search ends at ``deadline`` (:func:`time.monotonic`) or on ``KeyboardInterrupt``.
     """
     best, rows, cut_off = found, list[Candidate](), certificate.cut_off
     better: EvaluatedCandidate | None = None
 
     def tried(candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate | None:
         """Return the plan of ``candidate``. Return ``None`` if it has none, or, without planning it, if its lower
-        bounds show that it takes at least ``cutoff_s`` seconds. A candidate that was planned, or has no plan, gets a
-        row in the report."""
+        bounds show that its step takes at least ``cutoff_s`` seconds. A candidate that was planned, or has no plan,
+        gets a row in the list ``rows`` of the enclosing function."""
         least = float(bounds.times([candidate])[0])
         if least >= cutoff_s:
             return None
@@ -278,9 +280,10 @@ def best_schedule(
 def without_limit(
     certificate: Certificate, found: SolvedCandidate, again: SolvedCandidate
 ) -> tuple[SolvedCandidate, Certificate]:
-    """Return the faster of two plans of one candidate, and its certificate. ``found``: a plan that was solved under a
-    limit on its step time, with its ``certificate``. ``again``: the plan of the same candidate that was solved without
-    this limit."""
+    """Return the faster of two plans of one candidate, and its certificate, the record of how near a plan is to the
+    optimum. ``found``: a plan that was solved under a limit on its step time, with its ``certificate``. ``again``: the
+    plan of the same candidate that was solved without this limit. If ``again`` is faster, step time, lower bound, gap
+    and chosen row of the returned copy are those of ``again``."""
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
     told = solved_to_evaluated(again)
@@ -306,9 +309,16 @@ def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
 def _add_rows_to_certificate(
     certificate: Certificate, rows: Sequence[Candidate], best: SolvedCandidate, found: SolvedCandidate
 ) -> Certificate:
-    """Return ``certificate`` with ``rows`` appended. ``found``: the plan that it certifies. ``best``: the best plan
-    now. If this is another plan, the objective, the chosen row, the bound and the gap become those of ``best``, and the
-    old bound is stored as the one that covers only the schedules of the search."""
+    """Return a copy of ``certificate``, the record of how near the plan ``found`` is to the optimum, with ``rows``
+    appended to its table of candidates. ``rows``: the outcomes of candidates that were tried after the search, most of
+    them with several virtual stages on each rank. ``best``: the best plan now: ``found`` itself, or the plan of one of
+    ``rows``.
+
+    In the second case, the row of ``best`` is marked as chosen. The copy's ``objective`` becomes the step time of
+    ``best`` in seconds, ``bound`` a lower bound on the step times of the plans of the search and of the chosen row's
+    candidate, and ``gap`` the relative difference of the two. The former lower bound is kept in ``covered_bound``; it
+    holds for the schedules of the search only, which have one stage on each rank.
+    """
     rows = [row.model_copy(update={"beside": True}) for row in rows]
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})

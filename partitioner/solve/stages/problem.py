@@ -24,11 +24,17 @@ Recompute = Literal["none", "selective", "full"]
 class StageCall:
     """One call of a block (such as a layer) that is to be placed on a pipeline stage, with its cost.
 
-    ``path``: the name of the module that is called, such as ``layers.3``. ``inputs``, ``outputs``: names of the values
-    that it reads and computes, in the order of ``cost``. ``states``: names of the parameters and buffers that the call
-    reads. ``index``: its position among the model's calls. ``gathered_bytes``: temporary bytes of gathered weights (its
-    own and its neighbours') while it runs, with gradients. ``at_ends``: temporary bytes of gathered weights and
-    gradients if it is the last call of a stage (first number) or the first one (second and third).
+    ``path``: the name of the module that is called, such as ``layers.3``. ``cost``: the seconds and bytes of the call.
+    ``inputs``, ``outputs``: names of the values that it reads and computes, in the order of ``cost``. ``states``: names
+    of the parameters and buffers that the call reads. ``index``: its position among the model's calls.
+
+    Two fields count weights and gradients that a rank has whole for a short time, although they are sharded.
+    ``gathered_bytes``: these bytes while the call runs: its own, the weights of the call before or after it that are
+    gathered at the same time, and the gradients of the call after it that are still being sent. ``at_ends``: three
+    numbers of bytes for the ends of a stage. The first is all temporary bytes during the backward of this call if it is
+    the last of its stage. The other two apply if it is the first of its stage: the bytes of its gradients that are
+    still being sent during the backward of the last call in the next microbatch, which are added to the first number of
+    that call; and all temporary bytes after a backward, while its gradients are sent.
     """
 
     path: str
@@ -42,7 +48,8 @@ class StageCall:
 
     @property
     def working_bytes(self) -> float:
-        """Return the temporary bytes of this block call while it runs, without the bytes that are kept for backward."""
+        """Return the temporary bytes of this block call (such as a layer) while it runs: those of its operators and of
+        gathered weights and gradients, without the bytes that are kept for backward."""
         return self.cost.working_bytes + self.gathered_bytes
 
 

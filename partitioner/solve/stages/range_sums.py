@@ -28,15 +28,18 @@ _MOST_KNOWN = 1 << 21  # entries of tables of states
 
 
 class Holding(NamedTuple):
-    """The values that one block call reads, writes and keeps, with their bytes. It is hashable, so that tables can be
-    cached by it.
+    """The values that one block call (such as a layer) reads, writes and keeps, with their bytes. It is hashable, so
+    that tables can be cached by it.
 
     ``inputs``, ``outputs`` and ``states`` (parameters and buffers) are names. Four tuples have one entry for each input
     or output: ``input_bytes`` and ``output_bytes``; ``saved_inputs`` (whether the input is kept for backward);
     ``output_grads`` (whether the output receives a gradient). ``saved_bytes``: kept from forward to backward besides
     inputs. ``carried_bytes``: held between backward for inputs and backward for weights. ``working_bytes``: temporary.
-    ``at_ends``: temporary bytes of gathered weights and gradients at the ends of a stage: in backward if it is the last
-    call; of gradients still being sent then if it is the first; at the end of the backward if it is the first.
+
+    ``at_ends``: three numbers of bytes for the ends of a pipeline stage. The first is all temporary bytes during the
+    backward of this call if it is the last of its stage. The other two apply if it is the first of its stage: the bytes
+    of its gradients that are still being sent during the backward of the last call in the next microbatch, which are
+    added to the first number of that call; and all temporary bytes after a backward, while its gradients are sent.
     """
 
     inputs: tuple[str, ...]

@@ -61,18 +61,22 @@ class StageTables:
 
     @property
     def times(self) -> list[Table]:
-        """Return, for each stage, a table whose entry ``[start, stop]`` is the seconds per microbatch of the block
-        calls ``start:stop``, with selective recomputation if that is faster. An entry is infinite if the calls do not
-        fit or are not allowed.
+        """Return, for each pipeline stage, a table whose entry ``[start, stop]`` is the seconds per microbatch if the
+        stage runs the calls ``start:stop`` of blocks (such as layers): forward, backward if the model is trained,
+        recomputation, and waits for values from other stages.
+
+        As few calls are recomputed in full as memory demands, or as many as allowed if that is required. If selective
+        recomputation (of cheap operators only) is required, or takes less time in total than this, the entry is the
+        seconds with it. An entry is infinite if the calls do not fit in memory or are not allowed on the stage.
         """
         return self._ways[0]
 
     @cached_property
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
         """Return two lists with one entry for each stage: a table whose entry ``[start, stop]`` is the seconds per
-        microbatch of the block calls ``start:stop``, and a mask ``[start, stop]`` that says which of them recompute
-        selectively. The second list is empty if selective recomputation is not allowed.
-        """
+        microbatch (forward, backward, recomputation and waits) of the block calls ``start:stop``, and a mask ``[start,
+        stop]`` that says which of them recompute selectively, which means cheap operators only, because this is
+        required or takes less time. The second list is empty if selective recomputation is not allowed."""
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
         times = [table for stages in chunks for table in self._tabulate_segment_times(stages)]
@@ -91,8 +95,9 @@ class StageTables:
 
     def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
         """Return, for each pair of entries of ``start`` and ``stop``, whether the stage with the index ``stage``
-        recomputes selectively if it consists of the block calls ``start:stop``, because this is faster or required. Its
-        seconds and bytes are then those in the tables :attr:`slim`."""
+        recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop``. It does if this
+        is required, or takes less time than keeping or fully recomputing activations. Its seconds and bytes are then
+        those in the tables :attr:`slim`."""
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
@@ -123,9 +128,9 @@ class StageTables:
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
     def _tabulate_segment_times(self, stages: Counts) -> Table:
-        """Return the seconds per microbatch of every sequence of consecutive block calls on each of ``stages``
-        (indices), shape ``[stages, calls + 1, calls + 1]``; infinite if the calls do not fit or are not allowed.
-        """
+        """Return the seconds per microbatch (forward, backward, full recomputation and waits for other stages) of every
+        sequence of consecutive block calls on each of ``stages`` (indices), shape ``[stages, calls + 1, calls + 1]``;
+        infinite if the calls do not fit in memory or are not allowed."""
         start, stop = self._segment_ranges
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         times[:, start, stop] = self.run_times(stages, start, stop)
@@ -140,10 +145,11 @@ class StageTables:
         return _runs_of(n, n - self.problem.num_stages + 1)
 
     def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
-        """Return the seconds per microbatch of the block calls ``start:stop``, for each pair of ``start`` and ``stop``,
-        on each of ``stages`` (indices), shape ``[stages, pairs]``. As few calls are recomputed as memory demands.
-        Infinite if the calls do not fit or are not allowed.
-        """
+        """Return the seconds per microbatch of the block calls ``start:stop``, for each pair of the index arrays
+        ``start`` and ``stop``, on each of ``stages`` (indices), shape ``[stages, pairs]``: forward, backward if the
+        model is trained, full recomputation, and waits for values from other stages. As few calls are recomputed in
+        full as memory demands, or, if full recomputation is required, as many as allowed. Infinite if the calls do not
+        fit or are not allowed."""
         problem, pace = self.problem, self._pace_of[stages][:, None]
         usable = self._capacity[stages][:, None]
         before, after = (of_ends[stages] for of_ends in self._end_wait_seconds)
@@ -253,9 +259,10 @@ class StageTables:
 
     @cached_property
     def most_recomputed(self) -> Counts:
-        """Return a table whose entry ``[start, stop]`` is the largest number of the block calls ``start:stop`` that may
-        be recomputed in full.
-        """
+        """Return a table whose entry ``[start, stop]`` is the largest number of the calls ``start:stop`` of blocks
+        (such as layers) that may be recomputed in full. It is 0 if the model is not trained or the user excludes full
+        recomputation. If full recomputation is required, it is the number of those calls up to the last call of a block
+        that occurs several times. If it is a free choice, it is the number of all these calls."""
         n = len(self.problem.calls)
         stop = np.arange(n + 1)[None, :]
         if self.problem.recompute == "full":  # recomputing the embedding and the head frees hardly any memory
@@ -264,12 +271,15 @@ class StageTables:
         return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
 
     def recomputed(self, stage: int | Counts, start: Counts, stop: Counts) -> Counts:
-        """Return, for each pair of ``start`` and ``stop``, how many of the first of the block calls ``start:stop`` are
-        recomputed in full. If full recomputation is required, this is the greatest allowed number, otherwise the least
-        number with which the calls fit in memory.
+        """Return, for each pair of entries of the index arrays ``start`` and ``stop``, how many of the block calls
+        ``start:stop`` (such as layers), counted from the first, a stage recomputes in full. If full recomputation is
+        required, this is the number in :attr:`most_recomputed`. Otherwise it is the least number with which the calls
+        fit in memory, or the number in :attr:`most_recomputed` if they fit with none; the caller has to compare their
+        bytes with the memory.
 
-        ``stage``: index of one stage for all pairs, or one for each. Recomputed calls keep all their inputs; the other
-        calls keep what they save. A prefix sum of the saved bytes gives the number of calls to recompute.
+        ``stage``: index of one stage for all pairs, or an array with one for each pair. Recomputed calls keep all their
+        inputs; the other calls keep what they save. A prefix sum of the saved bytes gives the number of calls to
+        recompute.
         """
         most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
@@ -298,9 +308,9 @@ class StageTables:
         )
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
-        """Return the seconds to recompute in full the first ``recomputed`` block calls from index ``start`` on; both
-        are arrays. ``stage``: index of the stage, or one index for each entry.
-        """
+        """Return the seconds per microbatch to recompute in full the first ``recomputed`` block calls from index
+        ``start`` on; both are arrays of integers of the same shape, which the result has too. ``stage``: index of the
+        stage, or an array with one index for each entry."""
         prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
         seconds: Table = prefix[pace, stop] - prefix[pace, start]

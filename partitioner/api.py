@@ -16,7 +16,7 @@ from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
 from partitioner.programs.further import FirstProgram, assemble_plan, choose_expected_layout
-from partitioner.programs.requests import NO_PROGRAMS, Request, Shapes, check_programs
+from partitioner.programs.requests import NO_PROGRAMS, Request, Shapes, check_programs, constrain_for_programs
 from partitioner.programs.shapes import ShapeFamily
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
@@ -76,7 +76,7 @@ def partition(
     """
     check_options(time_limit_s, progress)
     check_programs(programs)
-    constraints, how = constraints or Constraints(), ExecutionProfile.resolve(profile)
+    constraints, how = constrain_for_programs(constraints, programs), ExecutionProfile.resolve(profile)
     prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision, documents=documents)
     family = None if shapes is None else ShapeFamily.of(prepared, shapes, global_batch, topology)
     if family is not None:

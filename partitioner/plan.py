@@ -434,9 +434,10 @@ class Plan(Data):
         Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node, or
         :class:`partitioner.runtime.prove.layouts.LayoutError`, if this is not so.
         """
-        from partitioner.runtime.prove.layouts import prove_same_layout
+        from partitioner.runtime.prove.layouts import prove_same_caches, prove_same_layout
         from partitioner.runtime.prove.prove import prove
 
+        prove_same_caches(self.further)
         for name, further in self.further.items():
             prove_same_layout(self.program, name, further.program)
             prove(further.program)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
+from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
 from partitioner.option_text import explain_validation_error
 from partitioner.passes.documented_model import DocumentedModel
@@ -209,6 +210,14 @@ def _choose_buckets(sizes: NDArray[np.float64], often: NDArray[np.float64], coun
 
 Request = Evaluate | Generate
 NO_PROGRAMS: Mapping[str, Request] = MappingProxyType({})
+
+
+def constrain_for_programs(constraints: Constraints | None, programs: Mapping[str, Request]) -> Constraints:
+    """Return ``constraints`` with what further ``programs`` ask of the layout: no context parallelism (``cp=1``) if
+    tokens are to be generated, because it would divide the positions of key/value caches. A fixed ``cp`` stays."""
+    constraints = constraints or Constraints()
+    generates = any(isinstance(asked, Generate) for asked in programs.values())
+    return constraints.model_copy(update={"cp": 1}) if generates and constraints.cp is None else constraints
 
 
 def check_programs(programs: Any) -> None:

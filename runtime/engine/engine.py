@@ -184,7 +184,7 @@ class Engine:
     def outputs(self) -> dict[str, dict[int, Tensor]]:
         """Return this rank's part of the model's results in the last step, as value name -> microbatch -> tensor.
 
-        Empty unless the engine was made with ``keep_outputs``.
+        Empty unless the engine was made, or :meth:`run` was called, with ``keep_outputs``.
         """
         return self.latest_outputs.trim()
 

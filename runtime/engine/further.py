@@ -23,7 +23,7 @@ from partitioner.runtime.execute.executor import Executor
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
 from partitioner.runtime.program.membership import PipelineEdge, gathers_of, groups_of, links_of
 from partitioner.runtime.program.program import Program, RankProgram, Stage
-from partitioner.runtime.prove.layouts import prove_same_layout
+from partitioner.runtime.prove.layouts import prove_same_caches, prove_same_layout
 from partitioner.runtime.state.gradients import RankGradients
 from partitioner.runtime.state.host_offload import HostParameters, TransientParameters
 from partitioner.runtime.state.parameters import load_constants
@@ -154,6 +154,7 @@ def prepare_programs(family: ProgramFamily, communicator: Communicator) -> None:
     groups: dict[tuple[int, ...], None] = {}
     links: dict[PipelineEdge, None] = {}
     gathers: dict[tuple[int, ...], None] = {}
+    prove_same_caches(family.further)
     for name, further in family.further.items():
         prove_same_layout(family.first, name, further.program)
     for program in (family.first, *(further.program for further in family.further.values())):

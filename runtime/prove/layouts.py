@@ -49,22 +49,23 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
 
 
 def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
-    """Raise :class:`LayoutError` unless all ``programs``, by name, place their key/value caches alike and write to them
-    in place.
+    """Raise :class:`LayoutError` unless the programs of each generation place their key/value caches alike and write to
+    them in place. ``programs``: the further programs of a plan by name; those of a generation are called by its name
+    and their purpose, such as ``generate prefill`` and ``generate decode``. Programs without caches are skipped.
 
     Their caches have the same shapes, types and layouts over ``tp``, and the same pipeline stages read them. Each write
     of a call has a cache itself as its operand, not a copy of it, such as one from a collective.
     """
-    known: dict[str, tuple[str, tuple[object, ...]]] = {}
+    known: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
     for name, further in programs.items():
-        program = further.program
+        program, generation = further.program, name.rpartition(" ")[0]
         for data in program.inputs:
             if data.path not in further.caches:
                 continue
             value = program.values[data.value]
             stages = tuple(s for s, stage in enumerate(program.stages) if _loads(stage, data.value))
             own = data.shape, data.dtype, data.batch_dim, value.layout, value.context, stages
-            other, expected = known.setdefault(data.path, (name, own))
+            other, expected = known.setdefault((generation, data.path), (name, own))
             if own != expected:
                 raise LayoutError(
                     f"{data.path!r} is placed as {own} in program {name!r}, and as {expected} in {other!r}"

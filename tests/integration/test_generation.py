@@ -26,6 +26,7 @@ from partitioner import (
     Topology,
     partition,
 )
+from partitioner.programs.requests import constrain_for_programs
 from partitioner.runtime.prove.layouts import LayoutError, prove_same_caches
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.models import CASES, float64
@@ -241,7 +242,8 @@ def test_a_stage_has_the_caches_of_its_layers():
 
 
 def test_a_program_that_copies_a_cache_is_refused():
-    further = dict(plan_generation("llama", tp=2).further)
+    plan = plan_generation("llama", tp=2)
+    further = dict(plan.further)
     prove_same_caches(further)
     decode = further["generate decode"]
     values = dict(decode.program.values)
@@ -250,6 +252,15 @@ def test_a_program_that_copies_a_cache_is_refused():
     other = decode.program.model_copy(update={"values": values})
     with pytest.raises(LayoutError, match=re.escape("'caches.0.0' is placed as")):
         prove_same_caches(further | {"generate decode": decode.model_copy(update={"program": other})})
+    changed = further | {"generate decode": decode.model_copy(update={"program": other})}
+    with pytest.raises(LayoutError, match=re.escape("'caches.0.0' is placed as")):
+        plan.model_copy(update={"further": changed}).prove()
+
+
+def test_generation_leaves_context_parallelism_out_of_the_search():
+    assert constrain_for_programs(None, {"generate": ASKED}).cp == 1
+    assert constrain_for_programs(Constraints(cp=2), {"generate": ASKED}).cp == 2
+    assert constrain_for_programs(None, {"eval": Evaluate()}).cp is None
 
 
 def engine_of_llama() -> Engine:

@@ -166,7 +166,7 @@ def group_card(calls: CallGroup) -> Card:
     """Return the card (a list of text lines) of ``calls``, a sequence of repeated blocks, such as decoder layers: names
     of the blocks, their number, module paths, notes, collectives by kind, parameters, and how weights are sharded.
     """
-    title = " + ".join(calls.blocks)
+    title = calls.title
     rows = [CardRow(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]
     if calls.paths and calls.paths != title:
         rows.append(CardRow(calls.paths, fill="muted"))
@@ -218,7 +218,7 @@ def group_tooltip(calls: CallGroup) -> str:
     """Return the tooltip of ``calls``, a sequence of repeated blocks, one fact per line: the range of its calls in the
     stage, its collectives with their bytes, and the shape and sharding of each weight.
     """
-    lines = [f"{' + '.join(calls.blocks)} × {calls.count}: calls {calls.start} to {calls.stop - 1} of the stage"]
+    lines = [f"{calls.title} × {calls.count}: calls {calls.start} to {calls.stop - 1} of the stage"]
     for moved in calls.collectives:
         name = COLLECTIVE_NAMES.get(moved.op, moved.op)
         lines.append(f"{moved.direction}: {moved.count} {name} over {moved.axis}, {bytes_text(moved.num_bytes)} in all")
@@ -463,7 +463,7 @@ class _GraphScene:
         wires = []
         for pair, flows in between.items():
             first = flows[0]
-            ends = " → ".join(" + ".join(self.whole.group(p).blocks) for p in (first.source, first.target))
+            ends = " → ".join(self.whole.group(p).title for p in (first.source, first.target))
             more = f" and {len(flows) - 1} more" if len(flows) > 1 else ""
             ahead, back = (
                 sum(sizes) for sizes in zip(*((f.forward_bytes, f.backward_bytes) for f in flows), strict=True)

@@ -414,7 +414,7 @@ def _calls_text(group: CallGroup) -> str:
     paths and notes.
     """
     times = f"{group.count} × " if group.count > 1 else ""
-    name = " + ".join(group.blocks)
+    name = group.title
     about = [*([group.paths] if group.paths not in ("", name) else []), *group_notes(group)]
     return f"{times}{name}" + (f" ({', '.join(about)})" if about else "")
 

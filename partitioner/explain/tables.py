@@ -619,7 +619,7 @@ def stage_table(plan: Plan, whole: Outline) -> Padding:
         rank = max(known, key=lambda r: share_of_usable(peaks[r], rooms[r]), default=None)
         often = Counter[str]()
         for group in stage.groups:  # each virtual stage has groups of its own
-            often[" + ".join(group.blocks)] += group.count
+            often[group.title] += group.count
         calls = ", ".join((f"{count} × " if count > 1 else "") + blocks for blocks, count in often.items())
         row = [
             str(stage.index),
@@ -731,7 +731,7 @@ def collective_table(whole: Outline) -> Padding | None:
         if not group.collectives or group.blocks in told:
             continue
         told.add(group.blocks)
-        name = " + ".join(group.blocks)
+        name = group.title
         for op, axis in dict.fromkeys((m.op, m.axis) for m in group.collectives):
             amounts = []
             for direction in ("forward", "backward"):

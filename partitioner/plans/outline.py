@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
+from partitioner.passes.ir.layouts import REST, TOTALS
 from partitioner.plans.block_outline import BlockCollective, Weight, block_collectives, block_weights
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.instructions import Instruction, count_repetitions
@@ -152,9 +153,10 @@ class CallGroup:
     """Consecutive block calls of one stage in which a sequence of blocks is repeated.
 
     ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range ``[start,
-    stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``count``: number of
-    repetitions. ``paths``: the module paths of the calls as text. ``collectives``: totals over all calls of the group,
-    for one rank and one microbatch. ``weights``: the parameters of one repetition.
+    stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``: the same as
+    text for reports, such as ``layers.* + norm``. ``count``: number of repetitions. ``paths``: the module paths of the
+    calls as text. ``collectives``: totals over all calls of the group, for one rank and one microbatch. ``weights``:
+    the parameters of one repetition.
 
     ``num_parameters``: elements of the whole parameters. ``parameter_bytes``: bytes that one rank holds of them.
     ``recomputed``, ``selective``: whether the backward recomputes the whole calls, or a part of them. ``prologue``:
@@ -167,6 +169,7 @@ class CallGroup:
     start: int
     stop: int
     blocks: tuple[str, ...]
+    title: str
     count: int
     paths: str
     collectives: tuple[CollectiveTotal, ...]
@@ -408,6 +411,7 @@ class _Outliner:
                     start=start,
                     stop=stop,
                     blocks=tuple(c.block for c in calls[:period]),
+                    title=" + ".join(self.describe_block(c.block, c.prologue) for c in calls[:period]),
                     count=repeats,
                     paths=path_range(ends),
                     collectives=self.sum_collective_traffic(index, range(start, stop)),
@@ -421,6 +425,15 @@ class _Outliner:
                 )
             )
         return tuple(made)
+
+    def describe_block(self, name: str, prologue: bool) -> str:
+        """Return the name of a block for reports. A block that needs sums over the whole batch is executed as two: one
+        computes its part of the sums (``prologue``), and the other, the rest, has the block's own name again.
+        """
+        if prologue and name.endswith(TOTALS):
+            return f"{name.removesuffix(TOTALS)} (sums over the batch)"
+        own = name.removesuffix(REST)
+        return own if own + TOTALS in self.program.blocks else name
 
     def list_call_weights(self, call: Any) -> list[Weight]:
         gathered = self.program.zero == 3 and self.program.size("dp_shard") * self.program.size("cp") > 1

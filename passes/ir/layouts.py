@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["S", "R", "P", "R'"]
+TOTALS, REST = ".totals", ".rest"  # name endings of the two blocks into which sums over the batch split a block
 
 
 @hashed_once

@@ -25,7 +25,7 @@ from torch import fx
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.collectives import COMMUNICATING, collective_name, ops
 from partitioner.passes.ir.interpret import META, insert_operator_node
-from partitioner.passes.ir.layouts import Layout, local_shape
+from partitioner.passes.ir.layouts import REST, TOTALS, Layout, local_shape
 from partitioner.passes.ir.model import Block, Call, FoldedModel, TensorSpec
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.rules import factors_of, has_rule
@@ -91,13 +91,13 @@ def _extract_totals(model: FoldedModel) -> FoldedModel:
         if not totals:
             calls.append(run)
             continue
-        name = f"{block.name}.totals"
+        name = block.name + TOTALS
         names = tuple(f"{run.path}:total{i}" for i in range(len(totals)))
         blocks[name], states, inputs = _totals_block(model, run, totals, name, producers)
-        blocks[block.name + ".rest"] = _turn_totals_into_inputs(block, totals)
+        blocks[block.name + REST] = _turn_totals_into_inputs(block, totals)
         prologue.append(Call(name, run.path, states, inputs, names, shared=True, prologue=True))
         values.update({v: TensorSpec.of(n.meta["val"]) for v, n in zip(names, totals, strict=True)})
-        calls.append(replace(run, block=block.name + ".rest", inputs=(*run.inputs, *names)))
+        calls.append(replace(run, block=block.name + REST, inputs=(*run.inputs, *names)))
     used = {c.block for c in [*prologue, *calls]}
     return model.with_(blocks={k: b for k, b in blocks.items() if k in used}, calls=[*prologue, *calls], values=values)
 
@@ -238,7 +238,7 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
             env[node] = graph.node_copy(node, env.__getitem__)
     drop_unused(graph)
     inputs = (*block.inputs, *(env[t].name for t in totals))
-    return Block(block.name + ".rest", graph, block.states, inputs)
+    return Block(block.name + REST, graph, block.states, inputs)
 
 
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:

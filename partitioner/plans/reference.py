@@ -288,13 +288,13 @@ class _ByPlace(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Any,
     ) -> Tensor:
         """Return the result of ``scaled_dot_product_attention`` with these arguments, where dropout draws from a random
-        stream of its own.
+        stream of its own. ``options``: its keyword arguments ``scale`` and ``enable_gqa``.
         """
-        if enable_gqa:
+        scale: float | None = options.get("scale")
+        if options.get("enable_gqa", False):
             groups = query.shape[-3] // key.shape[-3]
             key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
         scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)

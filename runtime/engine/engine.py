@@ -43,7 +43,7 @@ from partitioner.runtime.engine.outputs import RunOutputs
 from partitioner.runtime.engine.padding import ChosenProgram, choose_program, fit_batch
 from partitioner.runtime.errors import BatchError, LaunchError
 from partitioner.runtime.execute.bind import Library
-from partitioner.runtime.execute.executor import Executor
+from partitioner.runtime.execute.executor import Executor, ExecutorOptions
 from partitioner.runtime.execute.flight_recorder import Phase
 from partitioner.runtime.family.load import family_of
 from partitioner.runtime.program.load import placement_of
@@ -168,8 +168,8 @@ class Engine:
             self._gradients,
             communicator,
             library or Library(program, self.device, compile),
-            keep_outputs,
             TransientParameters(sharded, hosted),
+            ExecutorOptions(keep_outputs),
         )
         state = EngineState(self._shards, self._gradients, sharded, hosted)
         self._further = FurtherExecutors(family, communicator, state, compile, keep_outputs)

@@ -19,7 +19,7 @@ from partitioner.runtime.comm.group import Communicator
 from partitioner.runtime.engine.padding import BatchShape
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute.bind import Library
-from partitioner.runtime.execute.executor import Executor
+from partitioner.runtime.execute.executor import Executor, ExecutorOptions
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
 from partitioner.runtime.program.membership import PipelineEdge, gathers_of, groups_of, links_of
 from partitioner.runtime.program.program import Program, RankProgram, Stage
@@ -126,9 +126,11 @@ class FurtherExecutors:
             gradients,
             self.communicator,
             Library(program, device, self.compile),
-            keep_outputs or bool(further.caches),
             TransientParameters(sharded, state.hosted),
-            frozenset(i.value for i in program.inputs if i.path in further.caches),
+            ExecutorOptions(
+                keep_outputs or bool(further.caches),
+                frozenset(i.value for i in program.inputs if i.path in further.caches),
+            ),
         )
 
     def _is_constant(self, name: str) -> bool:

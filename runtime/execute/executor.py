@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic_ns
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,15 @@ from partitioner.runtime.state.loss import LossSum
 Action = Callable[[], None]
 
 
+class ExecutorOptions(NamedTuple):
+    """What an :class:`Executor` does beside the program. ``keep_outputs``: collect the model's results that this rank
+    computes. ``local_inputs``: names of inputs of which :meth:`Executor.run` is given this rank's own shard, such as
+    key/value caches, and not the whole tensor."""
+
+    keep_outputs: bool = False
+    local_inputs: frozenset[str] = frozenset()
+
+
 class Executor:
     """Runs one rank's program; ``run(inputs)`` runs one step.
 
@@ -50,14 +60,14 @@ class Executor:
             has the graphs of the program's blocks.
         states: parameter or buffer -> this rank's shard. For parameters that ZeRO shards or that are in host memory:
             the whole tensor, whose memory exists only while it is needed.
-        keep: collect the model's results that this rank computes in ``outputs``: value -> microbatch -> tensor.
         transient: manages the memory of parameters that ZeRO shards or that are in host memory; ``None``: there are
             none.
-        local_inputs: names of inputs of which ``run`` is given this rank's own shard, such as key/value caches.
+        options: what else it does; ``None``: nothing.
 
-    ``loss`` is the loss of the whole global batch, on every rank; ``None`` if the model has no loss. ``actions`` is the
-    compiled step: pairs (index of the instruction, function) in the order of execution. A debugger or a test can
-    replace or wrap a function in it. ``recorder`` records when each action begins.
+    ``outputs`` has the collected results: value -> microbatch -> tensor. ``loss`` is the loss of the whole global
+    batch, on every rank; ``None`` if the model has no loss. ``actions`` is the compiled step: pairs (index of the
+    instruction, function) in the order of execution. A debugger or a test can replace or wrap a function in it.
+    ``recorder`` records when each action begins.
     """
 
     def __init__(
@@ -67,12 +77,12 @@ class Executor:
         gradients: RankGradients,
         communicator: Communicator,
         library: Library,
-        keep: bool = False,
         transient: TransientParameters | None = None,
-        local_inputs: frozenset[str] = frozenset(),
+        options: ExecutorOptions | None = None,
     ) -> None:
+        options = options or ExecutorOptions()
         self.rank = rank
-        self._local_inputs = local_inputs
+        self._local_inputs = options.local_inputs
         self.program = rank.program
         self.communicator = communicator
         self.gradients = gradients
@@ -86,7 +96,8 @@ class Executor:
         self.totals: dict[str, Tensor] = {}
         self._inputs: Mapping[str, Tensor] = {}
         self._loss = None if self.program.loss is None else LossSum(rank, communicator)
-        self._produced = {o.value for o in self.program.outputs if o.stage == rank.stage_index} if keep else set()
+        kept = self.program.outputs if options.keep_outputs else ()
+        self._produced = {o.value for o in kept if o.stage == rank.stage_index}
         watched: dict[str, Callable[[int, str, Tensor], None]] = {v: self._collect_output for v in self._produced if v}
         if self.program.loss is not None:
             watched[self.program.loss] = self._add_loss

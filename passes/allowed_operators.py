@@ -18,11 +18,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from partitioner.passes.errors import UntrustedOperatorError
+
+if TYPE_CHECKING:  # reports read plans without PyTorch
+    import torch
 
 NAMESPACE = "partition"
 ENVIRONMENT = "PARTITION_ALLOW_OPERATORS"  # names as for allow_operators, separated by commas
@@ -63,6 +64,7 @@ _PRIVATE = frozenset(
 
 _libraries: set[str] = set()
 _operators: set[str] = set()  # "mylib::swiglu"
+_met: set[str] = set()  # names as in plans, of operators in models of this process
 _checked: set[str] = set()  # names as in plans, such as "aten.add.Tensor", that were found to be allowed
 
 
@@ -105,7 +107,7 @@ def _allow_those_of_environment() -> None:
 
 def note_operator_of_model(target: torch._ops.OpOverload) -> None:
     """Allow plans that this process reads to name the operator ``target``, because a model of this process calls it."""
-    _operators.add(target._schema.name)
+    _met.add(str(target))
 
 
 def check_node_operators(nodes: Iterable[Mapping[str, Any]], block: str) -> None:
@@ -128,7 +130,7 @@ def check_operator(name: str) -> None:
     """Raise :class:`UntrustedOperatorError` unless plans may name the operator ``name``, such as ``aten.add.Tensor`` or
     ``getitem``.
     """
-    if name in _checked or name == "getitem":
+    if name in _checked or name in _met or name == "getitem":
         return
     _allow_those_of_environment()
     library, _, rest = name.partition(".")
@@ -166,6 +168,8 @@ def find_operator(name: str) -> torch._ops.OpOverload | None:
     """Return the torch operator with the name ``name``, such as ``aten.add.Tensor``; ``None`` if no imported library
     has it. Whether a plan may name it is not checked.
     """
+    import torch
+
     if name.startswith(f"{NAMESPACE}."):
         for module in _MODULES:
             importlib.import_module(f"partitioner.passes.ops.{module}")

@@ -26,7 +26,9 @@ class CaptureError(PartitionError):
 
 
 class InputsError(PartitionError):
-    """Raised if the inputs do not match the model, or contradict each other."""
+    """Raised if the example inputs do not match the signature of the model's ``forward``, or contradict each other, for
+    example in their batch sizes.
+    """
 
 
 class RuleError(PartitionError):

@@ -82,8 +82,8 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
 
 
 def _is_of_call(error: Exception) -> bool:
-    """Return whether ``error`` was raised because the arguments of a decorated function do not match its signature, so
-    that no line of the function was executed.
+    """Return whether ``error`` was raised because the arguments of a call do not match the signature of a function that
+    :func:`typed_errors` decorates. No line of the function was executed in that case, so the error is the caller's.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return isinstance(error, TypeError) and frames[-1].f_code.co_filename == contextlib.__file__
@@ -215,14 +215,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Return whether ``error`` says that memory could not be allocated."""
+    """Return whether ``error`` says that memory of the host or of a device could not be allocated."""
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _NO_MEMORY)
     return isinstance(error, MemoryError)
 
 
 def _is_of_progress(error: Exception) -> bool:
-    """Return whether ``error`` was raised by the user's progress callback during the search."""
+    """Return whether ``error`` was raised by the progress callback that the user passed to the search for a plan. Such
+    an error is passed on unchanged, because it is a way to stop the search.
+    """
     ours = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     return bool(ours) and (_format_project_path(ours[-1].filename), ours[-1].name) == _REPORTS_PROGRESS
 

@@ -293,10 +293,11 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield the write
-        that does the same: the old tensor with its new value. The caller copies the values into the tensors at the end
-        of forward. Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a
-        parameter that is trained.
+        """Undo forward's assignments of new tensors to buffers and frozen parameters, and yield the write that replaces
+        each: the old tensor, into which the caller copies the new value at the end of forward.
+
+        Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a parameter
+        that is trained.
 
         Args:
             data: the record of forward's accesses to ``.data``.
@@ -370,8 +371,8 @@ class _DataAccess(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function with the tensors that replace those to whose ``.data`` forward assigned, and record
-        accesses.
+        """Call the torch function ``func`` and return its result. Each operand to whose ``.data`` forward assigned a
+        tensor is replaced by the assigned tensor, and reads and writes of ``.data`` are recorded. ``types``: unused.
         """
         kwargs = kwargs or {}
         if self._plain:
@@ -487,7 +488,9 @@ def _can_share_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_given(tensor: Tensor) -> bool:
-    """Return whether the traced ``tensor`` is a parameter, buffer or input of the graph, or a view of one."""
+    """Return whether the traced ``tensor`` is a parameter, buffer or input of the graph, or a view of one. Its value
+    must be copied before other tensors are written to.
+    """
     memory = _find_tensor_memory(tensor)
     return memory is not None and memory.op == "placeholder"
 
@@ -622,7 +625,9 @@ def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) ->
 
 
 def _may_be_held(node: fx.Node) -> bool:
-    """Return whether the value of ``node`` may share its memory with a parameter, a buffer or an input of the graph."""
+    """Return whether the value of ``node`` may share its memory with a parameter, a buffer or an input of the graph, so
+    that it must be copied before it is stored.
+    """
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
@@ -645,10 +650,12 @@ _LOOKED_AT = 1 << 20  # elements
 
 
 def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> dict[str, Any]:
-    """Return the values of the buffers of ``folded`` (except constants) before the first step, by name.
+    """Return the values of the model's buffers before the first step: name -> value. A value is one number if all
+    elements are equal, otherwise nested lists. Constants, large buffers with different elements, and buffers without
+    values (on ``meta``) are left out.
 
-    A value is one number if all elements are equal, otherwise nested lists. Large buffers with different elements, and
-    buffers without values (on ``meta``), are left out. ``model``: the original model, which has the values.
+    ``model``: the original model, which has the values. ``folded``: the same model as captured graphs; it has the names
+    of the buffers.
     """
     every: dict[str, Any] = (
         {} if isinstance(model, ExportedProgram) else {"remove_duplicate": False}

@@ -81,8 +81,8 @@ def capture(
     device: str = "cpu",
     lift_numbers: bool = True,
 ) -> Captured:
-    """Trace ``model`` on one global batch and return the captured graph. The model is not changed and no weight is
-    copied.
+    """Trace ``model`` on one global batch and return the captured model: one FX graph with the names of its states
+    (parameters, buffers, constants), inputs, outputs and loss. The model is not changed and no weight is copied.
 
     Raises :class:`CaptureError`, :class:`InputsError` or :class:`UnsupportedError`.
 
@@ -165,14 +165,14 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
 def _with_caches_settled(
     model: nn.Module, twin: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
-    """Decide whether ``model`` is traced with its generation (key/value) caches. Return the twin to trace, which is a
-    copy of the model with fake parameters, and notes for the user.
+    """Decide whether ``model`` is traced with its generation (key/value) caches. Return two values: the copy of the
+    model with fake parameters that is to be traced, and notes for the user (a tuple of texts).
 
-    Caches stay on only if the result of forward depends on them. ``twin``: a twin with the caches off, with which this
-    is tested.
+    Caches stay on only if the result of forward depends on them.
 
     Args:
-        arguments: positional and keyword arguments of forward.
+        twin: such a copy with the caches off, with which this is tested.
+        arguments: (positional arguments, keyword arguments) of forward.
         dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """
     if not twin.caches:
@@ -187,13 +187,14 @@ def _with_caches_settled(
 
 
 def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]:
-    """Return a tuple of one note for the user that names the buffers whose values decided what forward computes; an
-    empty tuple if there are none.
+    """Return a note for the user, as a tuple of one text, that names the buffers on whose values forward branched while
+    it was traced; an empty tuple if there are none.
 
-    Raises :class:`UnsupportedError` if forward also changes such a buffer. ``captured``: the model's graph.
+    Raises :class:`UnsupportedError` if forward also changes such a buffer.
 
     Args:
-        asked: names of these buffers.
+        captured: the captured model, which tells the buffers that forward changes.
+        asked: names of the buffers on whose values forward branched.
     """
     changed = sorted(asked & set(captured.updates))
     if changed:
@@ -294,8 +295,8 @@ def _is_static(program: ExportedProgram) -> bool:
 
 
 def _cast_inputs_and_states(captured: Captured, dtype: torch.dtype, kinds: tuple[str, ...]) -> Captured:
-    """Return ``captured`` with its floating-point inputs and states in ``dtype``. The operators of the graph are not
-    changed.
+    """Return the captured model ``captured`` with its floating-point inputs and states in ``dtype``. The operators of
+    the graph are not changed.
 
     ``kinds``: the kinds of states that are cast, of ``parameter``, ``buffer`` and ``constant``.
     """

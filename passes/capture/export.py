@@ -328,10 +328,12 @@ def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
 
 def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScope) -> None:
     """Write ``value``, a Python number that forward left in an attribute, to the 0-dimensional ``buffer`` that stands
-    for it.
+    for it in the trace.
 
-    ``counter``: describes the attribute. Raises the exception that ``scope`` makes if the value is no number, or a
-    fraction in place of a whole number.
+    Raises the exception that ``scope`` makes if the value is no number, or a fraction in place of a whole number.
+
+    ``counter``: the attribute, with its name and its value before forward. ``scope``: records how forward uses such
+    numbers.
     """
     with torch.no_grad():
         if is_lifted(value):
@@ -481,7 +483,8 @@ def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str])
 
     Args:
         error: the exception that torch.export raised.
-        drawn: names of the random operators from whose result forward tried to read the last number; empty if none.
+        drawn: names of the random operators from which the number was computed that forward tried to read last; empty
+            if it was computed from none.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = place_of(error), f"{type(error).__name__}: {error}"

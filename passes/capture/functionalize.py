@@ -88,7 +88,8 @@ _KEEPS_NOTHING = frozenset(
 
 
 class StorageTracker:
-    """Tracks which nodes of a graph share memory, which require a gradient, and which are written to.
+    """Tracks which nodes of a graph share memory, which require a gradient, and which are written to. It finds in-place
+    writes that a graph without such writes could not represent exactly.
 
     Call :meth:`follows` for each node that is appended to the graph, in order. All dicts of this object have nodes as
     keys.
@@ -122,7 +123,8 @@ class StorageTracker:
     def follows(self, made: fx.Node) -> None:
         """Update the record of shared memory, gradients and writes for ``made``, a node that was appended to the graph.
 
-        Raises :class:`UnsupportedError` if it reads a tensor that was written to without autograd's knowledge.
+        Raises :class:`UnsupportedError` if it reads a tensor that requires a gradient and was written to without
+        autograd's knowledge, as inside ``torch.no_grad()``.
         """
         target, source = made.target, made.args[0] if made.args else None
         detaches = target in (aten.detach.default, aten.detach_.default)
@@ -177,8 +179,8 @@ class StorageTracker:
             )
 
     def reads(self, node: fx.Node) -> None:
-        """Raise :class:`UnsupportedError` if ``node`` requires a gradient and was written to without autograd's
-        knowledge.
+        """Raise :class:`UnsupportedError` if ``node`` requires a gradient and its memory was written to without
+        autograd's knowledge, as inside ``torch.no_grad()``.
 
         Call it for each node that an operator or the output reads.
         """
@@ -551,13 +553,11 @@ def _line_of(node: fx.Node, args: list[Any]) -> str:
 
 
 def _own_function(args: list[Any]) -> Callable[..., Any] | None:
-    """Return the Python function that a call which torch.export did not trace into would execute, if this function
-    applies a ``torch.autograd.Function``.
-
-    Return ``None`` for any other function.
+    """Return the function that a node calls which torch.export did not trace into, if the function applies a
+    ``torch.autograd.Function``; ``None`` for any other function.
 
     Args:
-        args: the arguments of the call's node.
+        args: the arguments of the node; the first is a pytree spec that contains the function.
     """
     function = getattr(pytree.tree_unflatten([], args[0]), "func", None) if isinstance(args[0], TreeSpec) else None
     return function if getattr(function, "__name__", "") == _CALLS_FUNCTION else None

@@ -72,8 +72,8 @@ def plain_numbers(arguments: Bound) -> dict[str, int | float]:
 
 
 def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
-    """Return ``arguments`` with a 0-dimensional fake tensor in place of each Python number whose path is in
-    ``twin.numbers``.
+    """Return ``arguments`` with a 0-dimensional fake tensor in place of each Python number whose path, such as
+    ``options.scale``, is in ``twin.numbers``.
 
     The tensor is float64 for a float, int64 for an int.
 
@@ -92,9 +92,8 @@ def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
 
 
 def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
-    """Return a description of each named parameter of the ``forward`` of ``model``, in order, with its default.
-
-    ``*args`` and ``**kwargs`` are left out.
+    """Return a record of each named parameter of the ``forward`` of ``model``, in order: its name, its default, and
+    whether it is required. ``*args`` and ``**kwargs`` are left out.
     """
     found = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
@@ -174,11 +173,12 @@ def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...
 
 
 def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None) -> Any:
-    """Return ``tree``, arguments of forward, with each tensor replaced by a fake tensor, which has a shape but no
-    values.
+    """Return ``tree``, a pytree of arguments of forward, with each tensor replaced by a fake tensor, which has a shape
+    but no values.
 
-    The batch dim of each is enlarged to ``global_batch``, and floating-point tensors are cast to ``dtype``. For both,
-    ``None`` changes nothing. ``twin``: the copy of the model whose fake tensor mode is used.
+    The batch dim of each is enlarged to ``global_batch`` samples, and floating-point tensors are cast to ``dtype``. For
+    both, ``None`` changes nothing. Raises :class:`InputsError` if ``global_batch`` is given and no tensor has a dim.
+    ``twin``: the copy of the model whose fake tensor mode is used.
     """
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)
@@ -217,10 +217,11 @@ def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]
 
 
 def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:
-    """Return the shape of ``tensor`` with its first dim of size ``sample`` enlarged to ``global_batch``.
+    """Return the shape of ``tensor`` for a batch of ``global_batch`` samples: its first dim of size ``sample`` is
+    enlarged to ``global_batch``.
 
-    ``sample``: number of samples in the inputs. The shape is unchanged if ``global_batch`` is ``None`` or no dim has
-    that size.
+    ``sample``: number of samples in the given inputs. The shape is unchanged if ``global_batch`` is ``None`` or no dim
+    has the size ``sample``.
     """
     shape = list(tensor.shape)
     if global_batch is not None and sample in shape:

@@ -65,8 +65,9 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Return whether this change is one of a module's attribute that is a Python number before and after
-        forward."""
+        """Whether the change is one of a module's attribute that is a Python number before and after forward. Only such
+        a change can become a buffer.
+        """
         return self.module is not None and self.before is not None and self.after is not None
 
 
@@ -138,11 +139,12 @@ class PythonState:
         return cls(attributes_of(module), places, list(generators.values()))
 
     def changes(self, after: Attributes) -> list[StateChange]:
-        """Return the differences between the snapshot and the present state, as one object for each variable.
+        """Return the differences between the snapshot and the present state: one :class:`StateChange` for each variable
+        that has another value.
 
         Args:
-            after: attributes of the traced copy of the model after its forward, by (module path, attribute name), each
-                as (comparison key, value).
+            after: attributes of the traced copy of the model after its forward: (module path, attribute name) ->
+                (comparison key, value).
         """
         found = list[StateChange]()
         for (path, name), (told, value) in after.items():
@@ -305,9 +307,8 @@ def _cell_has_data(cell: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether ``value``, that of a Python variable, may be state that forward changes.
-
-    Classes, functions, modules and tensors are not.
+    """Return whether ``value``, that of a Python variable, may be state that forward changes, such as a number, a list,
+    a random generator or an object of a user's class. Classes, functions, modules and tensors are not.
     """
     if isinstance(value, type | types.ModuleType | nn.Module | Tensor | enum.Enum) or _is_function(value):
         return False
@@ -316,8 +317,8 @@ def _is_data(value: Any) -> bool:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Return whether ``value`` is an object with attributes that may be state: of a user's class, a dataclass or a
-    namespace.
+    """Return whether ``value`` is an object whose attributes may be state that forward changes: an object of a user's
+    class, a dataclass or a namespace.
     """
     plain_object = isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
     return plain_object or (hasattr(value, "__dict__") and _has_code_of_users(type(value).__module__))
@@ -578,8 +579,8 @@ def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Return whether ``node`` is a deterministic operator of torch whose result is small enough to be computed and
-    compared.
+    """Return whether ``node`` is a deterministic operator of torch with a small result. Two captured graphs are then
+    compared by this result, not by the operators that compute it.
     """
     tags, given = getattr(node.target, "tags", ()), node.meta.get("val")
     small = not isinstance(given, Tensor) or given.numel() <= _MOST_NUMBERS
@@ -592,8 +593,8 @@ def _on_cpu(argument: Any) -> Any:
 
 
 def _digest_constant_value(value: Any) -> str:
-    """Return a text that represents ``value``, equal for equal values; a tensor is represented by its shape, its dtype
-    and a hash of its bytes.
+    """Return a text that represents ``value``, the result of a graph node; it is equal for equal values. A tensor is
+    represented by its shape, its dtype and a hash of its bytes, a tuple or list by its elements.
     """
     if isinstance(value, tuple | list):
         return repr([_digest_constant_value(v) for v in value])

@@ -55,9 +55,10 @@ from partitioner.passes.trace.layer_reuse import Repeats
 class Trace:
     """Result of one trace of ``twin``, a copy of the model with fake tensors.
 
-    ``captured``: the model's graph. ``left``: the attributes of the twin's modules after forward, by (module path,
-    attribute name), each as (comparison key, value). ``arguments``: (positional, keyword) arguments of forward.
-    ``uses``: for each input that is a Python number and fixed in the plan, by path, what forward uses it for, as text.
+    ``captured``: the model's graph with the names of its states, inputs and outputs. ``left``: the attributes of the
+    twin's modules after forward: (module path, attribute name) -> (comparison key, value). ``arguments``: (positional
+    arguments, keyword arguments) of forward. ``uses``: for each input that is a Python number and fixed in the plan:
+    path -> what forward uses it for, as text.
     """
 
     captured: Captured
@@ -216,8 +217,8 @@ class Tracer:
         Args:
             twin: the twin to trace.
             arguments: (positional arguments, keyword arguments) of forward.
-            left: receives the attributes after forward, by (module path, attribute name), because torch.export resets
-                them.
+            left: receives the attributes after forward, (module path, attribute name) -> (comparison key, value),
+                because torch.export resets them.
         """
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in twin.counters}}
@@ -347,8 +348,8 @@ def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterato
     none.
 
     Args:
-        signature: how forward is called; it has the fixed values.
-        uses: for each fixed number of the inputs, by path, what forward uses it for.
+        signature: how forward is called; its field ``fixed`` has these values by path.
+        uses: path of a fixed input that is a Python number -> what forward uses it for, as text.
     """
     given = {path: value for path, value in signature.fixed.items() if value is not None}
     if given:
@@ -468,8 +469,12 @@ class _Settling:
         return self.first, [_note_unused(changes)]
 
     def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
-        """Check the trace in which the Python numbers that forward changes are buffers. Return (trace to use, list of
-        notes for the user): ``counted``, or the first trace if no result depends on these numbers.
+        """Check ``counted``, the trace in which the Python numbers that forward changes are buffers. Return the trace
+        to use and a list of notes for the user. The trace is ``counted``, or the first trace if no result depends on
+        these numbers.
+
+        Raises :class:`UnsupportedError` if forward branches on such a number with an effect, or if another change has
+        an effect.
 
         Args:
             counted: the trace with buffers in place of the numbers.
@@ -578,8 +583,9 @@ class _Settling:
         )
 
     def _refuse_decision(self, guard: Guard) -> None:
-        """Raise :class:`UnsupportedError`, because a branch of forward depends on a Python number that forward changes.
-        ``guard``: the condition of the branch."""
+        """Raise :class:`UnsupportedError` with the message that a branch of forward depends on a Python number that
+        forward changes. ``guard``: the condition of the branch, with its source line.
+        """
         where = f" ({guard.where})" if guard.where else ""
         raise UnsupportedError(
             f"the forward decides what it computes by {guard}{where}, a Python number that it changes itself: a plan "

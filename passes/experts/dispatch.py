@@ -43,9 +43,11 @@ def spread_experts(
     merged: str | None = None,
     apart: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
-    """Return ``block`` with its experts distributed over the ranks of a mesh axis, and the layouts of the experts'
-    parameters by name.
+    """Return two values: the local graph ``block`` (a piece of the model on one rank) with its experts distributed over
+    the ranks of a mesh axis, and a dict from the name of each parameter of the experts to the layout that shards it by
+    expert.
 
+    Before each part that computes by expert, rows are sent to the ranks of their experts, and sent back after it.
     Raises :class:`UnsupportedError` if the number of experts is not divisible by ``size``, an operator between the
     experts' products fixes the number of rows, or the experts are sharded over an axis in ``apart``.
 
@@ -101,8 +103,10 @@ class _Spreader:
         self.region_of |= dict.fromkeys(region.nodes, region)
 
     def copy_node(self, node: fx.Node) -> None:
-        """Copy ``node`` to the graph in which each rank has some of the experts. A parameter of experts is sharded, and
-        rows are sent to the ranks of their experts and back."""
+        """Copy ``node`` to the graph in which each rank has only some of the experts. A parameter of the experts is
+        sharded by expert. An operator that computes by expert reads rows that were sent to the rank of their expert,
+        and its results are sent back. Any other node is copied unchanged.
+        """
         if node in self.tables:
             self._shard_table_node(node, self.tables[node])
         elif node in self.region_of:
@@ -111,8 +115,8 @@ class _Spreader:
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
 
     def _shard_table_node(self, node: fx.Node, dim: int) -> None:
-        """Copy ``node``, which is computed only from the experts' parameters, to the new graph, where it computes the
-        part that belongs to the experts of one rank.
+        """Copy ``node``, which is computed only from the experts' parameters, to the new graph, where its result has
+        only the experts of one rank.
 
         Raises :class:`UnsupportedError` if the operator cannot be sharded by expert.
 
@@ -145,10 +149,10 @@ class _Spreader:
         self.env[node] = local
 
     def _copy_region_node(self, node: fx.Node, region: ExpertRegion) -> None:
-        """Copy ``node``, an operator of the expert region ``region``, to the new graph, where it works on the rows that
-        were sent to this rank. If it is read outside of the region, append the collective that sends its rows back.
-
-        Raise :class:`UnsupportedError` if it cannot work on another number of rows.
+        """Copy ``node``, an operator in ``region`` (a part of the graph that computes by expert), to the new graph,
+        where it works on the rows that were sent to this rank. If it is read outside of the region, append the
+        collective that sends its rows back. Raise :class:`UnsupportedError` if it cannot work on another number of
+        rows.
         """
         self._check_apart(node)
         operands = [self._find_region_operand(o, region) for o in operands_of(node)]
@@ -166,10 +170,10 @@ class _Spreader:
 
     def _find_region_operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
         """Return the node that the new graph reads in place of ``node``, an operand of an operator in ``region`` (a
-        part of the block in which experts compute).
+        part of the graph that computes by expert).
 
-        If ``node`` is outside of the region, the result is the node with those of its rows that were sent to this rank;
-        otherwise it is the copy of ``node``.
+        If ``node`` is in the region, the result is its copy. If it has rows from outside, the result has the rows that
+        were sent to this rank. Anything else, such as a parameter, is replaced by its copy.
         """
         if node in region.nodes:
             return self.inside[node]
@@ -203,7 +207,8 @@ class _Spreader:
     def _send_to_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
         """Append the collective that sends the rows of ``local`` to the ranks of their experts, and return its node.
 
-        ``node``: the original node, whose metadata is copied. ``region``: the part of the block that reads the rows.
+        ``local``: the node of the new graph with the rows of this rank. ``node``: the original node, whose metadata is
+        copied. ``region``: the part of the graph that reads the rows.
         """
         if region.keys is None:
             return self._append_collective("all_to_all", node, local, 0, 1)
@@ -213,7 +218,8 @@ class _Spreader:
         """Append the collective that sends the rows of ``local`` back to the ranks that they came from, and return its
         node.
 
-        ``node``: the original node, whose metadata is copied. ``region``: the part of the block that computed the rows.
+        ``local``: the node of the new graph with the results for the received rows. ``node``: the original node, whose
+        metadata is copied. ``region``: the part of the graph that computed the rows.
         """
         if region.keys is None:
             return self._append_collective("all_to_all", node, local, 1, 0)
@@ -245,10 +251,10 @@ class _Spreader:
         self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Raise :class:`UnsupportedError` if the arguments of ``node`` fix the number of rows, which is not possible
-        because it differs between ranks.
+        because each rank receives another number of rows.
 
         To find out, the operator is executed on meta tensors with more rows. ``args``, ``kwargs``: its arguments in the
-        new graph. ``region``: the part of the block that contains it.
+        new graph. ``region``: the part of the graph that contains it.
         """
         rows = {self.inside[n] for n in region.nodes if n in self.inside} | set(self.sent.values())
         rows.add(self._route_rows(region, node)[2])

@@ -61,7 +61,9 @@ class Loop:
 
 
 def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """Yield the loops over experts whose last addition or ``where`` is the node ``head``; nothing for other nodes.
+    """Yield the loops over experts of a mixture whose last addition or ``where`` is the node ``head``; nothing for
+    other nodes. Such a loop computes each expert on all rows, and combines the experts' outputs by a sum or by
+    ``where``.
 
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
@@ -73,8 +75,8 @@ def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """Yield the loops over experts whose outputs the sum ``head`` adds up. An output is zero in all rows but its
-    expert's own.
+    """Yield the loops over experts of a mixture whose outputs the sum ``head`` adds up. The output of an expert is zero
+    in all rows except those that chose this expert.
 
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
@@ -86,7 +88,9 @@ def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 def _own_rows(addend: fx.Node) -> RoutingChoice | None:
     """Return which rows of ``addend``, the output of one expert in a sum over experts, may be non-zero: those where a
-    tensor of chosen expert numbers equals the expert's number. Return ``None`` if it was not masked in this way."""
+    tensor of chosen expert numbers equals one number. The result names the tensor and the number. Return ``None`` if
+    the addend was not masked in this way.
+    """
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
         node = node.args[0]
@@ -148,12 +152,12 @@ def _group_into_loops(
     *,
     adds: bool,
 ) -> Iterator[Loop]:
-    """Group the outputs of experts into loops, and yield the loops. The masks of a loop's experts test the same tensor
-    of chosen expert numbers, and the numbers are consecutive.
+    """Group the outputs of experts into loops, and yield the loops. The row masks of a loop's experts test one tensor
+    of chosen expert numbers, and the numbers for which they test it are consecutive.
 
     Args:
-        found: the output of each expert, with the mask of the expert's rows.
-        others: returns the chain's remaining operands for the outputs of a loop.
+        found: the output of each expert -> the tensor and the number by which the expert's rows are masked.
+        others: function of a loop's outputs that returns the other operands of the sum or ``where`` chain.
         chain: the nodes that combine the outputs.
         numbers: assigns equal integers to nodes that compute the same value.
         adds: whether the chain is a sum.
@@ -175,10 +179,8 @@ def _group_into_loops(
 
 
 def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
-    """Return which tensor and number the mask ``node`` compares (``None`` if it is no such mask), and whether the mask
-    is negated.
-
-    Reshapes of the mask are skipped.
+    """Return two values: the integer tensor and the number for which the boolean mask ``node`` tests it, as in ``chosen
+    == 3`` (``None`` if it is no such mask), and whether the mask is negated. Reshapes of the mask are skipped.
     """
     negated = False
     while isinstance(node, fx.Node):
@@ -222,10 +224,8 @@ class ExpertColumns:
         self.build, self.loop, self.numbers = build, loop, numbers
 
     def picked(self, nodes: tuple[fx.Node, ...]) -> ExpertColumn | None:
-        """Return one value with all experts as last dim, for ``nodes`` that are slices of one tensor, one for each
-        expert in order.
-
-        Return ``None`` for other nodes.
+        """Return one value with all experts as last dim, if ``nodes`` (one for each expert of the loop, in order) are
+        the slices of one tensor at the experts' numbers, such as ``shares[:, i]``; ``None`` for other nodes.
         """
         first, wanted = nodes[0], range(self.loop.first, self.loop.first + len(nodes))
         if any(n.target is not aten.select.int or n.args[1] != first.args[1] for n in nodes):
@@ -242,8 +242,9 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Return a boolean value with the experts of the loop as last dim, and the dims of the tensor of chosen expert
-        numbers before it. It is true where the number is that of the expert."""
+        """Return the masks of all experts of the loop as one boolean value: the dims of the tensor of chosen expert
+        numbers, then the experts as last dim. It is true where the chosen number is that of the expert.
+        """
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
         if self.loop.first:
@@ -309,10 +310,12 @@ class ExpertColumns:
 
 @dataclass(frozen=True)
 class ExpertMask:
-    """The masks of all experts in a loop: each is true in the expert's own rows, or in all other rows if ``negated``.
+    """The row masks of all experts in a loop over experts, described as one. The mask of an expert is true in the rows
+    that chose this expert, or in all other rows if ``negated``.
 
-    ``dim``: the index of the dim of the rows; ``None`` as long as the rows are spread over several dims (such as batch
-    and position). ``plain``: whether the mask has the dims of the tensor with the chosen expert numbers.
+    ``dim``: the dim of the mask that indexes rows; ``None`` if several dims together do, such as batch and position.
+    ``plain``: whether the mask has the dims, in order, of the tensor of chosen expert numbers that it was computed
+    from.
     """
 
     dim: int | None
@@ -322,8 +325,10 @@ class ExpertMask:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """One value, ``node``, that replaces a value of each expert in a loop: each row, along ``dim``, is computed by its
-    own expert. ``zeroed``: whether each expert's separate value was zero in the rows of other experts."""
+    """One node that replaces the corresponding nodes of all experts in a loop over experts. Its value has each row,
+    along the dim ``dim``, computed by the expert that the row chose. ``zeroed``: whether each expert's own value was
+    zero in the rows of other experts.
+    """
 
     node: fx.Node
     dim: int
@@ -349,8 +354,10 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """A value, ``node``, in which each row is computed by its own expert, after a reshape that split the row dim into
-    several dims. ``where``: the shape of the value, with the size 1 in every dim except those of the rows."""
+    """A node of a loop over experts whose value has each row computed by the expert that the row chose, after a reshape
+    that split the row dim into several dims. ``where``: the shape of the value, with the size 1 in every dim except
+    those of the rows.
+    """
 
     node: fx.Node
     where: tuple[int, ...]
@@ -417,8 +424,8 @@ class LoopWeights:
         return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 
     def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
-        """Apply the transpose, permutation or cast of ``node`` to the parameters of all experts at once, and return the
-        result.
+        """Apply the transpose, permutation or cast of ``node``, which reads the parameter of one expert, to the
+        parameters of all experts at once, and return the result.
 
         Raises :class:`Different` for another operator. ``args``, ``kwargs``: the operator's arguments; the first is the
         parameters of all experts.
@@ -437,14 +444,15 @@ class LoopWeights:
     def by_row(
         self, node: fx.Node, stack: ExpertParameter | PackedParameter, rows: ExpertRows, expert: Callable[[], fx.Node]
     ) -> fx.Node:
-        """Return, for each row, the parameter of the row's expert, to be read by the pointwise operator ``node``.
+        """Return a node with the parameter of each row's own expert, to be read by the pointwise operator ``node``. Its
+        dim 0 indexes rows, and its further dims broadcast with the other operand.
 
         Raises :class:`Different` if ``node`` is not pointwise or the parameter has dims at or before the rows.
 
         Args:
             stack: the parameters of all experts.
             rows: the other operand of ``node``, in which each row is computed by its own expert.
-            expert: returns the node with the expert of each row.
+            expert: returns the node with the expert number of each row.
         """
         assert isinstance(node.target, torch._ops.OpOverload)
         whole = self.of_all(stack)

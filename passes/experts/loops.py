@@ -126,10 +126,10 @@ class _Merging:
 
     def _build_loop_total(self, made: Any) -> fx.Node:
         """Append the operators that combine ``made``, the outputs of all experts merged into one value, with those
-        operands of the loop's sum or selection that are no expert's output.
+        operands of the loop's sum or ``where`` chain that are no expert's output.
 
-        Return the node that replaces the last operator of the loop. Raises :class:`Different` if the merged value has
-        another form than the loop needs.
+        Return the node that replaces the last operator of the loop. Raises :class:`Different` if ``made`` has another
+        form than the loop needs.
         """
         if self.loop.adds:
             if not isinstance(made, ExpertSum) and not (isinstance(made, ExpertRows) and made.zeroed):
@@ -149,17 +149,18 @@ class _Merging:
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
-        """Return whether the loop can be replaced: it reads parameters of the experts, and nothing outside of it reads
-        these parameters or the experts' intermediate values.
+        """Return whether the loop can be replaced: it reads parameters of the experts, and nothing outside of the loop
+        reads these parameters or the experts' intermediate values.
         """
         read = self.inner | {n for nodes in self.packing.packed for n in nodes}
         users = self.inner | self.loop.chain
         return self.weights.read and all(u in users for n in read for u in n.users)
 
     def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop.
+        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop: a node that all
+        experts share, or an object for merged nodes, such as :class:`ExpertRows` (each row computed by its own expert).
 
-        A node that all experts share is returned itself. Raises :class:`Different` if the nodes do not correspond.
+        Raises :class:`Different` if the nodes do not correspond.
         """
         if nodes not in self.known:
             alike = len({self.numbers(n) for n in nodes}) == 1
@@ -167,8 +168,8 @@ class _Merging:
         return self.known[nodes]
 
     def _merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return one value that replaces ``nodes``, which compute corresponding but different values of all experts in
-        the loop.
+        """Return one object, such as :class:`ExpertRows` (each row computed by its own expert), that replaces
+        ``nodes``, which compute corresponding but different values of all experts in the loop.
 
         Raises :class:`Different` if the nodes do not correspond or cannot be merged.
         """
@@ -225,7 +226,8 @@ class _Merging:
         )
 
     def _merge_one_argument(self, given: Sequence[Any]) -> Any:
-        """Return one argument that replaces the corresponding arguments ``given`` of all experts.
+        """Return one argument that replaces ``given``, the arguments of the corresponding operators of all experts at
+        one position: a merged value for nodes, the common value for constants.
 
         Raises :class:`Different` if they do not correspond.
         """
@@ -245,8 +247,9 @@ class _Merging:
     # -- masks ------------------------------------------------------------------------------------------------------
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
-        """Return a description of the masks of all experts in a loop as one, if ``nodes`` are the masks of the loop's
-        experts in order; else ``None``."""
+        """Return one description of the row masks of all experts in the loop if ``nodes`` are these masks, in the order
+        of the experts; else ``None``. The mask of an expert is true in the rows that chose it.
+        """
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
             choice = choice_of(node)
@@ -257,10 +260,10 @@ class _Merging:
         )
 
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
-        """Return the object for the masks of all experts after the negation or reshape that ``node`` applies to each
-        mask.
+        """Return the description of the row masks of all experts after the negation or reshape that ``node`` applies to
+        each mask. ``mask``: their description before.
 
-        Raises :class:`Different` for another operator. ``mask``: the object for the masks before.
+        Raises :class:`Different` for another operator.
         """
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)
@@ -275,11 +278,12 @@ class _Merging:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """Merge the ``masked_fill`` operators of all experts, each of which keeps the expert's own rows and sets all
-        other rows to a number. ``node``: that of the first expert.
+        """Merge the ``masked_fill`` operators of all experts, each of which keeps the rows of one expert and sets all
+        other rows to a number. Return the merged rows, each computed by its own expert. Raises :class:`Different` if
+        the operands do not fit.
 
-        Return the merged rows, each computed by its own expert. Raises :class:`Different` if the operands do not fit.
-        ``value``, ``mask``: the operator's merged operands.
+        ``node``: the operator of the first expert. ``value``, ``mask``: its first two operands, each merged over all
+        experts.
         """
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
@@ -352,11 +356,10 @@ class _Merging:
         return ExpertRows(made, x.dim, x.zeroed)
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
-        """Append an operator that applies that of ``node`` to the sum of all experts' outputs, in place of each output,
-        and return the result.
+        """Append the operator of ``node``, which the model applies to the output of each expert, on the sum of all
+        experts' outputs instead, and return the result. This is exact if the operator is linear.
 
-        Raises :class:`Different` if the operator is not linear. ``args``, ``kwargs``: its arguments, one of which is
-        the sum.
+        Raises :class:`Different` if it is not linear. ``args``, ``kwargs``: its arguments, one of which is the sum.
         """
         given = [
             i for i, a in enumerate(args) if isinstance(a, ExpertRows | ExpertSum | ExpertParameter | PackedParameter)
@@ -405,11 +408,11 @@ class _Merging:
         raise Different
 
     def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
-        """Return the index of the row dim in each result of ``made``; ``None`` unless each row of a result depends only
-        on the same row of the operands.
+        """Return the index of the dim that indexes rows in each result of the operator ``made``. Return ``None`` unless
+        each row of a result depends only on the same row of the operands.
 
         Args:
-            rows: for each operand that has rows, the index of its row dim.
+            rows: for each operand that has rows, the index of the dim that indexes them.
         """
         try:
             rule = factors_of(made)
@@ -450,8 +453,8 @@ def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
 
 
 def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
-    """Return the shape of ``made``, with 1 in every dim except those into which a reshape splits the row dim of
-    ``rows``.
+    """Return the shape of ``made``, a reshape of ``rows``, with the size 1 in every dim except those into which the row
+    dim of ``rows`` is split. ``rows``: a value with its row dim.
 
     Raises :class:`Different` if the reshape changes other dims.
     """

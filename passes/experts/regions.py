@@ -70,8 +70,8 @@ class ExpertRegion:
 
     @property
     def states(self) -> dict[str, int]:
-        """Return the experts' parameters and buffers by the name of their placeholder, each with the index of the dim
-        that indexes experts.
+        """Return a dict from the name of the placeholder of each parameter and buffer of the experts to the index of
+        the dim that indexes experts.
         """
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
@@ -163,10 +163,9 @@ class _RegionFinder:
         return RowExpertDims(0) if self.keys is not None else RowExpertDims(1, 0)
 
     def _find_seed_nodes(self) -> set[fx.Node]:
-        """Return the nodes from which the search for a region starts: those that combine rows with a parameter of the
-        experts, such as products and look-ups.
-
-        Return an empty set if there are no products or the numbers of experts differ.
+        """Return the nodes from which the search for a part that computes by expert starts: operators that combine rows
+        with a parameter of the experts, such as products and look-ups. Return an empty set if there are no products or
+        the numbers of experts differ.
         """
         if self.keys is None:
             tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}
@@ -201,8 +200,8 @@ class _RegionFinder:
         return any(n.target in CHOICES and get_meta_shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
-        """Return whether ``node`` is computed only from parameters and buffers, and can be sharded along its dim
-        ``dim`` by sharding them.
+        """Return whether ``node`` is computed only from parameters, buffers and constants, and can be sharded along its
+        dim ``dim`` by sharding these.
         """
         return isinstance(node, fx.Node) and _trace_to_states(node, dim, self.states) is not None
 
@@ -212,8 +211,8 @@ class _RegionFinder:
         self.tables |= found
 
     def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
-        """Add the operator ``node`` to the region: record the row and expert dims of its results, and its operands from
-        outside of the region.
+        """Add the operator ``node`` to the part of the graph that computes by expert: record which dims of its results
+        index rows and experts, and which of its operands come from outside.
 
         Return ``False`` if the operator does not work row by row and was not added.
 
@@ -359,8 +358,8 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 
 
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
-    """Return which dims of a value hold the loop dimensions (as in an einsum) with the names ``rows`` and ``experts``;
-    ``experts`` is ``None`` if the operator has none.
+    """Return which dims of a value index rows and experts. ``rows``, ``experts``: the names of the loop dimensions (as
+    in an einsum) of an operator that run over rows and over experts; ``experts`` is ``None`` if the operator has none.
 
     Return ``None`` unless each of the two is in exactly one dim, without another loop dimension.
 

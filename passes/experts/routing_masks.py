@@ -113,8 +113,8 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def skip_inverse_squeezes(node: Any) -> Any:
-    """Follow ``node`` back through pairs of ``unsqueeze`` and ``squeeze`` that cancel, and return the node
-    before them.
+    """Return the node from which ``node`` is computed by ``unsqueeze`` and ``squeeze`` operators that cancel each
+    other; ``node`` itself if there are none.
     """
     while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_widened(node.args[0], node.args[1]):
         node = node.args[0].args[0]  # type: ignore[union-attr]
@@ -126,8 +126,8 @@ def _is_widened(node: Any, dim: Any) -> bool:
 
 
 def skip_operators(node: Any, targets: tuple[Any, ...]) -> Any:
-    """Follow first operands from ``node`` while the operator is in ``targets``, and return the node at which
-    this ends.
+    """Follow first operands from ``node`` as long as the operator is in ``targets``, and return the first node whose
+    operator is another one.
     """
     while node.target in targets:
         node = node.args[0]
@@ -135,8 +135,8 @@ def skip_operators(node: Any, targets: tuple[Any, ...]) -> Any:
 
 
 def is_count(node: Any) -> bool:
-    """Return whether every element of ``node`` is known to be zero or positive, so that a sum of elements is zero only
-    if all of them are zero.
+    """Return whether every element of ``node`` is known to be zero or positive (masks, one-hot codes, and their
+    products). A sum of such elements is zero only if all of them are zero.
     """
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
         return True
@@ -159,8 +159,8 @@ def numbers_of(node: fx.Node) -> fx.Node:
 
 
 def is_distinct(of: fx.Node, dim: int) -> bool:
-    """Return whether the numbers of ``of`` along ``dim`` are distinct, because they are indices of ``topk``, ``sort``
-    or ``argsort``.
+    """Return whether the numbers of the tensor ``of`` along its dim ``dim`` are known to be distinct, because they are
+    the indices that a ``topk``, ``sort`` or ``argsort`` returns.
     """
     node: Any = skip_integer_casts(of)
     while node.target in RESHAPES and dim % _get_node_rank(of) == _get_node_rank(of) - 1 and _keeps_last(node):
@@ -175,8 +175,8 @@ def is_distinct(of: fx.Node, dim: int) -> bool:
 
 
 def num_choices(of: fx.Node) -> int | None:
-    """Return the number of elements among which the indices ``of`` choose: the size of the dim of a ``topk``, ``sort``
-    or ``max``.
+    """Return the number of elements among which the indices in ``of`` were chosen: the size of the dim over which a
+    ``topk``, ``sort``, ``max`` or ``argmax`` ran. For a router this is the number of experts.
 
     Return ``None`` if ``of`` is no result of such an operator.
     """
@@ -192,8 +192,9 @@ def num_choices(of: fx.Node) -> int | None:
 
 
 def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
-    """Return the integer tensor and the number that the mask at ``index`` of ``whole`` along ``dim`` tests for
-    equality; ``None`` if ``whole`` is no stack of such masks along ``dim``."""
+    """Return the integer tensor and the number for which it is tested, if the slice of ``whole`` at ``index`` along
+    ``dim`` is a mask such as ``chosen == index``; ``None`` if ``whole`` is no stack of such masks along ``dim``.
+    """
     classes = classes_of(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None

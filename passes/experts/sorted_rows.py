@@ -66,7 +66,8 @@ class _UnsortedValue:
 
 
 class _Unsorter:
-    """Rewrites the readers of one sort so that they do not need it.
+    """Rewrites the operators that read rows (tokens) sorted by expert, so that they read them in their original order
+    and the sort is not needed.
 
     ``sort``: the node that sorts rows. ``keys``: the values by which it sorts, such as expert numbers. ``order``: the
     node with the sorted rows' original positions. ``twins`` maps each node that depends on the sort to the value that
@@ -151,9 +152,9 @@ class _Unsorter:
             self._record_unsorted_value(node, _UnsortedValue(build(node.target, twin.node, index), (twin.dims[index],)))
 
     def _is_inverse_order(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is the inverse permutation of the sort.
-
-        This is an ``arange`` written to the positions of the sort order, or an ``argsort`` of the order.
+        """Return whether ``node`` is the inverse of the sort's permutation, by which a model brings rows back to their
+        original order. This is an ``arange`` written to the positions of the sort order, or an ``argsort`` of the
+        order.
         """
         if self.order is None:
             return False
@@ -207,8 +208,8 @@ class _Unsorter:
         return _UnsortedValue(self.twins[rows].node, (None,))
 
     def _finds_keys(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is a ``searchsorted`` that computes the expert of each sorted row from the positions
-        where the rows of each expert end.
+        """Return whether ``node`` computes the expert number of each sorted row: a ``searchsorted`` of the row
+        positions in the positions where the rows of each expert end.
         """
         if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
@@ -336,8 +337,8 @@ class _Unsorter:
         return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
 
     def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
-        """Append operators that compute the row look-up of ``node`` on unsorted rows without an index operator, and
-        return the result.
+        """Append operators that compute the row look-up of ``node`` (``rows[places]``) on unsorted rows without an
+        index operator, and return the result.
 
         Return ``None`` unless the looked-up positions are 0, 1, .. in order, each repeated equally often.
 
@@ -361,10 +362,8 @@ class _Unsorter:
         return build(aten.reshape.default, wide, [self.num_rows, *list_node_sizes(rows)[1:]])
 
     def _count_repeats(self, where: fx.Node, num_places: int) -> int | None:
-        """Return how often ``where`` repeats each of the numbers 0, 1, .., ``num_places`` - 1, in the form ``0 0 1 1 2
-        2 ..``.
-
-        Return ``None`` if it has another form.
+        """Return how often the index tensor ``where`` repeats each of the numbers 0, 1, .., ``num_places`` - 1, in the
+        form ``0 0 1 1 2 2 ..``; ``None`` if it has another form.
         """
         times = 1
         if where.target in (aten.floor_divide.default, aten.floor_divide.Scalar, aten.div.Tensor_mode):
@@ -415,12 +414,11 @@ def _is_full_arange(node: Any, num: int) -> bool:
 
 def _dim_of(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
     """Return the index of the dim of a value that holds the loop dimension ``name`` of an operator (as in an einsum),
-    and no other one.
-
-    Return ``None`` if no dim holds it, and -1 if it shares a dim with another loop dimension or is in several dims.
+    and no other one. Return ``None`` if no dim holds it, and -1 if it shares a dim with another loop dimension or is in
+    several dims.
 
     Args:
-        dims: names of the loop dimensions in each dim of a value.
+        dims: for each dim of the value, the names of its loop dimensions.
     """
     held = [d for d, factors in enumerate(dims) if name in factors]
     if not held:
@@ -497,9 +495,9 @@ class _Sorter:
             node.args, node.kwargs = with_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
-        """Return the node that replaces the operand ``node`` of an operator between products with the same experts.
-
-        If ``node`` comes from before the first product, the result has its rows sorted by expert.
+        """Return the node that replaces ``node``, an operand of an operator that computes by expert, when rows are
+        sorted by expert: a sorted copy if ``node`` has rows (or their expert numbers) from outside, otherwise ``node``
+        itself.
         """
         if node is not self.keys and node not in self.region.entries:
             return node

@@ -46,8 +46,8 @@ class Packing:
         self.packed: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def check_parameters(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Raise :class:`Different` unless ``nodes`` are distinct parameters of one shape and dtype, each with one name
-        only.
+        """Raise :class:`Different` unless ``nodes``, the placeholders of one parameter of each expert, are distinct
+        parameters of one shape and dtype, each with one name only, so that they can be stacked.
         """
         states = [self.captured.states.get(self.captured.placeholders.get(n.name, "")) for n in nodes]
         kinds = {(s.kind, s.spec, s.requires_grad, s.aliases, s.parts) if s is not None else None for s in states}
@@ -134,14 +134,16 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def is_inner(node: fx.Node) -> bool:
-    """Return whether the only reader of the sum ``node`` is another sum of two values, so that ``node`` is a part of a
-    longer sum.
+    """Return whether the only reader of ``node`` is a sum of two values, so that ``node`` is a part of a longer sum and
+    not its end.
     """
     return len(node.users) == 1 and is_sum(next(iter(node.users)))
 
 
 def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Return the addends of the nested sum ``node``, and the nodes of all its two-operand sums."""
+    """Return two values for the nested sum ``node``: the list of its addends, and the set of the nodes of its
+    two-operand sums.
+    """
     found, sums = [], {node}
     for addend in node.all_input_nodes if len(node.all_input_nodes) == 2 else node.all_input_nodes * 2:
         if is_sum(addend) and len(addend.users) == 1:
@@ -227,9 +229,10 @@ class _Stacking:
         return any(n.target in CHOICES and list_node_sizes(n.args[0])[-1:] == [len(addends)] for n in seen)  # type: ignore[arg-type]
 
     def _check_stackable(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Visit the operators that compute ``nodes``, one node of each expert.
+        """Visit the operators that compute ``nodes``, the corresponding nodes of all experts (one for each).
 
-        Raises :class:`Different` unless all of them correspond and can be stacked.
+        Raises :class:`Different` unless all of these operators correspond to each other and can work on stacked
+        tensors.
         """
         if len(set(nodes)) == 1 or nodes in self.packed:
             return
@@ -278,10 +281,8 @@ class _Stacking:
         return self.build(aten.sum.dim_IntList, self.build(aten.mul.Tensor, made, weights), [0])
 
     def _stack_nodes(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, bool]:
-        """Return (node, stacked): one node with the values of ``nodes``, one of each expert, along a new first dim, and
-        ``True``.
-
-        If all experts share one node, return this node and ``False``.
+        """Return (node, stacked) for ``nodes``, the corresponding nodes of all experts (one for each): one node with
+        their values along a new first dim, and ``True``. If all experts share one node, return this node and ``False``.
         """
         if len(set(nodes)) == 1:
             return nodes[0], False
@@ -408,8 +409,8 @@ def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
 
 
 def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return (stack of matrices, index of the matrix for each row) if ``node`` reads one matrix of a stack for each
-    row; else ``None``.
+    """Return (stack of matrices ``[n, k, m]``, index of the matrix for each row ``[rows]``) if ``node`` reads one
+    matrix of the stack for each row, as ``weight[expert]`` does; else ``None``.
     """
     if node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         stack, picks = node.args[0], node.args[1][0]  # type: ignore[index]
@@ -428,9 +429,8 @@ def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _in_range(node: Any, size: int) -> bool:
-    """Return whether the indices in ``node`` are known to be less than ``size``.
-
-    This is known if they are positions that ``topk`` or a similar operator chose among at most ``size`` scores.
+    """Return whether the indices in ``node`` are known to be less than ``size``. This is known if they are positions
+    that ``topk`` or a similar operator chose among at most ``size`` scores.
     """
     while isinstance(node, fx.Node):
         if node.target in _MOVES:

@@ -99,8 +99,8 @@ class TracedBranches:
             self.counted[rows.node.expr] = rows, listing, number
 
     def decides(self, question: Any) -> bool:
-        """Fix the outcome of the symbolic condition ``question`` if it only tests whether an expert has rows, and
-        return ``True``.
+        """Fix the outcome of the symbolic condition ``question`` if it only tests whether an expert has rows (tokens
+        that chose it), and return ``True``.
 
         The outcome depends on which experts have rows in this trace. Return ``False`` for any other condition, or for a
         row count that was not registered.
@@ -156,8 +156,9 @@ class _BranchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function. The rows of an expert's mask are listed through a marker, and a test for rows has a
-        fixed outcome.
+        """Call the torch function ``func`` and return its result. If it lists the rows in which an expert's mask is
+        true, it reads the mask through a marker operator. If it tests whether an expert has rows, the answer is a fixed
+        Python boolean. ``types``: unused.
         """
         kwargs = kwargs or {}
         if get_proxy_mode() is None:
@@ -278,7 +279,8 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
 
 
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
-    """Return the question about an expert's rows that element ``index`` of ``node`` along ``dim`` answers.
+    """Return the question about an expert's rows (whether there are any) that the element ``index`` of ``node`` along
+    ``dim`` answers.
 
     Return ``None`` unless ``node`` has the row counts of all experts, computed as a sum of masks, and ``index`` is an
     integer.
@@ -302,7 +304,9 @@ def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery |
 
 
 def _number_of(node: Any) -> int | None:
-    """Return the number of the expert whose mask ``node`` is; ``None`` if it is no mask of an expert."""
+    """Return the number of the expert if ``node`` is the mask of the rows that chose this expert; ``None`` if it is no
+    such mask.
+    """
     found = _find_mask_choice(node)
     if found is not None:
         return found[1]

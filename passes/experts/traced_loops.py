@@ -60,8 +60,8 @@ class TracedLoops:
 
     @property
     def found(self) -> bool:
-        """Return whether the trace has a loop or branch over experts with rows, so that the graph must be proven equal
-        to the model.
+        """Return whether the trace has a loop over the experts with rows, or a branch on whether an expert has rows.
+        The graph must then be proven equal to the model.
         """
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
@@ -192,8 +192,8 @@ class _LoopIndexMode(TorchFunctionMode):
 
 
 def _is_turns(mask: Any) -> bool:
-    """Return whether ``mask`` is the mask of the rows of a single expert, selected from the experts' masks in a loop
-    over experts that is being traced.
+    """Return whether ``mask`` is the mask of the rows of a single expert, selected inside a loop over the experts with
+    rows that is being traced. Forward may assume that such a mask is true somewhere.
     """
     node = node_of(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
@@ -235,8 +235,8 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:
-    """Return whether ``node`` is a mask of the rows of one expert with an even (``parity`` 0) or odd (1) number in a
-    traced loop over experts.
+    """Return whether ``node`` is the mask of the rows that chose one expert, selected in a traced loop over experts,
+    and the expert's number is even (``parity`` 0) or odd (1).
     """
     args: Any = node.args
     if node.target is not aten.select.int or args[0].target is not HITS:
@@ -288,8 +288,8 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
 
 
 def _without_nothing(graph: fx.Graph) -> None:
-    """Simplify ``graph`` in place: remove additions, selections and fills that have no effect because a mask is all
-    false.
+    """Simplify ``graph`` in place: remove additions, selections and fills that have no effect because the mask that
+    they read is known to be false everywhere.
     """
     false, true, zero = set[Any](), set[Any](), set[Any]()
     for node in list(graph.nodes):

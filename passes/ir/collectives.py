@@ -92,8 +92,8 @@ def _make_scaled_result(x: Tensor, dim: int, times: int, over: int) -> Tensor:
 
 
 def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return empty results of attention for shape inference: the output and, for each query, the logsumexp of its
-    scores.
+    """Return empty results of attention for shape inference: the output ``[b, h, s, d_v]``, and ``[b, h, s]``, the
+    logsumexp of each query's scores.
 
     ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` (batch, heads, positions, width) of one rank. The
     operator's other arguments are not read.
@@ -122,12 +122,12 @@ def _by_position(like: Tensor, width: int) -> Tensor:
 
 
 def _make_route_results(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty results of the operator ``route`` for shape inference: row order, counts of rows, experts of
-    received rows.
+    """Return empty results, for shape inference, of the operator ``route``, which decides to which of ``size`` ranks
+    each row is sent: the order of the rows by expert ``[t]``; the counts ``[2, size]`` of rows sent to, and received
+    from, each rank; and the expert number of each received row.
 
-    ``experts`` ``[t]``: the expert number of each row. The counts are ``[2, size]``: rows sent to, and received from,
-    each of the ``size`` ranks. The number of received rows is symbolic if the trace has symbolic shapes, else ``t``.
-    ``num_experts`` and ``axis``, the other arguments of the operator, are not read.
+    ``experts`` ``[t]``: the expert number of each row. The number of received rows is symbolic if the trace has
+    symbolic shapes, else ``t``. ``num_experts`` and ``axis``, the other arguments of the operator, are not read.
     """
     rows: Any = experts.shape[0]
     device: Any = experts.device

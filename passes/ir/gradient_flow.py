@@ -31,8 +31,9 @@ def stops_gradient(node: fx.Node) -> bool:
 
 
 def is_differentiable(value: Any) -> bool:
-    """Return whether ``value``, a meta tensor or a tuple of which any is taken, has a dtype that can carry a gradient
-    (floating-point or complex)."""
+    """Return whether ``value``, a meta tensor, has a dtype that can carry a gradient (floating-point or complex). For a
+    tuple of meta tensors, return whether any of them has.
+    """
     if isinstance(value, tuple | list):
         return any(is_differentiable(v) for v in value)
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
@@ -47,11 +48,8 @@ def accumulated_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
-    """Set ``node.meta["grad"]`` on the nodes of ``block``: whether a gradient flows from the node back to one of
-    ``sources``.
-
-    Return the mark of each output of the block, in order. A block is the graph of a piece of the model, such as a
-    layer.
+    """Set ``node.meta["grad"]`` on the nodes of ``block``, the graph of a piece of the model: whether a gradient flows
+    from the node back to one of ``sources``. Return the mark of each output of the block, in order.
 
     Args:
         sources: names of the placeholders that need a gradient.
@@ -72,10 +70,10 @@ def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
 
 def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
     """Set ``node.meta["grad"]`` (whether the node needs a gradient) in all blocks of ``model``. Return the names of the
-    values between calls of blocks that need one.
+    outputs of calls that need one.
 
-    A block is the graph of a piece of the model, such as a layer. It is marked once for all of its calls: a placeholder
-    needs a gradient if it does in any of them.
+    A block is the graph of a piece of the model, such as a layer, which several calls execute. It is marked once for
+    all of its calls: a placeholder needs a gradient if it does in any of them.
 
     Args:
         train: if false, no value needs a gradient.
@@ -127,7 +125,8 @@ class CallLike(Protocol):
 
 
 def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
-    """Return, for each output of ``block``, the positions of the placeholders that the gradient of this output reaches.
+    """Return, for each output of the graph ``block``, a tuple with the positions of the placeholders that the gradient
+    of this output reaches.
 
     Positions are indices from 0 that count the placeholders of parameters and buffers first, then those of other
     inputs.
@@ -169,8 +168,8 @@ def gradient_flow(
 
     Args:
         calls: the calls of blocks (graphs of pieces of the model, such as layers), in execution order.
-        paths: by block name, for each output, the positions of the placeholders that its gradient reaches (indices from
-            0: parameters and buffers first, then inputs).
+        paths: name of a block -> for each of its outputs, the positions of the placeholders that its gradient reaches
+            (indices from 0: parameters and buffers first, then inputs).
         trainable: names of the parameters that are trained.
         loss: name of the loss value; ``None`` means no gradients.
     """
@@ -194,7 +193,9 @@ def gradient_flow(
 
 
 def freeze_unreached(captured: Captured) -> Captured:
-    """Return ``captured`` with ``requires_grad`` removed from parameters that no gradient of the loss reaches."""
+    """Return the captured model ``captured`` with ``requires_grad`` removed from parameters that no gradient of the
+    loss reaches, so that no optimizer changes them, as in torch.
+    """
     if captured.loss is None:
         return captured
     reached = _find_gradient_nodes(captured.graph, captured.loss)

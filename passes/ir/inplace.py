@@ -110,8 +110,8 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
 
 
 def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
-    """Add an operator to ``graph`` that computes the value which the in-place operator ``node`` writes. Return the new
-    node.
+    """Add operators to ``graph`` that compute the value which the in-place operator ``node`` writes to its first
+    operand. Return the last new node.
 
     Args:
         kin: the functional operator with the same arguments, such as ``add`` for ``add_``.
@@ -150,7 +150,7 @@ def functional_kin(target: Any) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether the result of ``node`` may share memory with an argument."""
+    """Return whether the result of ``node`` may share memory with one of its operands."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return node.op == "call_function"
     if any(r.alias_info is not None for r in node.target._schema.returns):
@@ -163,7 +163,9 @@ _MAKING = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Return whether no other tensor shares the memory of the result of ``node``."""
+    """Return whether the operator ``node`` allocates the memory of its result, so that no input, parameter or earlier
+    value shares it.
+    """
     if node.target is _ITEM and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
@@ -201,9 +203,11 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
-    """Replace ``old`` by ``new`` as an operand of all users of ``old`` whose position in ``order`` is after ``place``.
+    """Replace ``old`` by ``new`` as an operand of the later users of ``old``: those whose position in ``order`` is
+    greater than ``place``.
 
-    ``order``: the position of each node in the graph, from 0. ``place``: such a position.
+    ``order``: the position of each node in the graph, from 0. ``place``: the position of the in-place operator after
+    which ``old`` has the value ``new``.
     """
     for user in list(old.users):
         if order.get(user, -1) > place:

@@ -180,8 +180,8 @@ def run_folded(
     inputs: Mapping[str, Tensor],
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Execute ``model`` on real tensors, and return all its values by name: the model's inputs and the outputs of all
-    calls of blocks.
+    """Execute ``model``, a sequence of calls of graphs, on real tensors, and return all its values by name: the model's
+    inputs and the outputs of all calls.
 
     Args:
         states: parameters and buffers by name; constants are taken from the model.

@@ -100,13 +100,17 @@ def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = F
 
 
 def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
-    """Return the sizes of the separately sharded parts (sections) of the dim that ``layout`` shards; ``(size,)`` if it
-    has only one part. ``size``: number of elements of the dim."""
+    """Return the sizes, in elements, of the parts of a sharded dim that ``layout`` shards separately, such as the q, k
+    and v parts of a fused projection; ``(size,)`` if the dim is sharded as one part. ``size``: number of elements of
+    the dim.
+    """
     return layout.sections or (size,)
 
 
 def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> bool:
-    """Return whether ``layout`` gives all ``num_ranks`` ranks shards of equal size for a tensor of ``shape``."""
+    """Return whether ``layout`` gives all ``num_ranks`` ranks of a mesh axis shards of equal size for a tensor of
+    ``shape``; true if it does not shard.
+    """
     if not layout.is_shard:
         return True
     if layout.dim >= len(shape):
@@ -121,8 +125,8 @@ def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
     stores them.
 
     A plain shard has one piece for each rank. A zigzag shard has two: for rank ``r``, the one with the index ``r`` from
-    the start and the one with the index ``r`` from the end. If the dim has sections, each section is divided in this
-    way.
+    the start and the one with the index ``r`` from the end. If the dim has several separately sharded parts, each part
+    is divided in this way.
     """
     if layout.zigzag:
         return [[r, 2 * num_ranks - 1 - r] for r in range(num_ranks)]
@@ -164,7 +168,9 @@ def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Te
 
 
 class Shard(NamedTuple):
-    """One cut of a tensor: keep the part that rank ``rank`` of ``num_ranks`` holds under ``layout``."""
+    """One division of a tensor over the ranks of a mesh axis, and one of these ranks: rank ``rank`` of ``num_ranks``
+    holds its part under ``layout``.
+    """
 
     layout: Layout
     num_ranks: int
@@ -172,8 +178,8 @@ class Shard(NamedTuple):
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """Cut the whole ``tensor`` by each of ``shards`` in turn, such as one for each mesh axis, and return the part that
-    remains.
+    """Divide the whole ``tensor`` by each of ``shards`` in turn, such as one for each mesh axis, and return the part
+    that remains: that of one rank.
     """
     for layout, num_ranks, rank in shards:
         tensor = take_shard(tensor, layout, num_ranks, rank)
@@ -181,8 +187,9 @@ def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
 
 
 def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
-    """Return the whole tensor from ``parts``, the parts of all ranks in order of rank under ``layout``. Shards are
-    concatenated and partial sums are added. Of replicas, the first is returned."""
+    """Return the whole tensor from ``parts``, the parts of all ranks of a mesh axis in order of rank, distributed as
+    ``layout`` says. Shards are concatenated and partial sums are added. Of replicas, the first is returned.
+    """
     import torch
 
     if layout.kind == "P":

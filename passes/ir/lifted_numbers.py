@@ -48,7 +48,7 @@ class Guard:
 
     def holds(self, numbers: Mapping[str, Number]) -> bool:
         """Return whether the condition has the recorded outcome for other ``numbers``, so that the plan is valid for
-        them. The keys are input paths or attribute names.
+        them. The keys of ``numbers`` are paths of inputs or names of attributes.
 
         The result is true if a number of the condition is missing in ``numbers``, and false if the expression cannot be
         evaluated.
@@ -417,8 +417,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _value_of(value: Any) -> Number:
-    """Return the Python number, as in the planned batch, that ``value`` stands for if it is a lifted number (one that
-    is traced as a tensor); otherwise ``value`` itself."""
+    """Return the Python number that ``value`` stands for. If ``value`` is a lifted number (a Python number that is
+    traced as a tensor), this is its value in the batch for which the plan is made; otherwise it is ``value`` itself.
+    """
     return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
 
 
@@ -513,9 +514,7 @@ def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
 
 class _Constructors(TorchFunctionMode):
     """A function mode in which torch functions whose arguments must be Python numbers, such as ``torch.full``, accept
-    lifted numbers, too.
-
-    A lifted number is a Python number that is traced as a tensor.
+    lifted numbers, too. A lifted number is a Python number that is traced as a tensor.
     """
 
     def __torch_function__(

@@ -25,9 +25,9 @@ NOT_LINEAR = "is not linear in the gradient that it is given ({} reads it)"
 
 
 class NotAffine(Exception):
-    """Raised if a function is not affine (linear plus a constant) in its inputs, or is not known to be.
+    """Raised if a function is not affine in its inputs (linear plus a constant), or is not known to be.
 
-    ``what`` is the reason, a phrase that follows the name of the function. ``instead`` says what to write instead.
+    ``what``: the reason, a phrase that follows the name of the function. ``instead``: advice on what to write instead.
     """
 
     def __init__(self, what: str, instead: str = _INSTEAD) -> None:
@@ -37,7 +37,7 @@ class NotAffine(Exception):
 
 @dataclass(frozen=True)
 class AffinePart:
-    """How a value depends on the inputs of an affine function, which is linear plus a constant.
+    """How a value in the graph of an affine function (linear plus a constant) depends on the function's inputs.
 
     ``depends``: whether the value depends on the inputs at all. ``zero``: whether the value is known to be zero if all
     inputs are zero, so that it has no constant part.
@@ -48,8 +48,8 @@ class AffinePart:
 
 
 def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]) -> dict[fx.Node, AffinePart]:
-    """Return, for every placeholder and operator of ``graph``, how its value depends on ``inputs`` (an
-    :class:`AffinePart`).
+    """Return a dict from every placeholder and operator of ``graph`` to how its value depends on ``inputs``: whether it
+    does, and whether it is zero if they are zero.
 
     Raises :class:`NotAffine` if an operator reads a value that depends on ``inputs`` and is not linear in it.
 
@@ -67,10 +67,9 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
 
 
 def without_shape_reads(graph: fx.Graph) -> None:
-    """Replace operators of ``graph`` that read only the shape and dtype of an operand, such as ``zeros_like``, by ones
-    without this operand.
-
-    The graph is changed in place.
+    """Replace operators of ``graph`` that read only the shape and dtype of an operand, such as ``zeros_like``, by
+    operators that make the same tensor without this operand. The graph is changed in place. Its values then do not seem
+    to depend on the operand.
     """
     for node in list(graph.nodes):
         name = _read_operator_name(node.target)
@@ -89,10 +88,11 @@ def without_shape_reads(graph: fx.Graph) -> None:
 def _rebuild_filled_tensor(
     graph: fx.Graph, node: fx.Node, name: str, shape: list[int], options: dict[str, Any]
 ) -> fx.Node:
-    """Add an operator to ``graph`` that makes the result of ``node``, such as ``zeros_like``, without its first
-    operand; return it.
+    """Add an operator to ``graph`` that makes the result of ``node``, such as ``zeros_like``, without reading its first
+    operand; return the new node.
 
-    ``name``: the operator's name. ``shape``: the shape of the result. ``options``: its dtype and device.
+    ``name``: the operator's name without namespace. ``shape``: the shape of the result. ``options``: its dtype and
+    device, as keyword arguments.
     """
     if name in ("full_like", "fill", "new_full"):
         number = node.args[-1]
@@ -117,11 +117,11 @@ def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node
 
 
 def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
-    """Return how the result of ``node`` depends on the graph's inputs: whether it depends on them, and whether it is
-    zero if all of them are zero.
+    """Return how the result of the operator ``node`` depends on certain inputs of the graph: whether it depends on
+    them, and whether it is zero if all of them are zero.
 
-    Raise :class:`NotAffine` if it is not linear in them. ``found``: how the results of the earlier nodes depend on
-    them.
+    Raise :class:`NotAffine` if it is not linear in operands that depend on the inputs. ``found``: earlier node -> how
+    its result depends on the inputs.
     """
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]
@@ -139,19 +139,20 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether all operands at ``positions`` are known to be zero if the graph's inputs are zero.
+    """Return whether all operands at ``positions`` are known to be zero if certain inputs of the graph are zero.
 
     Args:
         operands: the operator's operands.
         positions: indices in ``operands``.
-        found: how each node depends on the inputs.
+        found: node -> how its value depends on these inputs.
     """
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 
 def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if the inputs of
-    the graph are zero. ``found``: how each node depends on the inputs."""
+    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if certain inputs
+    of the graph are zero. ``None`` counts as zero. ``found``: node -> how its value depends on these inputs.
+    """
     if isinstance(operand, fx.Node):
         return found[operand].zero
     if isinstance(operand, tuple | list):
@@ -160,7 +161,9 @@ def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
 
 
 def _is_zero_by_itself(node: fx.Node) -> bool:
-    """Return whether ``node`` makes a tensor of zeros that depends on no values of tensors, such as ``zeros``."""
+    """Return whether the operator ``node`` makes a tensor of zeros whatever the values of its operands are, as
+    ``zeros`` does.
+    """
     name = _read_operator_name(node.target)
     if name in ("full", "fill", "full_like", "new_full"):
         return _is_zero(node.args[-1], {}) if not isinstance(node.args[-1], fx.Node) else False

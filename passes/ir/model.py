@@ -190,8 +190,8 @@ class FoldedModel:
     """A whole model as a sequence of calls of blocks; a block is the graph of a piece of the model, such as a layer.
 
     ``blocks``: the blocks by name. ``calls``: the calls in execution order. ``inputs`` and ``outputs``: those of the
-    whole model. ``signature``: the arguments of ``forward``. ``values``: shape and dtype of every model input and call
-    output, by name. ``loss``: the name of the loss value, or ``None``. A state is a parameter, buffer or constant;
+    whole model. ``signature``: the arguments of ``forward``. ``values``: name of a model input or call output -> its
+    shape and dtype. ``loss``: the name of the loss value, or ``None``. A state is a parameter, buffer or constant;
     ``states`` and ``constants`` (values of constants) are keyed by state name. ``tree``: the structure of the model's
     result, as text. ``notes``: messages for the user. ``updates``: buffer -> name of the value that it has after a
     step. ``keeps``: buffer -> ``f``, for buffers whose new value is ``f`` times the old one plus terms that are summed

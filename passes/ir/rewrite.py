@@ -103,8 +103,8 @@ def list_node_sizes(node: fx.Node) -> list[int]:
 
 
 def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
-    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators. Return the new graph, a map from old to
-    new node names, and the values of added constants by name.
+    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators. Return three values: the new graph, a
+    dict from old to new node names, and a dict from the name of each added constant to its value.
 
     Every operator needs a meta tensor in ``node.meta["val"]`` and has one afterwards. Unused operators are removed;
     placeholders stay.
@@ -210,7 +210,8 @@ def _takes_default(node: fx.Node) -> bool:
 
 def _is_integer_promotion(node: fx.Node) -> bool:
     """Return whether ``node`` is an elementwise operator on integers whose result has torch's default floating-point
-    dtype."""
+    dtype, such as a division. Its operands must be cast first if the result is to be float64.
+    """
     value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
     if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype.is_complex) or not operands:
         return False

@@ -70,13 +70,14 @@ class Signature:
 
 
 def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Signature:
-    """Return the signature of the operators ``nodes``, which are in execution order.
+    """Return a hashable description of the operators ``nodes``, which are in execution order. Two sequences with equal
+    descriptions, such as two equal layers, compute the same function.
 
     It covers operators, constants, shapes, dtypes, the data flow between the operators, and which operands are equal.
 
     Args:
         outputs: those of ``nodes`` that operators outside of ``nodes`` read; sequences with different outputs have
-            different signatures.
+            different descriptions.
     """
     index: dict[fx.Node, int] = {}
     states: dict[fx.Node, int] = {}

@@ -45,7 +45,8 @@ class GraphError(PartitionError):
 
 
 def check_block(block: Block, axes: Mapping[str, int] | None = None) -> None:
-    """Raise :class:`GraphError` at the first node of ``block`` that is not well formed.
+    """Raise :class:`GraphError` at the first node of the graph of ``block`` (a piece of the model) that is not well
+    formed.
 
     Nodes must be in order, call functional operators, and carry the shapes and dtypes that their operators return.
 
@@ -224,8 +225,8 @@ def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> No
 
 
 def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:
-    """Raise :class:`GraphError` unless ``spec``, the shape and dtype of a value in the model, is that of ``node`` in a
-    block.
+    """Raise :class:`GraphError` unless ``spec``, the shape and dtype of a value in the model, is that of ``node``, the
+    input or output of a block (a graph) for which a call uses the value.
 
     ``where``: the call, for the message. ``value``: the value's name.
     """
@@ -251,10 +252,9 @@ _WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
 def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
-    """Return for each node of ``graph``, by name, whether its value is equal on the ``size`` ranks of the mesh axis
-    ``axis``.
-
-    The result is "alike" (equal), "different", or "unknown" (perhaps a shard or a partial sum).
+    """Return, by name, for each node of ``graph`` (the graph of one rank), whether its value is equal on the ``size``
+    ranks of the mesh axis ``axis``: "alike" if it is, "different" if not, or "unknown" if it is equal but may stand for
+    a shard or a partial sum.
 
     Args:
         given: this property for the placeholders by name; missing ones count as "alike".
@@ -270,9 +270,9 @@ def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: s
 
 def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: int) -> Sameness:
     """Return whether the result of the operator ``node`` is "alike" (equal) on the ``size`` ranks of the mesh axis
-    ``axis``, "different" or "unknown".
+    ``axis``, "different", or "unknown" (equal, but perhaps in place of a shard or a partial sum).
 
-    ``known``: this property for the earlier nodes, by name.
+    ``known``: name of an earlier node -> this property of its value.
     """
     named = axis_of(node)
     if named is not None and named[0] == axis:
@@ -290,8 +290,8 @@ def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: 
 
 
 def _makes_elements(node: fx.Node) -> bool:
-    """Return whether the size of the result of the operator ``node`` may come from a constant argument rather than from
-    the size of an operand.
+    """Return whether the operator ``node`` may create elements that none of its operands has, so that the size of its
+    result comes from a constant argument. Such a size may be that of one rank's shard.
     """
     if node.target is operator.getitem:
         return False
@@ -304,8 +304,8 @@ def _makes_elements(node: fx.Node) -> bool:
 
 
 def _is_spread(node: fx.Node, size: int) -> bool:
-    """Return whether the operator ``node`` has the argument ``1 / size``, so that its result may be an addend of a sum
-    over ``size`` ranks.
+    """Return whether the operator ``node`` has the number ``1 / size`` as an argument. Its result may then be an addend
+    of a sum over ``size`` ranks, and not a whole value.
     """
     return any(isinstance(a, float) and a == 1.0 / size for a in node.args)
 
@@ -341,10 +341,11 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
 
 
 def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
-    """Return whether the number of rows of ``node`` differs between ranks because they send rows to different experts.
+    """Return whether the number of rows of ``node`` differs between the ranks of a mesh axis, because they send rows to
+    experts by different expert numbers.
 
     Args:
-        known: for each node, by name, whether its value is "alike" on all ranks, "different" or "unknown".
+        known: name of a node -> whether its value is "alike" on all ranks, "different" or "unknown".
     """
     rows = node.meta["val"].shape[:1]
     seen, stack = set(), [node]
@@ -365,11 +366,11 @@ def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
 
 
 def find_difference_origin(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:
-    """Return the operator at which a difference between ranks begins, found by following differing operands back from
-    ``node``.
+    """Return the operator at which a difference between ranks begins. It is found by following operands with different
+    values back from ``node``.
 
     Args:
-        known: for each node, by name, whether its value is "alike" on all ranks, "different" or "unknown".
+        known: name of a node -> whether its value is "alike" on all ranks, "different" or "unknown".
     """
     while True:
         before = [n for n in node.all_input_nodes if n.op == "call_function" and known[n.name] == "different"]

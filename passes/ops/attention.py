@@ -77,10 +77,12 @@ class Tile(NamedTuple):
 
 
 def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
-    """Return the ranges of positions that ``rank`` holds of a sequence, of which each rank holds ``length`` positions.
+    """Return the ranges of positions that rank ``rank`` holds of a sequence, of which each rank holds ``length``
+    positions.
 
     ``num_ranks``: the number of ranks that share the sequence; ``rank`` is an index among them, from 0. ``zigzag``:
-    each rank has one range from each end of the sequence, which balances causal attention; else it has one range.
+    each rank has one range counted from the start and one from the end of the sequence, which balances causal
+    attention; else it has one range.
     """
     slices = shard_slices(make_shard_layout(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)
@@ -164,7 +166,7 @@ def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]
 def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile) -> bool:
     """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side; return whether it was done.
 
-    ``place``: an index in the list ``found``. A tile is a rectangle of queries and keys.
+    A tile is a rectangle of queries and keys. ``found``: the tiles so far. ``place``: an index in this list.
     """
     other = found[place]
     if tile.kind != "all" or other.kind != "all":
@@ -263,7 +265,9 @@ class Attention:
 
     def add(self, tile: Tile, k: Tensor, v: Tensor) -> None:
         """Add the attention over the rectangle ``tile`` of queries and keys to the result so far. ``k`` ``[..., kv
-        heads, keys, d]`` and ``v`` are all local keys and values, of which the tile is a part."""
+        heads, keys, d]`` and ``v`` ``[..., kv heads, keys, width]``: all local keys and values, of which the tile is a
+        part.
+        """
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         mask = _mask_of(tile, self.band, self.q, self._masks)
         scoring = TileScoring(tile.kind == "diagonal", mask, self.scale)
@@ -310,19 +314,22 @@ class Attention:
             all_lse[..., rows] = lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the attention over all tiles that were added, in the type of the queries, and the
-        logsumexp of the scores of each query."""
+        """Return two tensors: the attention over all tiles that were added, ``[..., heads, queries, width]`` in the
+        type of the queries, and the logsumexp of the scores of each query, ``[..., heads, queries]``.
+        """
         out, lse = self._ensure_result_tensors()
         return by_position(out.to(self.q.dtype)), lse
 
 
 @dataclass
 class AttentionGradients:
-    """Accumulates the gradients of an attention over tiles (rectangles of queries and keys).
+    """Accumulates the gradients of an attention over tiles (rectangles of queries and keys), which are added one after
+    another.
 
-    ``grad``: the gradient of the result. ``out`` and ``lse``: result and logsumexp of the scores over all keys.
-    ``of_q``: the gradient of the queries so far. ``band``: the positions around its own that a query sees. ``scale``:
-    the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``q``: the queries.
+    ``grad``: the gradient of the result. ``q``: the queries ``[..., heads, queries, d]``. ``out`` and ``lse``: the
+    result, and the logsumexp ``[..., heads, queries]`` of the scores over all keys. ``of_q``: the gradient of the
+    queries so far. ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores;
+    ``None`` means ``1 / sqrt(d)``.
     """
 
     grad: Tensor
@@ -339,10 +346,10 @@ class AttentionGradients:
 
     def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
         """Add the gradients through one tile of an attention to three tensors in place: ``self.of_q``, ``of_k`` and
-        ``of_v``, the gradients of all queries, keys and values.
+        ``of_v``, the gradients of all local queries, keys and values.
 
-        ``tile``: the rectangle of queries and keys to process. ``k`` and ``v``: all local keys and values, of which the
-        tile is a part.
+        ``tile``: the rectangle of queries and keys to process. ``k`` and ``v`` ``[..., kv heads, keys, d]``: all local
+        keys and values, of which the tile is a part.
         """
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         found = attend_backward(
@@ -363,11 +370,12 @@ _Masks = dict[tuple[int, int, int], Tensor]
 
 
 def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
-    """Return the tensor to add to the scores of ``tile``, a rectangle of queries and keys; ``None`` if it shows all
-    keys, or all up to its diagonal, so that no mask is needed.
+    """Return the mask ``[queries, keys]`` to add to the scores of ``tile``, a rectangle of queries and keys; ``None``
+    if the tile shows all keys, or all up to its diagonal, so that no mask is needed.
 
-    ``q``: a tensor of the mask's type and device. ``made``: a cache of masks by (number of queries, number of keys,
-    offset). ``band``: the positions around its own that a query sees.
+    ``q``: a tensor of the mask's type and device. ``made``: a cache of masks: (number of queries, number of keys,
+    position of the first query minus that of the first key) -> mask. ``band``: the positions around its own that a
+    query sees.
     """
     if tile.kind != "band":
         return None
@@ -438,11 +446,12 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values through one tile (a rectangle of queries and keys).
+    """Return the gradients of queries, keys and values through one tile (a rectangle of queries and keys), in their
+    shapes.
 
     ``grad``: the gradient of the attention's result for the tile's queries. ``q``, ``k``, ``v``: the tile's queries,
-    keys and values. ``out`` and ``lse``: result and logsumexp of the tile's queries over the keys of all tiles.
-    ``scoring``: how the scores are masked and scaled.
+    keys and values ``[batch, heads, positions, d]``. ``out`` and ``lse``: result and logsumexp of the tile's queries
+    over the keys of all tiles. ``scoring``: how the scores are masked and scaled.
     """
     diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
@@ -572,8 +581,9 @@ def empty_by_position(like: Tensor, width: int) -> Tensor:
 
 
 def band_of(before: int, after: int) -> Band:
-    """Return the range of positions around its own that a query sees. ``before``, ``after``: how many positions it sees
-    before and after its own; -1 means no limit."""
+    """Return the range of positions, relative to its own, at which a query sees keys. ``before``, ``after``: how many
+    positions it sees before and after its own; -1 means no limit.
+    """
     return Band(None if before < 0 else before, None if after < 0 else after)
 
 
@@ -592,8 +602,9 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return three empty tensors of the shapes and types of the gradients of ``q``, ``k`` and ``v``, the queries, keys
-    and values of an attention, for shape inference. ``grad``: the gradient of the result; it and further arguments are
-    not read."""
+    and values ``[b, heads, positions, d]`` of an attention, for shape inference. ``grad``: the gradient of the result;
+    it and further arguments are not read.
+    """
     return tuple(empty_by_position(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
 
 

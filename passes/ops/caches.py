@@ -21,7 +21,10 @@ def _write_on_cpu(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:
 
 
 def _write_on_cuda(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:
-    """Write without reading ``start`` on the host, which would wait for the device."""
+    """Write ``new`` ``[batch, heads, positions, d]`` into the key or value cache ``cache`` ``[batch, heads, length,
+    d]``, in place, at the positions from ``start`` (a 0-dimensional tensor) on, and return the cache. ``start`` is not
+    read on the host, which would wait for the device.
+    """
     cache.index_copy_(CACHE_DIM, torch.arange(new.shape[CACHE_DIM], device=cache.device) + start, new)
     return cache
 

@@ -26,9 +26,10 @@ NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``, as a
-    tuple of tensors of some rows each. Pieces are small, so that temporary tensors of their size need little memory;
-    small tensors are yielded whole."""
+    """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``: each
+    time a tuple of tensors with the same few rows. Pieces are small, so that temporary tensors of their size need
+    little memory; small tensors are yielded whole.
+    """
     sizes, numel = logits.shape[:-1], logits.numel()
     on_cpu = logits.device.type == "cpu"
     most = _PIECE_CPU * torch.get_num_threads() if on_cpu else max(_PIECE, -(-numel // MOST_PIECES))
@@ -65,7 +66,8 @@ def target_and_logsumexp_backward(
     target.
 
     ``of_target``, ``of_logsumexp``: the gradients of each row's target logit and logsumexp along ``dim``. ``index``:
-    the target class of each row. ``logsumexp``: that of each row, from forward. All four have size 1 along ``dim``.
+    the target class of each row. ``logsumexp``: each row's logsumexp, from forward. These four have size 1 along
+    ``dim``.
     """
     found = torch.empty_like(logits)
     sums = logsumexp.masked_fill(logsumexp.isinf(), 0.0)  # exp(-inf - 0) is 0, exp(-inf + inf) nan
@@ -79,7 +81,8 @@ def target_and_logsumexp_backward(
 
 
 def cross_entropy(logits: Tensor, index: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``logsumexp(logits) - logits[index]`` of each row along ``dim``, with size 1 there.
+    """Return the cross entropy of each row of ``logits`` along ``dim``, ``logsumexp(logits) - logits[index]``, with
+    size 1 along ``dim``.
 
     ``index``: the target class of each row, with size 1 along ``dim``. ``dtype``: the type of the result; by default
     that of the logits.

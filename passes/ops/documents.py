@@ -48,11 +48,11 @@ Tiles = tuple[Tile, ...]
 
 
 def find_runs(ids: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
-    """Return, for each row of ``ids`` ``[b, s]``, a dict from document id to the tuple of its runs, which are ranges of
-    consecutive positions.
+    """Return, for each row of ``ids`` ``[b, s]``, a dict from document id to the tuple of its runs. A run is a range of
+    consecutive positions of one document.
 
     ``ids``: the document of each position. ``parts``: the ranges of positions that the rank holds; together they have
-    ``s`` positions. A run does not cross the border of a part.
+    ``s`` positions. A run does not cross the border of one of these ranges.
     """
     rows = ids.detach().cpu().numpy()
     return [_find_row_runs(row, parts) for row in rows]
@@ -133,8 +133,9 @@ class DocumentAttention:
                 attention.add(tile, k[group], v[group])
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the attention over all tiles that were added, in the type of the queries, and the
-        logsumexp of the scores of each query."""
+        """Return two tensors: the attention over all tiles that were added, ``[b, heads, queries, width]`` in the type
+        of the queries, and the logsumexp of the scores of each query, ``[b, heads, queries]``.
+        """
         return by_position(self.out.to(self.q.dtype)), self.lse
 
 
@@ -275,12 +276,13 @@ def document_attention_backward(
     limits: Sequence[int],
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values of an attention within documents.
+    """Return the gradients of queries, keys and values of an attention within documents, in the shapes of ``q``, ``k``
+    and ``v``.
 
     ``grad``: the gradient of its result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values ``[b, kv, s,
-    d]``. ``ids`` ``[b, s]``: the document of each position. ``out``, ``lse``: its result, and the logsumexp of its
-    scores. ``limits``: two numbers of positions that a query sees before and after its own; -1 means no limit.
-    ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    d]``. ``ids`` ``[b, s]``: the document of each position. ``out``, ``lse``: its result, and the logsumexp ``[b, h,
+    s]`` of its scores. ``limits``: the two numbers of positions that a query sees before and after its own; -1 means no
+    limit. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
     band = band_of(*limits)
     runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))

@@ -77,10 +77,12 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient ``[e, k, n]`` of the experts' matrices, of which each was multiplied by its own rows.
+    """Return the gradient ``[e, k, n]`` of the experts' matrices, each of which was multiplied by the rows of its
+    expert.
 
-    It is the sum of ``outer(rows[i], grads[i])`` over the rows of each expert. ``rows`` ``[t, k]`` and ``grads`` ``[t,
-    n]``, the gradient of the products, are sorted by expert; ``ends`` ``[e]`` has the end of each expert's rows.
+    For each expert, it is the sum of ``outer(rows[i], grads[i])`` over its rows ``i``. ``rows`` ``[t, k]`` and
+    ``grads`` ``[t, n]``, the gradient of the products, are sorted by expert; ``ends`` ``[e]`` has the end of each
+    expert's rows.
     """
     if _has_kernel(rows, grads):
         return torch._grouped_mm(rows.contiguous().t(), grads.contiguous(), offs=ends)
@@ -105,7 +107,8 @@ def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
     """Return whether torch has a grouped matrix product (one matrix for each group of rows) for the dtype, device and
-    row sizes of the operands ``a`` and ``b``."""
+    row sizes of the operands ``a`` and ``b``, two tensors of at least one dim.
+    """
     sizes = (a.shape[-1], b.shape[-1])
     known = a.dtype == b.dtype and a.dtype in _KERNELS.get(a.device.type, ())
     return known and all(s * a.itemsize % _ALIGNED_BYTES == 0 for s in sizes)
@@ -230,11 +233,11 @@ class _GroupedProductMode(TorchFunctionMode):
 
 
 def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor | None:
-    """Return the result of ``torch.nn.functional.grouped_mm`` by operators that can be traced for any floating-point
-    type.
+    """Return the result of ``torch.nn.functional.grouped_mm(mat_a, mat_b, offs)``, computed by operators that can be
+    traced for any floating-point type; ``None`` for a form of the call that they do not cover.
 
     ``mat_a``: rows sorted by group, or a batch of matrices. ``mat_b``: one matrix for each group. ``offs``: the end of
-    each group's rows; ``None`` for batches. ``None`` is returned for any other form of the operator.
+    each group's rows; ``None`` for batches. ``options``: the other arguments of the call.
     """
     if mat_a.dtype != mat_b.dtype or any(options.get(name) is not None for name in ("bias", "out_dtype")):
         return None
@@ -276,12 +279,14 @@ _grouped: dict[str, GroupedProduct] = {
 def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: bool = False) -> None:
     """Declare that an operator multiplies rows, sorted by expert, with the matrices of their experts.
 
-    Its arguments are ``(rows [t, k], weight [e, k, n], groups [e])``, its result is ``[t, n]``. If the sorting is found
-    in the graph, it is undone, and ``partition::expert_mm`` replaces the operator.
+    Its arguments are ``(rows [t, k], weight [e, k, n], groups [e])``, its result is ``[t, n]``. If the graph also has
+    the sort of the rows, the sort is removed, and ``partition::expert_mm``, which works on unsorted rows, replaces the
+    operator.
 
     Args:
         name: name of the operator, as ``namespace::name``.
-        groups: whether the argument ``groups`` has the end of each expert's rows, or their number.
+        groups: ``"ends"`` if the argument ``groups`` has the end of each expert's rows, ``"sizes"`` if it has their
+            number.
         transposed: whether the weight is ``[e, n, k]`` instead.
     """
     _grouped[name] = GroupedProduct(groups, transposed)

@@ -65,8 +65,9 @@ def learnable_per_channel(
 
 
 def _broadcast_along_axis(run: Run, parameter: Any, x: Any, axis: int) -> Any:
-    """Return the vector ``parameter`` reshaped so that it broadcasts along the dim ``axis`` of ``x``. ``run(operator,
-    *arguments)`` executes an operator on tensors or appends it to a graph."""
+    """Return the vector ``parameter``, with one entry for each index of the dim ``axis`` of ``x``, reshaped so that it
+    broadcasts with ``x``. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
+    """
     dims = [1] * len(sizes_of(x))
     dims[axis] = sizes_of(parameter)[0]
     return run(aten.reshape.default, parameter, dims)

@@ -29,9 +29,9 @@ _LEAST = 1e-30  # lower limit of a largest magnitude, so that a tensor of zeros 
 
 
 def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``x`` scaled and rounded to the 8-bit type ``dtype``, and the scale to multiply the result by (float32).
-
-    The largest magnitude of ``x`` becomes the largest number of ``dtype``.
+    """Return two tensors: ``x`` divided by a scale and rounded to the 8-bit type ``dtype``, and this scale
+    (0-dimensional, float32). The scale is such that the largest magnitude in ``x`` becomes the largest number of
+    ``dtype``.
     """
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
     scale = largest.clamp(min=_LEAST) / torch.finfo(dtype).max
@@ -146,7 +146,8 @@ torch.library.register_autograd(
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of activations ``x`` with a two-dimensional parameter or buffer (``weight``), or a view of one.
+    """The operands of a matrix product of activations ``x`` with a two-dimensional parameter or buffer (``weight``), or
+    a view of one.
 
     ``bias``: the vector that is added; ``None`` if there is none. ``transposed``: the product is ``x @ weight``, not
     ``x @ weight.T``.
@@ -175,11 +176,11 @@ _PLACES: dict[Any, tuple[int, int, int, bool]] = {
 
 
 def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
-    """Return the operands of ``node`` if it is a matrix product with a parameter or buffer that could be computed in 8
-    bits.
+    """Return the operands of ``node`` if it is a matrix product with a parameter or buffer that may be computed in 8
+    bits; ``None`` if it is not.
 
-    Return ``None`` if it is not. ``states``: the names of the placeholders that are parameters or buffers. Types and
-    divisibility of the sizes are not checked here.
+    ``states``: the names of the placeholders that are parameters or buffers. Types and divisibility of the sizes are
+    not checked here.
     """
     if node.target not in _PLACES or node.kwargs:  # addmm's alpha and beta
         return None

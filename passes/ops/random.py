@@ -160,8 +160,10 @@ class _Sequence:
 
 
 def _all_done(left: Tensor) -> bool:
-    """Return whether no element of ``left`` is true, so that further rounds of a sampler can be skipped; false on
-    accelerators. Skipping changes no result. Reading the answer would make an accelerator synchronise with the host."""
+    """Return whether no element of the boolean tensor ``left`` is true, so that further rounds of a sampler can be
+    skipped; always false on accelerators, where reading the answer would make the device synchronise with the host.
+    Skipping changes no result.
+    """
     return left.device.type == "cpu" and not bool(left.any())
 
 
@@ -249,8 +251,10 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
 
 
 def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
-    """Return the binomial distribution's inverse at ``u`` in (0, 1), for ``n`` trials with success probability ``p``,
-    element by element. Valid if fewer than 10 successes are expected: at most 96 terms are summed."""
+    """Return, element by element, the number of successes of the binomial distribution at the quantile ``u`` in (0, 1),
+    for ``n`` trials with success probability ``p``. Valid if fewer than 10 successes are expected: at most 96 terms are
+    summed.
+    """
     term = (n * torch.log1p(-p)).exp()
     total, k, ratio = term, torch.zeros_like(u), p / (1 - p)
     for step in range(_MOST_SUCCESSES):
@@ -264,7 +268,9 @@ def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
-    """Return the derivative of ``sample`` with respect to ``concentration``, by torch's implicit differentiation."""
+    """Return the derivative of each gamma distributed number in ``sample`` with respect to the ``concentration`` from
+    which it was drawn, by torch's implicit differentiation. Both tensors have one shape, which is that of the result.
+    """
     return torch._standard_gamma_grad(concentration, sample)
 
 
@@ -403,8 +409,10 @@ Formula = Callable[[Sampler], Any]
 
 def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
     """Return the function that draws the numbers of a call of torch's random operator ``target``; its argument is a
-    :class:`Sampler`, which has the operator's arguments. Return ``None`` if the operator draws none or has no formula,
-    or if the call has a generator or unsupported integer bounds. ``args``, ``kwargs``: the arguments of the call."""
+    :class:`Sampler`, which has the operator's arguments and draws numbers. Return ``None`` if the operator draws none
+    or has no such function, or if the call has a generator or unsupported integer bounds. ``args``, ``kwargs``: the
+    arguments of the call.
+    """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     formula = _FORMULAS.get(_operator_name(target))
@@ -486,7 +494,7 @@ def sample_bernoulli(s: Sampler) -> Any:
 
 
 def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (lowest integer that a call of a random operator can draw, number of integers in its range).
+    """Return (lowest integer, number of integers) of the range from which a call of a random integer operator draws.
 
     Return ``None`` if the bounds are not known, or if the range is too large for uniform numbers. ``given``: the call's
     arguments by name. ``random_`` without bounds draws all non-negative integers of its integer type.

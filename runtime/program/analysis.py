@@ -87,10 +87,11 @@ class CallFacts:
 
 
 class ProgramFacts:
-    """Gradients, collectives and memory of all calls of a program, each computed on first access.
+    """Gradients, collectives and memory of all calls of a program, each computed on first access. A call is one
+    execution of a block (a piece of the model, such as a layer) on a pipeline stage.
 
-    A call is one use of a block, such as a layer. The names and shapes of the program must already be consistent
-    (``runtime/prove/structure.py`` checks this).
+    The names and shapes of the program must already be consistent (``runtime/prove/structure.py`` checks this).
+    ``passes_over``: whether the facts are those of ranks that run fewer microbatches than others.
     """
 
     def __init__(self, program: Program, passes_over: bool = False) -> None:
@@ -99,11 +100,12 @@ class ProgramFacts:
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
-        """Return the analysis of the same program with longer or shorter instruction lists, and so for another number
-        of microbatches.
+        """Return the facts of the same program with longer or shorter instruction lists, and so for another number of
+        microbatches (``program.num_microbatches`` of the result).
 
-        Every stage's list becomes its shortest form, extended ``steps`` times; each extension adds the list's own
-        number of microbatches, ``unit``. Every list must be a :class:`Listing`.
+        Each pipeline stage's list becomes its shortest form, extended ``steps`` times. An extension adds the number of
+        microbatches by which the list's repeated part grows (``Listing.unit``). Every list must be a :class:`Listing`,
+        a list that stores repeated instructions once.
         """
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
@@ -114,8 +116,8 @@ class ProgramFacts:
         return self._copy_with_changes(stages=tuple(stages), num_microbatches=microbatches)
 
     def of_share(self, num_microbatches: int) -> ProgramFacts:
-        """Return gradients, collectives and memory of all calls for ranks that run only the first ``num_microbatches``
-        microbatches.
+        """Return the facts (gradients, collectives and memory of all calls) for ranks that run only the first
+        ``num_microbatches`` microbatches.
         """
         if num_microbatches == self.program.num_microbatches:
             return self
@@ -143,8 +145,8 @@ class ProgramFacts:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """Return all calls (uses of blocks, such as layers) as (stage index, position on the stage), sorted so that
-        each follows the calls whose outputs it reads.
+        """Return all calls (executions of blocks, such as layers) as pairs (stage index, position on the stage), sorted
+        so that each follows the calls whose outputs it reads.
 
         A call is left out if no call or batch input produces one of its inputs.
         """
@@ -178,8 +180,8 @@ class ProgramFacts:
 
     @cached_property
     def flow(self) -> GradientFlow:
-        """Return which tensors and parameters of the program get a gradient, and which of them in each call of a block.
-        The calls are in the order of :attr:`order`.
+        """Return which tensors and parameters of the program get a gradient, and, for each call of a block, which of
+        its inputs and parameters do. The calls are in the order of :attr:`order`.
         """
         paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
         return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
@@ -191,8 +193,8 @@ class ProgramFacts:
 
     @cached_property
     def _staying_values(self) -> tuple[frozenset[str], ...]:
-        """Return, for each pipeline stage, the names of the tensors that stay on the device when activations are moved
-        to host memory.
+        """Return, for each pipeline stage, the names of the tensors that stay on the device when activations are
+        offloaded to host memory.
         """
         return tuple(map(staying_values, self.program.stages))
 
@@ -202,13 +204,15 @@ class ProgramFacts:
         return frozenset(s for added in self.flow.states for s in added)
 
     def state_bytes(self, name: str) -> int:
-        """Return the bytes of one rank's shard of the parameter or buffer ``name`` over ``ep`` and ``tp``, before ZeRO
-        divides it.
+        """Return the bytes of the shard over ``ep`` and ``tp`` that one rank has of the parameter or buffer ``name``,
+        before ZeRO divides the shard.
         """
         return self._sizes_of(name).part
 
     def gradient_bytes(self, name: str) -> int:
-        """Return the bytes of the gradient of one rank's shard of the parameter ``name``, before ZeRO divides it."""
+        """Return the bytes of the gradient of the shard over ``ep`` and ``tp`` that one rank has of the parameter
+        ``name``, before ZeRO divides the gradient.
+        """
         return self._sizes_of(name).gradient
 
     def piece_bytes(self, name: str) -> int:
@@ -258,8 +262,8 @@ class ProgramFacts:
         return call.kept_bytes + sum(value_bytes(values[v]) for v in call.moves) if call.has_backward else 0
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
-        """Return three tuples of flags for a call: whether each input needs a gradient, whether each parameter or
-        buffer needs one, and whether each output receives one.
+        """Return three tuples of flags for ``call``, an execution of a block: whether each input needs a gradient,
+        whether each parameter or buffer needs one, and whether each output receives one.
         """
         return (
             tuple(v in self.flow.values for v in call.inputs),
@@ -314,19 +318,21 @@ class ProgramFacts:
 
 
 def _list_saved_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
-    """Return the names of the call's inputs and outputs that are saved for backward, and the bytes of all other saved
-    tensors.
+    """Return two values for one execution of a block: the names of its inputs and outputs that are saved for backward,
+    and the bytes of all other saved tensors.
 
-    Parameters and buffers are not counted. ``pieces``: the forward and backward graphs of the block.
+    Parameters and buffers are not counted. ``call``: gives these names. ``pieces``: the forward and backward graphs of
+    ``block``.
     """
     return _memory_of(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
 
 
 def _list_carried_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
-    """Return what the weight half of a call's backward reads: names of the call's inputs and outputs, and bytes of
-    other tensors.
+    """Return what the weight half of the backward of one execution of a block reads: the names of inputs and outputs of
+    the execution, and the bytes of other tensors.
 
-    Parameters and buffers are not counted. ``pieces``: the forward and backward graphs of the block.
+    Parameters and buffers are not counted. ``call``: gives these names. ``pieces``: the forward and backward graphs of
+    ``block``.
     """
     return _memory_of(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
 
@@ -334,11 +340,11 @@ def _list_carried_tensors(block: Block, call: CallData, pieces: Differentiated) 
 def _memory_of(
     block: Block, call: CallData, pieces: Differentiated, nodes: Iterable[Node]
 ) -> tuple[tuple[str, ...], int]:
-    """Return which of the call's inputs and outputs are among ``nodes``, by name, and the bytes of the storages of the
-    other nodes.
+    """Return two values for one execution of a block: the names of those of its inputs and outputs that are among
+    ``nodes``, and the bytes of the storages of the other nodes.
 
-    Parameters and buffers are not counted. A view counts as the tensor whose storage it shares. ``pieces``: the graphs
-    that the nodes belong to.
+    Parameters and buffers are not counted. A view counts as the tensor whose storage it shares. ``call``: gives the
+    names. ``pieces``: the forward and backward graphs of ``block``, to which the nodes belong.
     """
     placeholders = pieces.forward.graph.find_nodes(op="placeholder")
     given = [*placeholders[len(block.states) :], *_list_forward_results(pieces)[: pieces.num_outputs]]
@@ -413,10 +419,11 @@ def _parse_block(nodes: str, name: str, states: tuple[str, ...], inputs: tuple[s
 def _find_block_fault(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], axes: tuple[tuple[str, int], ...]
 ) -> tuple[str, str] | None:
-    """Return the first fault of a block's graph as (message, node name), or ``None``; cached for equal arguments.
+    """Return the first fault of the graph of a block (a piece of the model) as (message, node name), or ``None`` if it
+    has none; cached for equal arguments.
 
-    ``nodes``: the graph's nodes as JSON text. ``name``: the block's, for the message. ``states``, ``inputs``: names of
-    placeholders. ``axes``: pairs (mesh axis, number of ranks).
+    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name, for the message. ``states``, ``inputs``:
+    names of placeholders. ``axes``: pairs (mesh axis, number of ranks).
     """
     try:
         check_block(_parse_block(nodes, name, states, inputs), dict(axes))
@@ -435,11 +442,11 @@ def _differentiate_block(
     fused: bool,
     *needs: Flags,
 ) -> Differentiated:
-    """Return the forward and backward graphs of a block; cached for equal arguments.
+    """Return the forward and backward graphs of a block (a piece of the model); cached for equal arguments.
 
     ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
-    ``again``: nodes that backward recomputes. ``fused``: attention as a fused kernel. ``needs``: flags for inputs and
-    states that need a gradient, and outputs that have one.
+    ``again``: names of the nodes that backward recomputes. ``fused``: whether attention is traced as a fused kernel.
+    ``needs``: three tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
     """
     return _trace_joint_graph(nodes, name, states, inputs, fused, *needs).cut(again)
 
@@ -448,10 +455,11 @@ def _differentiate_block(
 def _trace_joint_graph(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
 ) -> JointGraph:
-    """Return the joint graph of a block's forward and backward; cached for equal arguments.
+    """Return the joint graph of the forward and backward of a block (a piece of the model); cached for equal arguments.
+    It can be split with or without recomputation.
 
-    It can be split with or without recomputation. ``nodes``: the graph's nodes as JSON text. ``name``: the block's
-    name. ``states``, ``inputs``: placeholder names. ``fused``: attention as a fused kernel. ``needs``: flags for inputs
-    and states that need a gradient, and outputs that have one.
+    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
+    ``fused``: whether attention is traced as a fused kernel. ``needs``: three tuples of flags: which inputs need a
+    gradient, which states need one, and which outputs have one.
     """
     return joint_of(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

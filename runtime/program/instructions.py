@@ -200,8 +200,8 @@ class Listing(Data, Sequence[Instruction]):
         """Return whether each extension of this compact instruction list by ``unit`` microbatches is uniform, so that
         counts can be extrapolated from short lists.
 
-        That is so if it adds exactly ``unit`` microbatches to each group of repeated instructions, or increases the
-        group's microbatch numbers by ``unit``, or leaves the group unchanged.
+        That is so if an extension adds exactly ``unit`` microbatches to each group of repeated instructions, or
+        increases the group's microbatch numbers by ``unit``, or leaves the group unchanged.
         """
         unit = self.unit
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
@@ -256,7 +256,8 @@ def _shift_microbatch(instruction: Instruction, microbatches: int) -> Instructio
 
 @dataclass(frozen=True)
 class CollectiveEvent:
-    """A collective that a rank starts, over the mesh axes ``axes`` or over the pipeline stages ``stages``.
+    """A collective that a rank starts, over the mesh axes ``axes`` or, if these are empty, over the pipeline stages
+    ``stages`` (indices).
 
     ``what``: data that all participants must agree on, such as operation, shape and type. ``text``: description for
     people. ``node``: name of the graph node, if a graph runs it. ``waits``: whether the rank blocks until all members
@@ -290,10 +291,8 @@ class ReceiveEvent:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """An event in which the rank waits until all collectives that it started have ended.
-
-    If ``what`` is not ``None``, the rank waits only for the collectives that it started with an equal ``what``, the
-    data on which all participants agree.
+    """The event that a rank waits until collectives that it started have ended: all of them, or, if ``what`` is not
+    ``None``, those that it started with an equal ``what`` (the data on which all participants of a collective agree).
     """
 
     what: Hashable = None

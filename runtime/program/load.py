@@ -29,8 +29,8 @@ def program_of(plan: Any) -> Program:
 
 
 def placement_of(plan: Any) -> tuple[int, ...]:
-    """Return the topology's device number for each rank, as the plan or the plan file ``plan`` says. Empty: rank i runs
-    on device i.
+    """Return, for each rank, the number of the device in the topology on which it runs, as the plan or the plan file
+    ``plan`` says. Empty: rank i runs on device i.
     """
     if isinstance(plan, str | Path):
         devices = read_plan_content(Path(plan)).get("devices", [])
@@ -41,7 +41,8 @@ def placement_of(plan: Any) -> tuple[int, ...]:
 
 
 def disk_of(plan: Any, stage: int) -> int:
-    """Return the estimated bytes on disk of each rank of a pipeline stage; 0 without an estimate.
+    """Return the planner's estimate of the bytes that each rank of a pipeline stage writes to disk; 0 without an
+    estimate.
 
     ``plan``: a plan or the path of a plan file. ``stage``: the stage's index.
     """

@@ -30,8 +30,8 @@ def loss_stage(program: Program) -> int:
 
 
 def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
-    """Return from which and to which pipeline stages ``stage`` passes a tensor that ``source`` sends to all stages,
-    neighbour by neighbour.
+    """Return from which and to which pipeline stages ``stage`` passes a tensor that the stage ``source`` sends to all
+    stages, each stage to its neighbour.
 
     All are stage indices. First item: the stage from which it receives the tensor; ``None`` for ``source`` itself.
     Second: the stages to which it sends the tensor. ``num_stages``: number of pipeline stages.

@@ -25,11 +25,10 @@ WORKING = {"bf16": 0.0, "int8": 2.0}
 
 
 def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
-    """Return the device bytes in which a rank stores rounding errors of compressed gradient transfers.
+    """Return the device bytes in which a rank stores the rounding errors of compressed gradients. The errors of a step
+    are added to the transfers of the next. 0 without compression, or with a format whose errors are discarded.
 
-    ``bucket``: the parameters whose gradients are transferred together. The errors of a step are added to the transfers
-    of the next. 0 without compression, or with a format whose errors are discarded. ``facts``: the analysis of the
-    program.
+    ``bucket``: the parameters whose gradients are transferred together. ``facts``: the analysis of the program.
     """
     if bucket.compression is None or not CODECS[bucket.compression].feedback:
         return 0
@@ -40,9 +39,8 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
 
 
 class LevelReductionBytes:
-    """Counts the extra device bytes of one rank while hierarchical gradient reductions of its pipeline stage run.
-
-    ``held``: the bytes held now, besides the gradients themselves.
+    """Counts the extra device bytes of one rank while gradients of its pipeline stage are reduced hierarchically:
+    within nodes, between nodes, and so on. ``held``: the bytes held now, besides the gradients themselves.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -52,8 +50,8 @@ class LevelReductionBytes:
         self._gathering: int | None = None  # the bucket whose sums are on their way to all that need them
 
     def turn(self, i: Instruction) -> int:
-        """Count the extra bytes that the instruction ``i`` of a hierarchical gradient reduction allocates and releases,
-        and update ``held``.
+        """Count the extra bytes that the instruction ``i``, one step of a hierarchical gradient reduction, allocates
+        and releases, and update ``held``.
 
         Return the peak bytes during the instruction above the bytes held after it; 0 for instructions of other kinds.
         """
@@ -92,13 +90,13 @@ Key = tuple[str, int | None]
 
 
 class MemoryMoment(NamedTuple):
-    """Bytes that a rank holds besides its parameters and buffers at one moment: the peak of a call, or the end of an
-    instruction.
+    """Device bytes that a rank holds besides its parameters, buffers and their lasting gradients at one moment: the
+    peak of a call, or the end of an instruction.
 
-    ``call``: position of the call on its pipeline stage; ``None`` for a whole instruction. ``saved``: values that pass
-    between calls, and tensors saved for backward. ``gradients``: gradients of values that pass between calls.
-    ``recomputed``: recomputed tensors of a running backward. ``gathered``: gathered parameters, and sharded parameters'
-    gradients before, during and after their reduce-scatter. ``host``: bytes in host memory.
+    ``call``: position of the call on its pipeline stage; ``None`` for a whole instruction. ``saved``: bytes of values
+    that pass between calls, and of tensors saved for backward. ``gradients``: of gradients of values that pass between
+    calls. ``recomputed``: of recomputed tensors of a running backward. ``gathered``: of gathered parameters, and of
+    sharded parameters' gradients before, during and after their reduce-scatter. ``host``: bytes in host memory.
     """
 
     call: int | None
@@ -190,8 +188,8 @@ def peak_bytes(
 
 
 def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> int:
-    """Return the peak bytes that a rank holds in host memory: activations, offloaded parameters or copies, and
-    gradients.
+    """Return the peak bytes that a rank holds in host memory: offloaded activations, and offloaded parameters with
+    their gradients and the copies that the optimizer updates.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. Optimizer states are not counted.
     ``facts``: the analysis of the program.
@@ -399,10 +397,11 @@ class _Holder:
         return peak
 
     def settle_gradients(self, states: Sequence[str]) -> None:
-        """Count the gradient pieces of ZeRO-sharded parameters that a SYNC of tied parameters creates.
+        """Count the ZeRO pieces of gradients that a SYNC instruction creates on this rank. A SYNC sums the gradients of
+        parameters that several pipeline stages share.
 
-        ``states``: names of the tied parameters. The pieces are created here only if this stage has not
-        reduce-scattered their gradients.
+        ``states``: names of these parameters. Pieces are created here only if this stage has not reduce-scattered their
+        gradients.
         """
         for number, held in enumerate(self.shared):
             if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):

@@ -22,7 +22,8 @@ _WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with produc
 
 
 def with_precision(program: Program, precision: str | None) -> Program:
-    """Return a copy of ``program`` in which every floating type is replaced by ``precision``.
+    """Return a copy of ``program`` in which every floating type, of tensors and inside graphs, is replaced by
+    ``precision``.
 
     ``precision`` is one of "bf16", "fp16", "fp32", "fp64". For ``None``, return ``program`` itself. Raise
     ``InputsError`` for other names.
@@ -43,8 +44,8 @@ def with_precision(program: Program, precision: str | None) -> Program:
 
 
 def with_fp8(program: Program) -> Program:
-    """Return a copy of ``program`` in which products with weights are computed in 8-bit floats, where the kernels
-    support the shapes.
+    """Return a copy of ``program`` in which matrix products with weights are computed in 8-bit floats, where the
+    kernels support the types and shapes.
     """
 
     def rounded(name: str, data: BlockGraph) -> BlockGraph:
@@ -56,10 +57,8 @@ def with_fp8(program: Program) -> Program:
 
 @contextmanager
 def products_of(program: Program, device: torch.device) -> Iterator[None]:
-    """Compute float32 matrix products in TF32 inside the ``with`` block, if ``program`` asks for it and ``device`` is a
-    GPU.
-
-    Otherwise the block changes nothing. The previous setting is restored at the end.
+    """Return a context in which float32 matrix products are computed in TF32, if ``program`` asks for it and ``device``
+    is a GPU. Otherwise the context changes nothing. The previous setting is restored at the end.
     """
     if not program.tf32 or device.type != "cuda":
         yield

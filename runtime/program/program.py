@@ -337,7 +337,7 @@ class Program(Data):
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along any axis; 1 for an axis of the mesh that the program does not have.
+        """Return the number of ranks along ``axis``; 1 for an axis of the mesh that the program does not have.
 
         ``axis``: an axis of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of hybrid sharding
         (``dp_shard``, ``dp_replicate``, ``edp_shard``, ``edp_replicate``).
@@ -347,7 +347,8 @@ class Program(Data):
         return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
 
     def grid(self, axes: Collection[str]) -> dict[str, int]:
-        """Return a grid of all ranks that has all of ``axes``, as axis -> size, outermost axis first.
+        """Return an arrangement of all ranks as a grid that has all of ``axes``: axis -> size, outermost axis first.
+        Rank numbers count along the last axis first.
 
         ``axes``: axes of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of hybrid sharding (``dp_shard``,
         ``dp_replicate``, ...). Those with one rank may be missing in the result.
@@ -447,8 +448,9 @@ def weights_fingerprint(states: dict[str, StateData]) -> str:
 
 
 def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
-    """Return the cuts that give the part of a parameter or buffer that ``rank`` holds: first over ``ep``, then over
-    ``tp``.
+    """Return the divisions that give the part of a parameter or buffer that ``rank`` holds, to be applied one after the
+    other: first over ``ep``, then over ``tp``. Each has the layout, the number of ranks, and the index of this rank
+    among them.
 
     ``state``: its name. Empty if the rank holds all of it. ZeRO may divide the part further.
     """
@@ -551,8 +553,9 @@ class RankProgram(Data):
         return {name: Layout.parse(s.layout) for name, s in self.program.states.items() if self.stage_index in s.stages}
 
     def shards(self, state: str) -> tuple[Shard, ...]:
-        """Return the cuts, applied one after the other, that give this rank's shard of the parameter or buffer named
-        ``state``. Empty if it holds all of it.
+        """Return the divisions, to be applied one after the other, that give this rank's shard of the parameter or
+        buffer named ``state``. Each has the layout, the number of ranks, and the index of this rank among them. Empty
+        if the rank holds all of it.
         """
         return shards_of(self.program, state, self.rank)
 
@@ -561,10 +564,8 @@ class RankProgram(Data):
         return self.program.expert_coordinates(self.rank)
 
     def is_first_holder(self, state: str) -> bool:
-        """Return whether this rank has the lowest number among the ranks of its stage that hold the same part of a
-        parameter or buffer.
-
-        ``state``: its name. Used so that exactly one rank writes or counts each part.
+        """Return whether this rank has the lowest number among the ranks of its stage that hold the same part of the
+        parameter or buffer named ``state``. Exactly one rank then writes or counts each part.
         """
         data = self.program.states[state]
         experts = Layout.parse(data.expert_layout).is_shard

@@ -61,9 +61,8 @@ Scatter = TypeVar("Scatter")
 
 
 class ScatterQueue(Generic[Scatter]):
-    """The reduce-scatters of gradients that are in progress on one rank, oldest first.
-
-    They must end before the first reduce-scatter of a later backward instruction starts, which limits memory.
+    """The reduce-scatters of gradients that are in progress on one rank, oldest first; each entry describes one. All of
+    them must end before the first reduce-scatter after a later backward instruction starts, which limits memory.
     """
 
     def __init__(self) -> None:
@@ -140,8 +139,8 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
 
 
 def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
-    """Return, for each parameter named in ``states``, piece number ``index`` of its shard, which ZeRO flattens and cuts
-    into ``ranks`` pieces. ``index``: number of the piece, from 0.
+    """Return, for each parameter named in ``states``, which elements of its flattened shard one rank holds, if ZeRO
+    cuts the shard into ``ranks`` equal pieces. ``index``: number of the rank's piece, from 0.
     """
     return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 
@@ -154,10 +153,8 @@ Turn = tuple[Literal["SCATTER", "REDUCE", "GATHER"], tuple[str, ...]]
 
 
 def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
-    """Return the mesh axes over which a bucket's gradients are all-reduced: all reduction axes except those of a
-    reduce-scatter.
-
-    A bucket is a set of parameters whose gradients are reduced together.
+    """Return the mesh axes over which the gradients of ``bucket`` are all-reduced: all axes of their reduction, except
+    those of a reduce-scatter. A bucket is a set of parameters whose gradients are reduced together.
     """
     return left_of(bucket.axes, zero_axes(program, bucket.states), bucket.levels, program.size)
 
@@ -205,10 +202,11 @@ def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
 
 
 def level_problem(program: Program, bucket: Bucket) -> str:
-    """Return why the hierarchical reduction of a bucket's gradients does not sum them exactly once, as the end of an
-    error message; empty if it does.
+    """Return why the hierarchical reduction of the gradients of ``bucket`` does not sum them exactly once, as the end
+    of an error message; empty if it does.
 
-    ``bucket``: the parameters whose gradients are reduced together, and the steps of the reduction (``bucket.levels``).
+    ``bucket``: the parameters whose gradients are reduced together, and the mesh axes of the steps of the reduction
+    (``bucket.levels``).
     """
     named = [axis for level in bucket.levels for axis in level]
     shared = zero_axes(program, bucket.states)

@@ -60,7 +60,9 @@ class RankClock:
     under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
     def begin(self, collective: OverlappedCollective) -> None:
-        """Add ``collective`` behind those in progress on this rank. It begins no earlier than the clock's time."""
+        """Add ``collective`` behind those in progress on this rank. It begins when they have ended, and no earlier than
+        the time of the clock.
+        """
         collective.ready = max(collective.ready, self.clock)
         self.under_way.append(collective)
 
@@ -107,7 +109,9 @@ class RankClock:
             self.wait_for(self.under_way[-1])
 
     def _end_first_collective(self) -> None:
-        """Record that the oldest collective in progress ends at the clock's time; pass it to :meth:`ended`."""
+        """Record that the oldest collective in progress ends at the clock's time, remove it, and pass it to the method
+        :meth:`ended`.
+        """
         first = self.under_way.popleft()
         first.ended, first.left = self.clock, 0.0
         if first.begun is None:
@@ -115,7 +119,9 @@ class RankClock:
         self.ended(first)
 
     def ended(self, collective: OverlappedCollective) -> None:
-        """Receive ``collective``, which has just ended. Subclasses override this; here it does nothing."""
+        """Process ``collective``, which has just ended on this simulated rank. Subclasses override this method; here it
+        does nothing.
+        """
 
 
 Part = Literal["F", "B", "I", "W"]
@@ -174,9 +180,10 @@ class Durations(Protocol):
         ...
 
     def posting(self, stage: int, op: str) -> float:
-        """Return the seconds for which starting an instruction, such as a send or the slicing of a microbatch out of
-        the batch, keeps a rank from computing although the work itself runs in the background. ``stage``: index of the
-        rank's pipeline stage. ``op``: kind of instruction, such as ``SEND_F``.
+        """Return the seconds for which a rank cannot compute because it starts an instruction whose work then runs in
+        the background, such as a send.
+
+        ``stage``: index of the rank's pipeline stage. ``op``: kind of instruction, such as ``SEND_F``.
         """
         ...
 
@@ -335,10 +342,10 @@ def _find_step_time(
     updates: Sequence[float],
     overlap_steps: bool,
 ) -> float:
-    """Return the seconds of a step: until the last optimizer update or, with ``overlap_steps`` (a rank begins the next
-    step as soon as it has ended its own part of this one), between the ends of two steps.
+    """Return the seconds of a step: until the last optimizer update has ended or, with ``overlap_steps`` (a rank begins
+    the next step as soon as it has ended its own part of this one), between the ends of two steps.
 
-    ``lanes``: the simulated rank of each pipeline stage at the end of its instructions. ``updates``: seconds of each
+    ``lanes``: the simulated rank of each pipeline stage, at the end of its instructions. ``updates``: seconds of each
     stage's optimizer update. ``facts``: the analysis of the program. ``durations``: the cost model, which gives the
     seconds of instructions.
     """
@@ -387,7 +394,9 @@ def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tupl
 
 @dataclass(kw_only=True)
 class _InstructionJob(OverlappedCollective):
-    """A collective that the instruction at position ``index`` of a simulated rank has started."""
+    """A collective that an instruction of a simulated rank has started. ``index``: the position of the instruction in
+    the rank's list. ``nbytes``: the bytes of the collective.
+    """
 
     index: int
     instruction: Instruction
@@ -421,8 +430,9 @@ class _SimulatedRank(RankClock):
     background: list[Background] = field(default_factory=list)
 
     def spend_time(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
-        """Finish the current instruction: wait until the time ``start`` (seconds) and for the collectives ``wait_for``,
-        then compute for ``work`` seconds.
+        """Finish the current instruction of this simulated rank: wait until the time ``start`` (seconds) and for the
+        collectives ``wait_for``, then compute for ``work`` seconds. Record its times, and go on to the next
+        instruction.
         """
         began = self.clock
         self.wait(start)
@@ -539,7 +549,9 @@ class _Simulation:
         return self.computed[key]
 
     def _sum_call_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the seconds of all block calls that ``i`` runs on pipeline stage ``stage``, with recomputation."""
+        """Return the seconds of all calls of blocks that the instruction ``i`` runs on the pipeline stage with the
+        index ``stage``, including recomputation.
+        """
         calls = self.facts.stages[stage]
         if i.op == "TOTAL_F":
             return sum(self.durations.call(stage, p, "F") for p, c in enumerate(calls) if c.data.prologue)
@@ -556,7 +568,9 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND ``i`` of the rank ``lane`` once its channel is idle, and store its arrival."""
+        """Start the transfer of the instruction ``i`` (SEND_F or SEND_B) of the simulated rank ``lane`` when its
+        channel is idle, and store the time at which it arrives.
+        """
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -568,7 +582,9 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the collective ``i``, one step of a gradient reduction, of the rank ``lane`` after the step before."""
+        """Start the collective of the instruction ``i``, one step of the reduction of a set of gradients, on the
+        simulated rank ``lane``. It begins after the step before.
+        """
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
@@ -602,7 +618,9 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the parameter all-gather ``i`` of the rank ``lane``, once parameters from host memory have arrived."""
+        """Start the all-gather of parameters of the instruction ``i`` on the simulated rank ``lane``, not before
+        parameters that are copied from host memory have arrived.
+        """
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
@@ -610,7 +628,9 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the gradient reduce-scatter ``i`` of the rank ``lane``, after those of earlier backwards."""
+        """Start the reduce-scatter of gradients of the instruction ``i`` on the simulated rank ``lane``, after those of
+        earlier backward instructions have ended.
+        """
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
@@ -675,7 +695,9 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` of the simulated rank ``lane`` moves."""
+        """Return the bytes of the activations that the instruction ``i`` (OFFLOAD or FETCH) of the simulated rank
+        ``lane`` moves between device and host memory.
+        """
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 

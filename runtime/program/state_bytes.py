@@ -75,7 +75,7 @@ class StateSizes(NamedTuple):
 
 
 def state_sizes(program: Program, state: str) -> StateSizes:
-    """Return the bytes of a parameter or buffer and of its gradient on one rank. ``state``: its name.
+    """Return the bytes that a parameter or buffer and its gradient take on one rank. ``state``: its name.
 
     The sizes of ZeRO pieces include padding; without ZeRO they equal those of the shard and of its gradient.
     """

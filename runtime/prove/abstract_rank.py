@@ -112,8 +112,8 @@ class _StageInterpreter:
         self.alive[place] = self.index
 
     def find_place(self, value: str, microbatch: int | None) -> Place:
-        """Return the key under which a value is tracked: (its name, ``microbatch``), or (its name, ``None``) if it is a
-        total (a sum over the global batch), which is the same for all microbatches.
+        """Return the key under which the prover tracks the tensor called ``value``: (``value``, ``microbatch``), or
+        (``value``, ``None``) for a total (a sum over the global batch), which is the same for all microbatches.
         """
         return (value, None) if value in self.of_prologue else (value, microbatch)
 
@@ -221,8 +221,8 @@ class _StageInterpreter:
         self.total_at = self.index
 
     def f(self, i: Instruction) -> None:
-        """Check a forward instruction ``i``. Record that the values which it computes exist from now on, and which
-        collectives its graphs run.
+        """Check a forward instruction ``i``. Record that the values which it computes exist from now on, and the
+        collectives in the graphs that it runs.
 
         Raise :class:`Refusal` if one of its calls has run before on the microbatch, or if what it reads does not exist.
         """
@@ -244,7 +244,9 @@ class _StageInterpreter:
 
     def b(self, i: Instruction) -> None:
         """Check a backward instruction ``i``. Record which gradients of values it uses, to which gradients of values
-        and parameters it adds, and which collectives its graphs run.
+        and parameters it adds, and the collectives in the graphs that it runs.
+
+        Raise :class:`Refusal` if forward has not run, if the backward has run before, or if a gradient is incomplete.
         """
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
@@ -255,7 +257,9 @@ class _StageInterpreter:
 
     def i(self, i: Instruction) -> None:
         """Check the instruction ``i`` that runs the half of a backward for gradients of inputs. Record which gradients
-        it uses, to which ones it adds, and which collectives its graphs run.
+        of values it uses, to which it adds, and the collectives in the graphs that it runs.
+
+        Raise :class:`Refusal` if forward has not run, if the backward has run before, or if a gradient is incomplete.
         """
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
@@ -265,7 +269,7 @@ class _StageInterpreter:
 
     def w(self, i: Instruction) -> None:
         """Check the instruction ``i`` that runs the half of a backward for gradients of parameters. Record to which
-        gradients it adds, and which collectives its graphs run.
+        gradients it adds, and the collectives in the graphs that it runs.
 
         Raise :class:`Refusal` unless the half for gradients of inputs has run before.
         """
@@ -313,8 +317,10 @@ class _StageInterpreter:
     # --- communication ----------------------------------------------------------------------------------------------
 
     def recv_f(self, i: Instruction) -> None:
-        """Check the RECV_F instruction ``i``, which receives values from another pipeline stage. Record the receive,
-        and that the values exist from now on.
+        """Check the RECV_F instruction ``i``, which receives values (tensors that pass between calls) from another
+        pipeline stage. Record the receive, and that the values exist from now on.
+
+        Raise :class:`Refusal` if one of them exists already.
         """
         assert i.peer is not None
         for value in i.values:
@@ -362,8 +368,10 @@ class _StageInterpreter:
         self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def gather(self, i: Instruction) -> None:
-        """Check the GATHER instruction ``i``, an all-gather of parameters or, as a step of a hierarchical reduction, of
-        gradients, and record the collective.
+        """Check the GATHER instruction ``i``, and record its collective: an all-gather of parameters, or of gradients
+        as a step of a hierarchical reduction.
+
+        Raise :class:`Refusal` if this all-gather is not allowed now.
         """
         assert i.bucket is not None
         if i.gradients:
@@ -401,7 +409,10 @@ class _StageInterpreter:
             self.trace.append((self.index, FinishEvent(what)))
 
     def scatter(self, i: Instruction) -> None:
-        """Check the SCATTER instruction ``i``, which reduce-scatters gradients, and record the collective."""
+        """Check the SCATTER instruction ``i``, which reduce-scatters a set of gradients, and record the collective.
+
+        Raise :class:`Refusal` if one of the gradients is incomplete or was reduced before.
+        """
         assert i.bucket is not None
         if i.axes:
             self.run_reduction_turn(i)
@@ -415,8 +426,10 @@ class _StageInterpreter:
         self.run_reduction_turn(i)
 
     def run_reduction_turn(self, i: Instruction) -> None:
-        """Check the instruction ``i`` (SCATTER, REDUCE or GATHER), a step of the reduction of gradients, and record the
-        collective, which starts when the step before for the same parameters has ended.
+        """Check the instruction ``i`` (SCATTER, REDUCE or GATHER), one step of the reduction of a set of gradients, and
+        record its collective, which starts when the step before has ended.
+
+        Raise :class:`Refusal` if another step is the next one, or if a gradient is incomplete.
         """
         assert i.bucket is not None
         op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
@@ -425,10 +438,10 @@ class _StageInterpreter:
         self.start_collective(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
 
     def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
-        """Record a collective over the mesh axes ``axes`` that starts after the collectives with the keys ``waits``
-        have ended.
+        """Record a collective over the mesh axes ``axes`` that starts when the collectives with the keys ``waits`` have
+        ended.
 
-        ``what``: key on which all participants must agree. ``text``: description for messages.
+        ``what``: key of the new collective, on which all participants must agree. ``text``: description for messages.
         """
         for other in waits:
             self.await_result(other)
@@ -437,6 +450,8 @@ class _StageInterpreter:
     def sync(self, i: Instruction) -> None:
         """Check the SYNC instruction ``i``, which sums gradients of tied parameters over the pipeline stages that share
         them, and record this sum as a collective.
+
+        Raise :class:`Refusal` if a parameter is not tied, was summed before, or has an incomplete gradient.
         """
         stages = self.states.sync(i.states, self.index)
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
@@ -473,10 +488,11 @@ class _StageInterpreter:
         self.trace.append((self.index, FinishEvent()))
 
     def trace_collectives(self, op: str, position: int, microbatch: int) -> None:
-        """Record the collectives that the graph of a call (one use of a block, such as a layer) runs on the microbatch
-        with the index ``microbatch``.
+        """Record the collectives that the graph of a call (one execution of a block, such as a layer) runs on the
+        microbatch with the index ``microbatch``.
 
-        ``op``: "F", "B", "I" or "W", which part of the call runs. ``position``: the call's position on the stage.
+        ``op``: which part of the call runs: "F" forward, "B" backward, "I" its half for inputs, "W" its half for
+        weights. ``position``: the call's position on the stage.
         """
         for axes, what, text, node, count in self.find_bundles(op, position):
             event = CollectiveEvent(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)

@@ -70,7 +70,8 @@ def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
-    """Return, for each rank, the lowest rank of the same pipeline stage that has the same communication events.
+    """Return, for each rank, the lowest rank of the same pipeline stage that has equal communication events
+    (collectives, sends and receives).
 
     ``traces``: the events of each rank, as pairs (instruction index, event).
     """
@@ -135,7 +136,9 @@ class _GroupOperation:
 
 @dataclass
 class _GroupProgress:
-    """The collectives of one process group so far, and the ranks that wait for one of them to be complete."""
+    """The collectives that one process group has started so far, and the ranks that wait until all members have entered
+    one of them. ``ranks``: the members of the group.
+    """
 
     ranks: frozenset[int]
     operations: list[_GroupOperation] = field(default_factory=list)
@@ -231,8 +234,8 @@ class TraceRunner:
     # --- groups -----------------------------------------------------------------------------------------------------
 
     def group_of(self, rank: int, event: CollectiveEvent) -> _GroupProgress:
-        """Return the progress of the process group in which ``rank`` runs the collective ``event``. Create it at its
-        first use.
+        """Return the record of the collectives of the process group in which ``rank`` runs the collective ``event``.
+        The record is created at the group's first use.
         """
         key = event.stages or event.axes
         group = self.memberships.get((rank, key))
@@ -249,11 +252,11 @@ class TraceRunner:
         return self.program.group(rank, event.axes)
 
     def enter_collective(self, rank: int, index: int, event: CollectiveEvent) -> tuple[_GroupProgress, int]:
-        """Record that ``rank`` enters the collective ``event`` of its instruction ``index``, and resume ranks that wait
-        for it.
+        """Record that ``rank`` enters the collective ``event`` of its instruction ``index``, and resume the ranks that
+        wait for it, if all members have entered.
 
-        Return the group and the number of the collective in it, from 0. Raise :class:`Mismatch` if other ranks entered
-        a different one.
+        Return the record of the process group, and the number of the collective in it, from 0. Raise :class:`Mismatch`
+        if other ranks entered a different collective.
         """
         group = self.group_of(rank, event)
         number = group.entered.get(rank, 0)
@@ -292,8 +295,9 @@ class TraceRunner:
         )
 
     def check_finished(self, rank: int, event: FinishEvent) -> bool:
-        """Return whether all collectives for which ``rank`` waits at ``event`` have ended. If not, note that the rank
-        continues when the first of them has ended.
+        """Return whether all collectives for which ``rank`` waits at ``event`` have ended. ``event``: a wait for some
+        or all of the collectives that the rank has started. If they have not ended, note that the rank goes on when the
+        first of them has.
         """
         self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.is_complete(number)]
         open_ = self.list_awaited(rank, event)
@@ -400,8 +404,8 @@ class TraceRunner:
         return f"waits for {started.text}", self.list_absent_ranks(rank, started, group, number), index, ""
 
     def list_absent_ranks(self, rank: int, event: CollectiveEvent, group: _GroupProgress, number: int) -> list[int]:
-        """Return the ranks that have not yet entered collective ``number`` (from 0) of ``group``. ``event``: what
-        ``rank`` started there.
+        """Return the ranks that have not yet entered the collective ``number`` (from 0) of the process group ``group``.
+        ``event``: this collective, as ``rank``, which has entered it, describes it.
         """
         return [r for r in self.list_members(rank, event) if self.classes[r] in group.find_missing_ranks(number)]
 

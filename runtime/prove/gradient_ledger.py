@@ -155,10 +155,8 @@ def _format_key(key: Key) -> str:
 
 
 class StateGradients:
-    """Checks that the gradient of each parameter of a pipeline stage is summed exactly once over its stages and mesh
-    axes.
-
-    The sum must come after the last backward that adds to the gradient.
+    """Checks that the gradient of each parameter of a pipeline stage is summed exactly once over the stages that share
+    the parameter and over the required mesh axes, after the last backward that adds to it.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -204,10 +202,11 @@ class StateGradients:
             self.unscattered.add(state)
 
     def scatter(self, number: int, index: int) -> None:
-        """Record the reduce-scatter of the gradients of bucket ``number`` by the instruction at position ``index``.
+        """Record that the instruction at position ``index`` reduce-scatters the gradients of the parameters of bucket
+        ``number``.
 
-        A bucket is a set of parameters that are reduced together. Raise :class:`Refusal` if the gradients are
-        incomplete, or already reduced.
+        A bucket is a set of parameters whose gradients are reduced together; ``number`` is its index. Raise
+        :class:`Refusal` if the gradients are incomplete, or already reduced.
         """
         if number not in self.shared or not self.shared[number].axes:
             raise Refusal("fields", f"bucket {number} is not shared, or has no gradients: there is nothing to scatter")
@@ -311,10 +310,10 @@ class StateGradients:
         return among.pop()
 
     def offload(self, state: str, index: int) -> None:
-        """Record that the gradient of the parameter ``state`` is copied to host memory by the instruction at position
-        ``index``.
+        """Record that the instruction at position ``index`` copies the gradient of the parameter ``state`` (its name)
+        to host memory.
 
-        Raise :class:`Refusal` unless it is fully reduced.
+        Raise :class:`Refusal` unless the gradient is complete and reduced.
         """
         self.whole(state)
         if state in self.tied and state not in self.synced:

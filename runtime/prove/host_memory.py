@@ -22,10 +22,8 @@ Run = tuple[int, int]  # call, microbatch
 
 
 class ActivationOffloads:
-    """Checks that tensors which calls save for backward move to host memory once, after forward, and back before
-    backward.
-
-    It follows the instructions of one rank of the pipeline stage ``stage`` (an index).
+    """Checks that the tensors which calls save for backward are moved to host memory at most once, after forward, and
+    back before backward. It follows the instructions of one rank of the pipeline stage ``stage`` (an index).
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -91,9 +89,8 @@ class ActivationOffloads:
 
 
 class HostStates:
-    """Checks that parameters in host memory are copied to the device before they are read.
-
-    Also checks that each of their gradients is copied to the host once.
+    """Checks that parameters whose values are in host memory are copied to the device before they are read, and that
+    each of their gradients is copied to host memory once.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
@@ -227,10 +224,11 @@ def _find_update_problem(program: Program, state: StateData, name: str, makers: 
 
 
 def check_alike(program: Program, known: dict[str, Sameness]) -> None:
-    """Raise :class:`Refusal` if the new value of a buffer depends on the microbatch or on the ``dp`` rank.
+    """Raise :class:`Refusal` if a buffer takes a new value that depends on the microbatch or on the ``dp`` rank, so
+    that ranks would have different buffers.
 
-    Buffers whose new value is a sum over microbatches and ``dp`` ranks are not checked. ``known``: value name ->
-    ``"alike"`` if the value is equal in all microbatches and on all ``dp`` ranks, or ``"different"``.
+    Buffers whose new value is a sum over microbatches and ``dp`` ranks are not checked. ``known``: name of a value ->
+    ``"alike"`` if it is equal in all microbatches and on all ``dp`` ranks, or ``"different"``.
     """
     for name, state in program.states.items():
         if state.update is not None and state.keeps is None and known.get(state.update) == "different":
@@ -239,9 +237,8 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
 
 
 class WrittenUpdates:
-    """Tracks which buffers (such as running statistics) one rank has updated so far in the step.
-
-    It follows the instructions of one rank of the pipeline stage ``stage`` (an index).
+    """Tracks which buffers (such as running statistics) one rank of the pipeline stage ``stage`` (an index) has updated
+    so far in the step, and checks that each is updated once.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -253,13 +250,12 @@ class WrittenUpdates:
     def update(
         self, states: Sequence[str], index: int, forward: Collection[tuple[int, int]]
     ) -> tuple[list[str], list[CollectiveEvent]]:
-        """Record an update of the buffers ``states``. Return the values that it reads on this stage, and the
-        collectives that it starts.
+        """Record that the instruction at position ``index`` gives the buffers ``states`` their new values. Return two
+        values: the names of the values that it reads on this stage, and the collectives that it starts.
 
-        The collectives sum over ``dp``, or copy values between stages that share a buffer. ``index``: position of the
-        instruction. ``forward``: the (call position, microbatch) pairs that have run forward. Raise :class:`Refusal` if
-        the buffers are not ones that forward changes, all on the same stages, or if one of them is updated twice or
-        from a sum that is incomplete.
+        The collectives sum over ``dp``, or copy values between stages that share a buffer. ``forward``: the (call
+        position, microbatch) pairs that have run forward. Raise :class:`Refusal` if the buffers are not ones that
+        forward changes, all on the same stages, or if one of them is updated twice or from a sum that is incomplete.
         """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:

@@ -83,8 +83,8 @@ def _loads(stage: Stage, value: str) -> bool:
 
 
 def _find_difference(expected: StateData, got: StateData, trains: bool) -> str:
-    """Return in which field ``expected`` and ``got``, two descriptions of a parameter or buffer, differ, as text; empty
-    if their layouts are equal.
+    """Return, as text, a field in which ``expected`` and ``got``, two descriptions of one parameter or buffer, differ;
+    empty if both place it on the ranks in the same way.
 
     ``trains``: whether gradients are compared, too.
     """

@@ -213,8 +213,8 @@ def _run_lists(
 
 
 def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
-    """Return rank -> instructions: its edited list in ``own``, or its stage's list without microbatches that the rank
-    lacks.
+    """Return a dict from each rank to its instructions: its edited list in ``own``, or its pipeline stage's list
+    without the microbatches that the rank does not have.
     """
     shares = _count_microbatches(program)
     lists: dict[int, Instructions] = {}
@@ -225,7 +225,9 @@ def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dic
 
 
 def _count_microbatches(program: Program) -> list[int]:
-    """Return the number of microbatches of each rank of a pipeline stage, in the order of ranks."""
+    """Return the number of microbatches of each rank of a pipeline stage, in the order of ranks. It is equal on all
+    stages.
+    """
     each = program.strides["dp"]
     return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
 
@@ -275,8 +277,8 @@ def _locate_refusal(
 
 
 def _is_about(program: Program, location: FaultLocation, instruction: Instruction) -> bool:
-    """Return whether ``instruction`` uses the call, the parameter or buffer, or the set of parameters that ``location``
-    names.
+    """Return whether ``instruction`` uses what ``location``, the location of a fault, names: a call, a parameter or
+    buffer, or a set of parameters that are reduced together. The fault is reported at the first such instruction.
     """
     if location.bucket is not None:
         return instruction.bucket == location.bucket

@@ -22,11 +22,11 @@ AXES = ("tp", "cp")  # the axes over which blocks are sharded
 
 
 def check_wholeness(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` at the first value, gradient or output that is declared equal on several ranks but differs
-    between them.
+    """Raise :class:`Refusal` at the first value, gradient or output that is declared equal on several ranks, or in all
+    microbatches, but is not.
 
-    That is derived from the graphs, without tensors: along ``tp`` and ``cp``, over which blocks are sharded, and over
-    the parts of the batch. ``facts``: the analysis of the program.
+    This is derived from the graphs, without tensors: along ``tp`` and ``cp``, over which blocks are sharded, and over
+    the microbatches and ``dp`` ranks. ``facts``: the analysis of the program.
     """
     for axis in AXES:
         _check_axis(axis, facts)
@@ -56,8 +56,8 @@ def _check_axis(axis: str, facts: ProgramFacts) -> None:
 
 
 def _make_cache_key(facts: ProgramFacts, call: CallData) -> object:
-    """Return a hashable key of everything on which the check of a call depends, so that equal calls are checked once.
-    ``facts``: the analysis of the program.
+    """Return a hashable key of everything on which the check of ``call`` (an execution of a block) depends, so that
+    calls with equal keys are checked once. ``facts``: the analysis of the program.
     """
     program = facts.program
     kept = [program.states[n] for n in call.states]
@@ -109,8 +109,8 @@ def _is_apart(axis: str, program: Program, state: str) -> bool:
 
 
 def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
-    """Raise :class:`Refusal` if an output of a call that is declared whole along the mesh axis ``axis`` differs between
-    ranks. ``facts``: the analysis of the program.
+    """Raise :class:`Refusal` if an output of ``call`` (an execution of a block) that is declared whole along the mesh
+    axis ``axis`` differs between ranks. ``facts``: the analysis of the program.
     """
     program, block = facts.program, facts.blocks[call.block]
     given = dict(zip((*block.states, *block.inputs), _list_given_sameness(axis, facts, call), strict=True))
@@ -125,8 +125,8 @@ def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
 
 
 def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
-    """Raise :class:`Refusal` if a gradient of a call that should be equal along the mesh axis ``axis`` differs between
-    ranks.
+    """Raise :class:`Refusal` if a gradient in the backward of ``call`` (an execution of a block) that should be equal
+    along the mesh axis ``axis`` differs between ranks.
 
     The gradients of the outputs are assumed to have the layouts that are declared for them. ``facts``: the analysis of
     the program.
@@ -169,8 +169,8 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
     """Raise :class:`Refusal` if a collective of ``graph``, which ``call`` runs, gets a value that is equal on all ranks
     where it expects a different part on each, or different values where it expects equal ones.
 
-    ``known``: node name -> ``"alike"`` or ``"different"``: whether ranks along the mesh axis ``axis`` compute equal
-    values.
+    ``known``: name of a node -> whether ranks along the mesh axis ``axis`` compute equal values for it: ``"alike"``,
+    ``"different"`` or ``"unknown"``.
     """
     found = find_misused_collective(graph, known, axis)
     if found is not None:
@@ -178,10 +178,11 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
 
 
 def _over_batch(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` if an output that is declared equal in every microbatch differs between microbatches.
+    """Raise :class:`Refusal` if an output of the model that is declared equal in every microbatch differs between
+    microbatches, or if the new value of a buffer depends on the microbatch.
 
-    Raise it, too, if the new value of a buffer depends on the microbatch. If there is one microbatch per rank, the
-    ``dp`` ranks are compared instead of microbatches. ``facts``: the analysis of the program.
+    If there is one microbatch per rank, the ``dp`` ranks are compared instead of microbatches. ``facts``: the analysis
+    of the program.
     """
     program = facts.program
     axis = "data" if program.num_microbatches > 1 else DATA_AXES[0]

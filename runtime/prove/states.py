@@ -31,9 +31,8 @@ from partitioner.runtime.prove.errors import FaultLocation, Refusal, use_text
 
 
 def check_state(facts: ProgramFacts, name: str) -> None:
-    """Raise :class:`Refusal` unless the layouts, stages and ZeRO axes of the parameter or buffer ``name`` are valid.
-
-    Its gradient must also be summed over the right mesh axes. ``facts``: the analysis of the program.
+    """Raise :class:`Refusal` unless the layouts, pipeline stages and ZeRO axes of the parameter, buffer or constant
+    ``name`` are valid, and its gradient is summed over the right mesh axes. ``facts``: the analysis of the program.
     """
     problem = _state_problem(facts, name)
     if problem:
@@ -139,7 +138,8 @@ def nested_shape(data: object) -> tuple[int, ...] | None:
 
 
 def check_buckets(facts: ProgramFacts, stage: int) -> None:
-    """Raise :class:`Refusal` if a gradient bucket of a pipeline stage, or its list of recomputed calls, is wrong.
+    """Raise :class:`Refusal` if the gradient buckets of the pipeline stage ``stage`` (an index), or its lists of
+    recomputed calls, are wrong.
 
     A bucket is a set of parameters whose gradients are reduced together. Each gradient that is a partial sum over mesh
     axes must be in exactly one bucket, with those axes. Each parameter that ZeRO shards must be in exactly one bucket,
@@ -339,11 +339,12 @@ Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to ag
 
 
 def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
-    """Return the groups of consecutive collectives over the same mesh axes that one run of a call starts.
+    """Return the groups of consecutive collectives over the same mesh axes that one run of ``call``, an execution of a
+    block, starts.
 
-    Each group is a tuple (axes, key on which all ranks must agree, text, graph node, number of collectives). ``op``:
-    what runs: forward (F) or backward (B, or its halves I and W). ``position``: the call's position on its pipeline
-    stage.
+    Each group is a tuple (axes, key on which all ranks must agree, description of the first collective, name of its
+    graph node, number of collectives). ``op``: what runs: "F" forward, "B" backward, "I" its half for inputs, "W" its
+    half for weights. ``position``: the call's position on its pipeline stage.
     """
     uses = [(split_axes(program, (u.axis,)), u) for u in call.collectives(op)]
     found: list[Bundle] = []

@@ -202,8 +202,8 @@ def _check_mesh(program: Program) -> None:
 
 
 def _check_blocks(program: Program) -> None:
-    """Raise :class:`Refusal` unless every block's graph is well-formed, and its inferred shapes and types equal those
-    that it stores.
+    """Raise :class:`Refusal` unless the graph of every block (a piece of the model) is well-formed, and its inferred
+    shapes and types equal those that it stores.
     """
     axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
     axes[DATA] = program.batch_microbatches
@@ -215,8 +215,8 @@ def _check_blocks(program: Program) -> None:
 
 
 def _check_calls(facts: ProgramFacts, stage: int) -> None:
-    """Raise :class:`Refusal` unless the calls of a pipeline stage (an index) name existing tensors of the right shape,
-    and compute each value once. ``facts``: the analysis of the program.
+    """Raise :class:`Refusal` unless the calls (executions of blocks) of the pipeline stage ``stage`` (an index) name
+    existing tensors of the right shapes, and compute each value once. ``facts``: the analysis of the program.
     """
     made: dict[str, int] = {}
     for position, call in enumerate(facts.program.stages[stage].calls):
@@ -230,9 +230,9 @@ def _check_calls(facts: ProgramFacts, stage: int) -> None:
 
 
 def _check_call_names(program: Program, stage: int, position: int, call: CallData) -> None:
-    """Raise :class:`Refusal` unless the block, parameters, buffers and values that a call names exist on its stage.
-
-    ``position``: the call's position on the pipeline stage ``stage``.
+    """Raise :class:`Refusal` unless the block, parameters, buffers and values that ``call`` names exist, and the
+    parameters and buffers are on its pipeline stage ``stage`` (an index). ``position``: the call's position on the
+    stage.
     """
     problem = ""
     if call.block not in program.blocks:
@@ -250,9 +250,11 @@ def _check_call_names(program: Program, stage: int, position: int, call: CallDat
 
 
 def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
-    """Raise :class:`Refusal` unless the tensors that a call reads and computes have the shapes and types in its graph.
+    """Raise :class:`Refusal` unless the tensors that ``call`` (an execution of a block) reads and computes have the
+    shapes and types of its graph.
 
-    ``position``: the call's position on the pipeline stage ``stage``. ``facts``: the analysis of the program.
+    ``position``: the call's position on the pipeline stage ``stage`` (an index). ``facts``: the analysis of the
+    program.
     """
     program, block = facts.program, facts.blocks[call.block]
     for kind, have, want in (
@@ -309,9 +311,8 @@ def _check_call_order(facts: ProgramFacts) -> None:
 
 
 def _check_value_sources(program: Program) -> None:
-    """Raise :class:`Refusal` if different calls compute the same value.
-
-    Several pipeline stages may run the same call if the value needs no gradient.
+    """Raise :class:`Refusal` if different calls (executions of blocks) compute the same value. Several pipeline stages
+    may run the same call if the value needs no gradient.
     """
     batch = CallData(block="", path="the batch")
     source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}

@@ -127,8 +127,8 @@ def check_node_operators(nodes: Iterable[Mapping[str, Any]], block: str) -> None
 
 
 def check_operator(name: str) -> None:
-    """Raise :class:`UntrustedOperatorError` unless plans may name the operator ``name``, such as ``aten.add.Tensor`` or
-    ``getitem``.
+    """Raise :class:`UntrustedOperatorError` unless plan files may name the operator ``name``, such as
+    ``aten.add.Tensor`` or ``getitem``.
     """
     if name in _checked or name in _met or name == "getitem":
         return
@@ -166,7 +166,7 @@ def _suggest(name: str) -> str:
 
 def find_operator(name: str) -> torch._ops.OpOverload | None:
     """Return the torch operator with the name ``name``, such as ``aten.add.Tensor``; ``None`` if no imported library
-    has it. Whether a plan may name it is not checked.
+    has it. Whether a plan file may name it is not checked.
     """
     import torch
 

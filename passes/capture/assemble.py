@@ -143,7 +143,8 @@ def _copy_selected_rows(
     selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]
 ) -> Any:
     """Copy ``node``, an operator on the rows that a boolean mask selects, to the new graph, and return the copy. The
-    number of selected rows is not fixed, so the copy works on all rows, and the mask is kept beside it.
+    number of selected rows depends on the data, so the copy works on all rows, and ``selected`` records the mask of the
+    rows that the model has.
 
     Raise :class:`UnsupportedError` if the operator has no such form. ``selected``: rewrites operators in this way.
     ``env``: maps nodes of the program to nodes of the new graph. ``classes``: receives the class names of the node's

@@ -496,7 +496,8 @@ def _is_given(tensor: Tensor) -> bool:
 
 
 def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None:
-    """Raise :class:`UnsupportedError` unless ``value``, which forward assigns to ``tensor``, has its shape and dtype.
+    """Raise :class:`UnsupportedError` unless ``value``, which forward assigns to ``tensor``, has the shape and dtype of
+    ``tensor``.
 
     ``what``: what forward does, for the message. ``double``: two floating-point dtypes may differ.
     """

@@ -259,8 +259,8 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
 def _fit_program(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Return an exported program with fixed shapes for ``inputs``, and the notes for the user, which are always an
-    empty tuple here (other sources of a program have notes).
+    """Return two values: an exported program with fixed shapes for ``inputs``, and an empty tuple, because this step
+    has no notes for the user.
 
     ``program`` is returned unchanged if it has fixed shapes; one with dynamic shapes is exported again on the inputs,
     with a batch dim of ``global_batch`` samples (``None``: of the size in ``inputs``). Raises :class:`InputsError` if

@@ -343,7 +343,8 @@ def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
 
     Args:
         known: keys of objects that were visited already, by ``id``.
-        depth: number of containers and objects around ``value``; nothing is read beyond a limit.
+        depth: number of containers and objects around ``value``; beyond a limit, a value is represented by its type
+            alone.
     """
     kind = type(value)
     if kind in _PLAIN:

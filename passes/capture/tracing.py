@@ -141,7 +141,8 @@ class Tracer:
         return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
 
     def renew(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, like ``twin``, in the state before forward is called.
+        """Return a new copy of the model with fake tensors, with the options of ``twin``, whose forward has not been
+        traced.
 
         Args:
             changes: new values of fields of the twin. The extra key ``flipped`` has conditions on lifted numbers

@@ -283,11 +283,11 @@ class _Spreader:
 
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
-    """Return the shape argument of ``node``, a reshape or expand in an expert region, adapted to the experts and rows
-    of one rank.
+    """Return the shape argument of ``node``, a reshape or expand in a part of the graph that computes by expert, for
+    the experts and rows of one rank: fewer experts, and another number of rows.
 
     Args:
-        region: the part of the block that contains ``node``.
+        region: the part of the graph that contains ``node``.
         size: number of ranks over which the experts are distributed.
     """
     value: Tensor = node.meta["val"]

@@ -41,13 +41,14 @@ _LEAST = 2  # experts in a loop
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over experts, recognised by its ``chain``: the nodes that add the outputs of all experts, or that select
-    by row between them.
+    """A loop over the experts of a mixture, as it is found in a graph: each expert computes all rows, and ``chain``,
+    the nodes of a sum or of ``where`` operators, combines the experts' outputs, of which each counts only in its
+    expert's rows.
 
     ``parts[i]`` is the output of expert ``first + i``. The expert's rows are those where ``of``, the tensor with the
     expert numbers that rows chose, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of ``of``.
     ``others``: operands of the chain that are no expert's output. ``adds``: whether the chain is a sum. ``where``: the
-    shape of the masks by which the chain selects; empty for a sum.
+    shape of the masks by which ``where`` operators select; empty for a sum.
     """
 
     parts: tuple[fx.Node, ...]
@@ -337,8 +338,10 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class MultiResultRows:
-    """The results of the operator ``node``, which returns several tensors, in which each row is computed by its own
-    expert. ``dims[k]``: the index of the row dim of result ``k``."""
+    """The operator ``node`` with several results, which replaces the corresponding operators of all experts in a loop.
+    In each result every row is computed by the expert that the row chose. ``dims[k]``: the index of the dim that
+    indexes rows in result ``k``.
+    """
 
     node: fx.Node
     dims: tuple[int, ...]
@@ -346,8 +349,9 @@ class MultiResultRows:
 
 @dataclass(frozen=True)
 class ExpertSum:
-    """The sum (``node``) of the outputs of all experts in a loop, of which at most one is non-zero in each row (that of
-    the expert that the row chose)."""
+    """The node ``node`` that replaces the sum of the outputs of all experts in a loop, of which at most one is non-zero
+    in each row: that of the expert that the row chose.
+    """
 
     node: fx.Node
 

@@ -337,10 +337,9 @@ class _Merging:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def _merge_products(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
-        """Append one operator that multiplies each row by its own expert's matrix, and return the rows. It replaces the
-        products of all experts, of which ``node`` is the first.
-
-        ``args``: the merged operands. Raises :class:`Different` if they do not fit.
+        """Append one operator that multiplies each row by the matrix of its own expert, and return the rows. It
+        replaces the matrix products of all experts. ``node``: the product of the first expert. ``args``: its operands,
+        each merged over all experts. Raises :class:`Different` if they do not fit.
         """
         x, weight = args[0], self.weights.of_all(args[1])
         if not isinstance(x, ExpertRows) or len(args) != 2 or len(list_node_sizes(weight)) != 3:
@@ -434,10 +433,10 @@ class _Merging:
         return tuple(spots[0] for spots in dims) if alone else None
 
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
-        """Return one result of an operator with several results, in which each row is computed by its own expert.
+        """Return what replaces ``nodes``, the ``getitem`` nodes of all experts that take the same result of an operator
+        with several results: this result with each row computed by its own expert.
 
-        Args:
-            nodes: the corresponding ``getitem`` nodes of all experts.
+        Raises :class:`Different` if the operator does not work on rows.
         """
         whole: Any = self.merge_nodes(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):

@@ -258,7 +258,9 @@ class _Stacking:
             raise Different
 
     def _has_form(self, node: fx.Node) -> bool:
-        """Return whether the operator of ``node`` can work with the experts as an additional first dim."""
+        """Return whether the operator of ``node``, which works on one expert, can work on all experts at once, with the
+        experts as an additional first dim of its operands.
+        """
         if node.target in _PRODUCTS:
             weight: Any = node.args[1]
             return len(node.args) == 2 and len(list_node_sizes(node)) == 2 and len(list_node_sizes(weight)) == 2

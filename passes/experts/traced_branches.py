@@ -130,8 +130,8 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
     def decided(self: SymBool) -> bool:
-        """Return the truth of a symbolic condition, after its outcome was fixed if it only tests whether an expert has
-        rows.
+        """Replacement of ``SymBool.__bool__``: return the truth of a symbolic condition. If the condition only tests
+        whether an expert has rows, its outcome is fixed first.
         """
         try:
             return plain(self)

@@ -265,12 +265,14 @@ _ADDING = {aten.index_add.default: 3, aten.scatter_add.default: 3, aten.index_pu
 
 
 def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
-    """Raise :class:`UnsupportedError` unless the two graphs are equal after simplification. Both graphs are changed.
+    """Raise :class:`UnsupportedError` unless the graphs of two traces of a model are equal after simplification. Both
+    graphs are changed.
 
-    Equality proves that iterations of a loop over experts without rows have no effect.
+    Equality proves that iterations of a loop over experts have no effect if the expert has no rows, so that a loop over
+    all experts computes the same.
 
     Args:
-        empty: graph of a trace with empty masks for some experts.
+        empty: graph of a trace with empty row masks for some experts.
         left_out: graph of a trace without the iterations of these experts.
     """
     alike: dict[tuple[str, str, str], int] = {}

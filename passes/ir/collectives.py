@@ -83,8 +83,8 @@ ops = torch.ops.partition
 
 
 def _make_scaled_result(x: Tensor, dim: int, times: int, over: int) -> Tensor:
-    """Return an empty tensor for the shape inference of a collective: it has the shape of ``x``, with the size of
-    ``dim`` multiplied by ``times`` and divided by ``over``.
+    """Return an empty tensor that stands for the result of a collective in shape inference: it has the shape of ``x``,
+    with the size of ``dim`` multiplied by ``times`` and divided by ``over``.
     """
     shape = list(x.shape)
     shape[dim] = shape[dim] * times // over

@@ -101,12 +101,12 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
 def _straight_through(
     run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
 ) -> Any:
-    """Return the values that quantised levels mean, clamped to the allowed levels, with a straight-through gradient:
-    that for ``x`` is 1 where nothing was clamped and 0 elsewhere.
+    """Return the values ``(level - zero_point) * scale`` of the quantised levels ``places``, clamped to the allowed
+    levels, with a straight-through gradient: that for ``x`` is 1 where nothing was clamped and 0 elsewhere.
 
     ``places``: the levels of the elements of ``x``, rounded but not yet clamped. ``low``, ``high``: the smallest and
-    largest allowed level. ``scale``, ``zero_point``: a level means ``(level - zero_point) * scale``. ``fixed``: ``x``
-    without a gradient. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
+    largest allowed level. ``fixed``: ``x`` without a gradient. ``run(operator, *arguments)`` executes an operator on
+    tensors or appends it to a graph.
     """
     clamped = run(aten.clamp.default, places, low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, clamped, zero_point), scale)

@@ -325,9 +325,10 @@ DRAWS = frozenset(
 
 
 def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
-    """Return the int64 index of every element of a tensor of ``shape``, in row-major order, as a tensor of this shape.
-    ``group``: the index, from 0, of the group of samples that the tensor belongs to. The elements of earlier groups,
-    whose tensors have this shape too, are counted first, so that no index occurs in two groups."""
+    """Return the int64 index of every element of a tensor of ``shape``, in row-major order, as a tensor of this shape
+    on ``device``. ``group``: the index, from 0, of the group of samples that the tensor belongs to. The elements of
+    earlier groups, whose tensors have this shape too, are counted first, so that no index occurs in two groups.
+    """
     count = torch.Size(shape).numel()
     return torch.arange(group * count, (group + 1) * count, device=device).view(shape)
 
@@ -340,7 +341,8 @@ def draw_whole_tensor(
     group: int = 0,
     parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return a tensor of ``shape`` of random numbers, which are those that a plan draws for the whole tensor.
+    """Return a tensor of ``shape`` on ``device`` with random numbers: those that all ranks together draw for the whole
+    tensor when they run a plan.
 
     ``distribution``: an operator that draws a number for each element index, such as ``partition::uniform``. ``at``:
     [seed, stream number], from which the numbers follow. ``group``: the index, from 0, of the group of samples; each
@@ -369,8 +371,8 @@ _MOST_WHOLE = 1 << 40  # in a larger range that is no power of two, low integers
 
 @dataclass(frozen=True)
 class Sampler:
-    """The means by which a formula, which computes what one of torch's random operators returns, draws its random
-    numbers, on tensors or on graph nodes.
+    """What a function that imitates one of torch's random operators needs to draw numbers, on tensors or on graph
+    nodes.
 
     ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``numbers(distribution, sizes,
     *parameters)`` draws numbers that no other draw uses. ``given``: the arguments of torch's operator by name.
@@ -591,9 +593,11 @@ def native_dropout(s: Sampler) -> Any:
 
 
 def apply_random_relu(s: Sampler) -> Any:
-    """Return the input with negative elements multiplied by random slopes, and the slopes (1 for other elements), as
-    tensors or graph nodes. Outside of training, the slope is the mean of its bounds, and the second result is ``None``.
-    ``s`` draws the numbers; ``s.given`` has the input, the bounds and whether the model is trained."""
+    """Return two results of torch's randomized leaky ReLU (``rrelu_with_noise``), as tensors or graph nodes: the input
+    with negative elements multiplied by random slopes, and the slopes (1 for other elements). Outside of training, the
+    slope is the mean of its bounds, and the second result is ``None``. ``s`` draws the numbers; ``s.given`` has the
+    input, the bounds and whether the model is trained.
+    """
     x, low, high = s.given["self"], s.given["lower"], s.given["upper"]
     if not s.given["training"]:
         return s.run(aten.leaky_relu.default, x, (low + high) / 2), None
@@ -673,8 +677,10 @@ class _Generators(TorchFunctionMode):
         self.line_now = line_now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of ``func``; raise :class:`UnsupportedError` if one of its arguments is a random
-        generator."""
+        """Call the torch function ``func`` and return its result. Raise :class:`UnsupportedError` if one of its
+        arguments is a random generator. ``tensor.random_(low, high)`` is computed from ``random_(high - low)``.
+        ``types``: unused.
+        """
         kwargs = kwargs or {}
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             name = getattr(func, "__name__", str(func))

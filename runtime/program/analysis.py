@@ -231,17 +231,15 @@ class ProgramFacts:
         return self._sizes_of(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of a bucket's gradients on one rank: the pieces that ZeRO leaves there, or whole shards
-        without ZeRO.
-
-        A bucket is a set of parameters whose gradients are reduced together.
+        """Return the bytes that the gradients of ``bucket`` take on one rank: those of the pieces that ZeRO leaves
+        there, or of the rank's whole shards without ZeRO. A bucket is a set of parameters whose gradients are reduced
+        together.
         """
         return sum(map(self.gradient_piece_bytes, bucket.states))
 
     def wire_share(self, bucket: Bucket) -> float:
-        """Return the bytes sent per byte of a bucket's gradients: below 1 if the bucket is compressed, else 1.
-
-        A bucket is a set of parameters whose gradients are reduced together.
+        """Return the bytes that are sent per byte of the gradients of ``bucket``: below 1 if they are compressed, else
+        1. A bucket is a set of parameters whose gradients are reduced together.
         """
         if bucket.compression is None:
             return 1.0
@@ -254,7 +252,8 @@ class ProgramFacts:
         return self._sizes[name]
 
     def moved_bytes(self, call: CallFacts) -> int:
-        """Return the bytes that offloading moves to host memory for one call; 0 if it has no backward.
+        """Return the bytes that offloading of activations moves to host memory for ``call``, one execution of a block
+        on one microbatch; 0 if it has no backward.
 
         These are the tensors saved for its backward, except those that other calls of the stage read too.
         """
@@ -393,10 +392,8 @@ def differentiate_for_cpu(
 
 
 def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
-    """Return the first fault of the graph of a block (a piece of the model) as (message, node name), or ``None`` if it
-    is valid.
-
-    ``name``: the block's name. ``axes``: mesh axis -> number of ranks.
+    """Return the first fault of the graph of the block ``name`` (a piece of the model) of ``program`` as (message, node
+    name), or ``None`` if the graph is valid. ``axes``: mesh axis -> number of ranks.
     """
     graph = program.blocks[name]
     return _find_block_fault(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))

@@ -159,12 +159,13 @@ class Instruction(Data):
 
 
 class Part(Data):
-    """A group of consecutive instructions of a :class:`Listing`, which is repeated with increasing microbatch numbers.
+    """A group of consecutive instructions of a compact instruction list (:class:`Listing`). The group is repeated, each
+    time with higher microbatch numbers.
 
-    ``body``: the instructions of the first repetition in the list's shortest form. ``times``: number of repetitions in
-    that form. ``shift``: number by which the microbatch numbers increase from one repetition to the next. Each
-    extension of the list by ``unit`` microbatches adds ``more`` repetitions, and increases all microbatch numbers of
-    the group by ``moved``.
+    ``body``: the instructions of the first repetition in the shortest form of the list, that with the fewest
+    microbatches. ``times``: number of repetitions in that form. ``shift``: number by which the microbatch numbers
+    increase from one repetition to the next. Each extension of the list by ``unit`` microbatches adds ``more``
+    repetitions, and increases all microbatch numbers of the group by ``moved``.
     """
 
     body: tuple[Instruction, ...]
@@ -175,10 +176,12 @@ class Part(Data):
 
 
 class Listing(Data, Sequence[Instruction]):
-    """A compact instruction list, which stores repeated instructions once and can be read like the full sequence.
+    """A compact instruction list of a pipeline stage. It stores instructions that repeat with the microbatches once,
+    and can be read like the full sequence.
 
-    ``parts``: groups of instructions, with their numbers of repetitions in the shortest form of the list. The full list
-    is this form after ``steps`` extensions, each of which adds ``unit`` microbatches.
+    ``parts``: groups of instructions, with their numbers of repetitions in the shortest form of the list, that with the
+    fewest microbatches. The full list is this form after ``steps`` extensions, each of which adds ``unit``
+    microbatches.
     """
 
     steps: Annotated[int, Field(ge=0)]
@@ -207,8 +210,8 @@ class Listing(Data, Sequence[Instruction]):
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
     def grown(self, steps: int) -> Listing:
-        """Return this list for another number of microbatches: its shortest form, extended ``steps`` times by ``unit``
-        microbatches each.
+        """Return this list for another number of microbatches: its shortest form (that with the fewest microbatches),
+        extended ``steps`` times by ``unit`` microbatches each.
         """
         return Listing(steps=steps, unit=self.unit, parts=self.parts)
 

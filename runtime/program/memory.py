@@ -108,10 +108,9 @@ class MemoryMoment(NamedTuple):
 
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
-    """Return the bytes that one rank of a pipeline stage (an index) holds on its device during the whole step.
-
-    These are parameters, buffers, gradients, and the rounding errors stored for gradient compression. ``facts``: the
-    analysis of the program.
+    """Return the device bytes that one rank of the pipeline stage ``stage`` (an index) holds during the whole step: its
+    parameters, buffers, gradients, and the rounding errors stored for gradient compression. ``facts``: the analysis of
+    the program.
     """
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
@@ -156,8 +155,8 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
 def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
 ) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
-    """Yield for each instruction a pair: the memory of a rank at the peak of each of its calls, and the memory after
-    it.
+    """Yield for each instruction a pair of records of the bytes that a rank holds, by kind: a list with the peak of
+    each of the instruction's calls, and the bytes after the instruction.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. The first item of a pair is empty
     if the memory is never higher than after the instruction. ``facts``: the analysis of the program.
@@ -203,10 +202,9 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
 
 
 def master_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the bytes of an offloaded parameter in host memory. ``state``: its name.
-
-    These are the parameter, its gradient, and the copy in a wider type that the optimizer updates. The copy is not
-    counted if it is on disk. ``facts``: the analysis of the program.
+    """Return the bytes that the offloaded parameter ``state`` (its name) takes in host memory on one rank: the
+    parameter and, if it is trained, its gradient and the copy in a wider type that the optimizer updates. The copy is
+    not counted if it is on disk. ``facts``: the analysis of the program.
     """
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
@@ -216,9 +214,9 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def disk_bytes(facts: ProgramFacts, stage: int) -> int:
-    """Return the bytes that a rank of a pipeline stage (an index) stores on disk: copies of parameters in a wider type.
-
-    Optimizer states are not counted. 0 if the program does not offload to disk. ``facts``: the analysis of the program.
+    """Return the bytes that one rank of the pipeline stage ``stage`` (an index) stores on disk: copies of parameters in
+    a wider type, which the optimizer updates. Optimizer states are not counted. 0 if the program does not offload to
+    disk. ``facts``: the analysis of the program.
     """
     trained = (s for s in host_states(facts.program, stage) if s in facts.with_gradient)
     return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0

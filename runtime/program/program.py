@@ -358,9 +358,9 @@ class Program(Data):
 
     @cached_property
     def _axis_grids(self) -> tuple[dict[str, int], ...]:
-        """Return the four ways to arrange all ranks in a grid, each as axis -> size, outermost axis first.
-
-        They are the mesh, the experts' mesh, and both with the data axis split into a replicate and a shard axis.
+        """Return the four ways to arrange all ranks in a grid, each as axis -> size, outermost axis first: the mesh,
+        the experts' mesh, and each of them with its data axis (``dp`` or ``edp``) split into a replicate and a shard
+        axis.
         """
         plain, parts = {axis: self.mesh.get(axis, 1) for axis in AXES}, self.hybrid_mesh
         inner = {axis: n for axis, n in plain.items() if axis not in ("pp", "dp")}
@@ -464,10 +464,8 @@ def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
 
 
 def shard_shape(program: Program, state: str) -> tuple[int, ...]:
-    """Return the shape of the shard over ``ep`` and ``tp`` that one rank has of a parameter or buffer, before ZeRO
-    divides it.
-
-    ``state``: its name. Raise ``ValueError`` if a layout is malformed.
+    """Return the shape of the shard over ``ep`` and ``tp`` that one rank has of the parameter or buffer called
+    ``state``, before ZeRO divides it. Raise ``ValueError`` if a layout is malformed.
     """
     data = program.states[state]
     shape = data.shape

@@ -31,7 +31,8 @@ def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """One rank's piece of a flattened tensor of ``numel`` elements that is cut into ``ranks`` equal pieces.
+    """One piece of a flattened tensor of ``numel`` elements, which is cut into ``ranks`` equal pieces, one for each
+    rank.
 
     ``index``: number of the piece, from 0. The piece has the elements ``[start, start + size)``. ``length``: number of
     elements of a full piece; the last pieces may be shorter and are padded to it.
@@ -112,8 +113,8 @@ class ScatterQueue(Generic[Scatter]):
 
 
 def states_read(instruction: Instruction, stage: Stage) -> list[str]:
-    """Return the names of the parameters and buffers that ``instruction`` of a pipeline stage reads; empty if it
-    computes nothing.
+    """Return the names of the parameters and buffers that the computation of ``instruction`` reads; empty if it
+    computes nothing. ``stage``: the pipeline stage whose list has the instruction.
     """
     return reads_of(instruction, stage.calls)
 
@@ -171,7 +172,8 @@ def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Ca
 
 
 def list_reduction_turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
-    """Return the collectives that reduce gradients, in order, as pairs (SCATTER, REDUCE or GATHER; mesh axes).
+    """Return the collectives that reduce the gradients of ``bucket``, in order, as pairs (SCATTER, REDUCE or GATHER;
+    mesh axes).
 
     ``bucket``: the parameters whose gradients are reduced together. The collectives start once these gradients are
     computed and, under ZeRO, are reduce-scattered to shards.
@@ -193,10 +195,8 @@ def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
 
 
 def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
-    """Return into how many shards a bucket's gradients are scattered after the first ``level`` steps of its
-    hierarchical reduction.
-
-    A bucket is a set of parameters whose gradients are reduced together.
+    """Return the number of shards into which the gradients of ``bucket`` are scattered after the first ``level`` steps
+    of their hierarchical reduction. A bucket is a set of parameters whose gradients are reduced together.
     """
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 

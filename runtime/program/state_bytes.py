@@ -12,9 +12,8 @@ from partitioner.runtime.program.program import Program, Stage, StateData, shard
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:
-    """Return the names of the parameters of a pipeline stage (an index) whose values are in host memory.
-
-    They are there because the program offloads parameters, or because the optimizer runs on the host and updates them.
+    """Return the names of the parameters of the pipeline stage ``stage`` (an index) whose values are in host memory,
+    because the program offloads parameters, or because the optimizer runs on the host and updates them.
     """
     held = {n: s for n, s in program.states.items() if stage in s.stages}
     train = program.objective == "train"
@@ -34,11 +33,9 @@ def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
 
 
 def staying_values(stage: Stage) -> frozenset[str]:
-    """Return the names of the tensors of a pipeline stage that stay on the device when activations are moved to host
-    memory.
-
-    These are totals (sums over the global batch that are computed before the pipeline starts), and tensors that several
-    calls of the stage read.
+    """Return the names of the tensors that stay on the device when the pipeline stage ``stage`` moves activations to
+    host memory: totals (sums over the global batch that are computed before the pipeline starts), and tensors that
+    several calls of the stage read.
     """
     reads = Counter(v for call in stage.calls if not call.prologue for v in set(call.inputs))
     totals = {v for call in stage.calls if call.prologue for v in call.outputs}

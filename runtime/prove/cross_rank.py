@@ -26,7 +26,7 @@ from partitioner.runtime.prove.errors import Fault
 
 
 def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
-    """Return, for each rank, the lowest rank that is equivalent to it.
+    """Return, for each rank, the lowest rank that is equivalent to it. The prover follows only this one.
 
     Equivalent ranks have the same communication events (collectives, sends, receives), and communicate with equivalent
     ranks. ``traces``: the events of each rank, as pairs (instruction index, event).
@@ -306,9 +306,8 @@ class TraceRunner:
         return not open_
 
     def list_awaited(self, rank: int, event: FinishEvent) -> list[tuple[_GroupProgress, int]]:
-        """Return the collectives that ``rank`` has started, that have not ended, and for which ``event`` waits.
-
-        Each is a pair (group, number of the collective in the group, from 0).
+        """Return the collectives that ``rank`` has started, that have not ended, and for which ``event`` waits. Each is
+        a pair (record of the process group, number of the collective in the group, from 0).
         """
         return [
             (group, number)
@@ -385,10 +384,8 @@ class TraceRunner:
         return Mismatch("deadlock", message, first, index, node)
 
     def waits_for(self, rank: int) -> tuple[str, list[int], int, str]:
-        """Return what a stuck rank does (as text), the ranks for which it waits, the position of its instruction, and
-        its graph node.
-
-        The graph node is an empty string if the instruction runs no graph.
+        """Return four values for ``rank``, which cannot proceed: what it does (as text), the ranks for which it waits,
+        the position of its instruction, and the name of the graph node (empty if the instruction runs no graph).
         """
         if rank in self.inside:
             group, number = self.inside[rank]

@@ -110,7 +110,8 @@ class HostStates:
         self.taken: dict[str, int] = {}  # -> the OFFLOAD of its gradient
 
     def fetch(self, states: Sequence[str], index: int) -> None:
-        """Record that the instruction at position ``index`` copies the parameters ``states`` to the device.
+        """Record that the instruction at position ``index`` copies the parameters ``states`` (names) from host memory
+        to the device.
 
         Raise :class:`Refusal` if one is not in host memory, or is on the device already.
         """
@@ -193,9 +194,8 @@ def check_updates(program: Program) -> None:
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
-    """Return value name -> indices of the pipeline stages whose calls compute the value.
-
-    Calls that run before the pipeline starts, to compute sums over the global batch, are left out.
+    """Return a dict from the name of each value that calls compute to the indices of the pipeline stages whose calls
+    compute it. Calls that run before the pipeline starts, to compute sums over the global batch, are left out.
     """
     makers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):

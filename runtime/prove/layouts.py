@@ -22,11 +22,11 @@ class LayoutError(PartitionError):
 
 def prove_same_layout(first: Program, name: str, further: Program) -> None:
     """Raise :class:`LayoutError` unless the program ``further``, called ``name``, can run on the parameters and buffers
-    of ``first``.
+    of the program ``first``.
 
-    Both have the same mesh and the same way of sharding. Every parameter and buffer of ``further`` is one of ``first``,
-    with the same shape, type, layout, stages and ZeRO axes. Constants are each program's own. In training, gradients
-    are summed over the same axes and in the same groups of parameters.
+    Both must have the same mesh and the same way of sharding. Every parameter and buffer of ``further`` must be one of
+    ``first``, with the same shape, type, layout, stages and ZeRO axes. Constants are each program's own. In training,
+    gradients must be summed over the same axes and in the same groups of parameters.
     """
     for what in _MESH:
         if getattr(first, what) != getattr(further, what):
@@ -49,12 +49,13 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
 
 
 def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
-    """Raise :class:`LayoutError` unless the programs of each generation place their key/value caches alike and write to
-    them in place. ``programs``: the further programs of a plan by name; those of a generation are called by its name
-    and their purpose, such as ``generate prefill`` and ``generate decode``. Programs without caches are skipped.
+    """Raise :class:`LayoutError` unless the programs that generate text together (prefill and decode) place their
+    key/value caches in the same way and write to them in place.
 
-    Their caches have the same shapes, types and layouts over ``tp``, and the same pipeline stages read them. Each write
-    of a call has a cache itself as its operand, not a copy of it, such as one from a collective.
+    Their caches must have the same shapes, types and layouts over ``tp``, and be read by the same pipeline stages. The
+    operand of each write must be a cache itself, not a copy of it, such as one from a collective. ``programs``: name of
+    a further program of a plan -> program; programs whose names differ only in the last word, such as ``generate
+    prefill`` and ``generate decode``, belong together. Programs without caches are skipped.
     """
     known: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
     for name, further in programs.items():

@@ -252,10 +252,10 @@ def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instruc
 def _locate_refusal(
     program: Program, refusal: Refusal, instructions: Sequence[Instruction] | None = None, rank: int | None = None
 ) -> ProofError:
-    """Return the error for the fault ``refusal``, with the rank and the instruction that it concerns.
+    """Return the error that users see for the fault ``refusal``, with the rank and the instruction that it concerns.
 
-    ``instructions`` and ``rank``: where it was found; ``None``: the list and the first rank of the fault's pipeline
-    stage.
+    ``instructions`` and ``rank``: the list and the rank in which it was found; ``None``: the list and the first rank of
+    the pipeline stage that the fault names.
     """
     location = refusal.location
     if instructions is None:

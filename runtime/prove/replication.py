@@ -87,8 +87,8 @@ def _state_layout(axis: str, state: StateData) -> str:
 
 
 def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
-    """Return, for each parameter, buffer and input of a call, "alike" if ranks along the mesh axis ``axis`` hold equal
-    tensors according to its layout, or else "different".
+    """Return, for each parameter, buffer and input of ``call`` (an execution of a block), "alike" if ranks along the
+    mesh axis ``axis`` hold equal tensors according to its layout, or else "different".
 
     The order is that of the graph's placeholders. ``facts``: the analysis of the program.
     """

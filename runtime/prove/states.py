@@ -112,8 +112,8 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
-    """Return whether the gradient of ``state``, a parameter, is summed over exactly the mesh axes over which it is a
-    partial sum.
+    """Return whether the gradient of a parameter, which ``state`` describes, is summed over exactly the mesh axes over
+    which it is a partial sum.
 
     For an expert these axes are its replicas ``edp`` and, if its gradient is a partial sum over them, the ranks ``etp``
     that share it. For other parameters only ``tp`` is checked. ``layout``, ``over_ep``: the parameter's layouts over

@@ -169,8 +169,9 @@ def _is_value_of_call(value: str, call: CallData) -> bool:
 
 
 def _check_mesh(program: Program) -> None:
-    """Raise :class:`Refusal` unless the sizes of the mesh fit the number of pipeline stages, the groups of ranks for
-    experts, and the division of the batch, and what is offloaded to the host or to disk fits together.
+    """Raise :class:`Refusal` unless the sizes of the mesh axes fit the number of pipeline stages, the groups of ranks
+    for experts and the division of the batch. Also raise it if the program offloads states that it cannot offload
+    together, such as parameters without the optimizer that updates them.
     """
     if set(program.mesh) - set(MESH_AXES) or any(size < 1 for size in program.mesh.values()):
         raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(MESH_AXES)}, or empty ones")

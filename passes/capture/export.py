@@ -178,7 +178,7 @@ def export_parameterless_copy(
         args: positional arguments of forward.
         kwargs: keyword arguments of forward.
         train: trace the ``backward`` of user-defined ``torch.autograd.Function`` classes too.
-        diagnose: explain failures as above; if false, the original exception is raised.
+        diagnose: raise these errors; if false, the original exception is raised.
     """
     drawn: list[str] = []
     try:

@@ -385,10 +385,10 @@ def _find_trainable_placeholders(program: ExportedProgram) -> set[str]:
 
 
 class _RegionInliner:
-    """Copies a graph and its sub-graphs into one graph, and tracks which values require a gradient.
+    """Copies a graph and its sub-graphs into one new graph, and tracks which values require a gradient.
 
-    A sub-graph is a region in which gradients or autocast are switched. ``trainable``: the names of the placeholders
-    that require a gradient.
+    A sub-graph is a region of forward in which gradients or autocast are switched on or off. ``trainable``: the names
+    of the placeholders that require a gradient.
     """
 
     def __init__(self, trainable: set[str]) -> None:

@@ -70,10 +70,11 @@ def spread_experts(
 
 
 class _Spreader:
-    """Builds the graph of a block in which each rank of a mesh axis has some of the experts.
+    """Builds the graph of a block (a piece of the model on one rank) in which each rank of a mesh axis has some of the
+    experts.
 
     ``axis``, ``size``: the mesh axis and its number of ranks. ``apart``: mesh axes along which ranks have different
-    experts, so that experts must not communicate over them. ``merged``: the one of them over which the block was
+    experts, so that experts must not communicate over them. ``merged``: the one of these axes over which the block was
     sharded before, or ``None``. ``tables``: nodes that are computed only from the experts' parameters, each with the
     dim that indexes experts. ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to
     their copies, ``inside`` maps nodes within them. ``routes``: for each node with the expert numbers of rows, three

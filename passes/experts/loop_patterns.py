@@ -197,7 +197,9 @@ def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
 
 
 def is_opposite(node: Any) -> bool:
-    """Return whether ``node``, apart from reshapes, is the result of a ``logical_not``."""
+    """Return whether the mask ``node`` is the negation of another mask: the result of a ``logical_not``, perhaps
+    reshaped.
+    """
     while isinstance(node, fx.Node) and node.target in RESHAPES:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target is aten.logical_not.default
@@ -369,16 +371,18 @@ class PlacedRows:
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """The corresponding parameters of all experts in a loop: ``nodes`` has one placeholder for each expert, in
-    order."""
+    """The corresponding parameters of all experts in a loop over experts, which the model stores separately. ``nodes``:
+    their placeholders, one for each expert, in order.
+    """
 
     nodes: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
 class PackedParameter:
-    """One tensor, the result of ``node``, that holds the corresponding parameters of all experts in a loop, with the
-    experts as dim 0."""
+    """The corresponding parameters of all experts in a loop over experts, stored in one tensor: the result of ``node``,
+    with the experts as dim 0.
+    """
 
     node: fx.Node
 

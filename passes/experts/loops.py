@@ -106,9 +106,8 @@ class _Merging:
         self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
 
     def merge_loop(self) -> bool:
-        """Rewrite the loop so that one operator computes the rows of all experts, and return ``True``.
-
-        Return ``False``, with an unchanged graph, if the loop does not fit the pattern.
+        """Rewrite the loop over experts, which this object merges, so that one operator computes the rows of all
+        experts, and return ``True``. Return ``False``, with an unchanged graph, if the loop does not fit the pattern.
         """
         graph = self.build.graph
         with graph.inserting_before(self.head):
@@ -372,11 +371,11 @@ class _Merging:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """Apply an operator that works on each row by itself to rows that are each computed by their own expert, and
-        return the result.
+        """Append one operator that applies the operator of ``node`` to rows that are each computed by their own expert,
+        in place of the corresponding operators of all experts, and return the result.
 
         Raises :class:`Different` if the operator combines rows or its operands do not fit. ``node``: the operator of
-        the first expert. ``args``, ``kwargs``: its merged arguments.
+        the first expert. ``args``, ``kwargs``: its arguments, each merged over all experts.
         """
         rows = [a for a in args if isinstance(a, ExpertRows)]
         if not rows:

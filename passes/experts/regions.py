@@ -132,8 +132,8 @@ class _RegionFinder:
         self.num_experts = 0
 
     def find_region(self) -> ExpertRegion | None:
-        """Return the expert region around the matrix products; ``None`` if they do not form one that can be distributed
-        by expert.
+        """Return the part of the block that computes by expert around the matrix products of this object; ``None`` if
+        they belong to no part that can be distributed by expert.
         """
         seeds = self._find_seed_nodes()
         if not seeds:
@@ -348,8 +348,8 @@ def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node,
 
 
 def _find_factor_rule(node: fx.Node) -> OpFactors | None:
-    """Return the rule of the operator ``node`` that names its loop dimensions, as in an einsum; ``None`` if it has no
-    rule.
+    """Return the sharding rule of the operator ``node``, which names its loop dimensions as in an einsum (``b s i, o i
+    -> b s o`` for a linear layer); ``None`` if it has no rule.
     """
     try:
         return factors_of(node)

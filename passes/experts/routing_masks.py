@@ -202,8 +202,10 @@ def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice |
 
 
 def classes_of(node: Any) -> _Classes | None:
-    """Return the integer tensor that the stack of masks ``node``, such as ``one_hot(chosen)``, compares with 0, 1, ..,
-    and how its dims correspond to those of the stack; ``None`` if ``node`` is no such stack."""
+    """Return a description of ``node`` if it is a stack of masks, such as ``one_hot(chosen)``: the integer tensor that
+    the masks compare with 0, 1, .., and how its dims correspond to those of the stack. Return ``None`` for any other
+    node.
+    """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     args: Any = node.args

@@ -143,8 +143,9 @@ class _Unsorter:
             node.replace_all_uses_with(twin.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
-        """Record the value that ``node``, one result of an operator with several results, would have without the sort
-        of rows that this object removes. ``build`` appends operators to the graph."""
+        """Record which node replaces ``node``, one result of an operator with several results, if the rows are not
+        sorted by the sort that this object removes. ``build`` appends operators to the graph.
+        """
         source, index = node.args
         if source in self.twins:
             twin = self.twins[source]  # type: ignore[index]

@@ -174,8 +174,10 @@ class _Stacking:
         self.num = 0
 
     def stack_experts(self) -> bool:
-        """Rewrite a sum over experts, which are separate modules, to operators that compute all experts at once, and
-        return ``True``. Return ``False``, with an unchanged graph, if it is no such sum."""
+        """Rewrite the sum of this object, which adds the outputs of experts that are separate modules, to operators
+        that compute all experts at once, and return ``True``. Return ``False``, with an unchanged graph, if it is no
+        such sum.
+        """
         if not is_sum(self.head) or len(list_node_sizes(self.head)) != 2:
             return False
         addends, self.sums = addends_of(self.head)

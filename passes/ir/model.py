@@ -225,14 +225,14 @@ class FoldedModel:
 class Captured:
     """A whole model as one graph, before equal layers are folded into blocks.
 
-    ``outputs``, ``loss`` and ``updates`` (new values of buffers that forward changes) refer to nodes of the graph by
-    name. A state is a parameter, buffer or constant. ``placeholders``: placeholder -> name of the state or input value
-    that it stands for. ``constants``: values of the constants, by state name. ``tree``: the structure of the model's
-    result, as text. ``notes``: messages for the user. ``classes``: module path -> class name. ``keeps``: buffer ->
-    ``f``, for buffers whose new value is ``f`` times the old one plus terms that are summed over microbatches.
-    ``turns``: further captures of the same model, in pairs: with empty masks for every second expert, and without the
-    loop iterations of these experts. If both are equal, loops over experts may run over all experts. ``states``: the
-    states by name. ``inputs``: those of forward. ``signature``: the arguments of forward.
+    ``graph``: the graph. A state is a parameter, buffer or constant. ``states``: the states by name. ``inputs``: the
+    inputs of forward. ``outputs``, ``loss`` and ``updates`` (new values of buffers that forward changes) refer to nodes
+    of the graph by name. ``placeholders``: name of a placeholder -> name of its state or input. ``constants``: values
+    of the constants, by state name. ``tree``: the structure of the model's result, as text. ``notes``: messages for the
+    user. ``classes``: module path -> class name. ``keeps``: buffer -> ``f``, for buffers whose new value is ``f`` times
+    the old one plus terms that are summed over microbatches. ``signature``: the arguments of forward. ``turns``:
+    further captures of the same model, in pairs: with empty masks for every second expert, and without the loop
+    iterations of these experts. If both are equal, loops over experts may run over all experts.
     """
 
     graph: fx.Graph

@@ -301,7 +301,7 @@ class Attention:
         their scores; for others, the tile's result is stored.
 
         ``rows``: the range of the tile's queries. ``out``, ``lse``: the tile's result, and the logsumexp of its scores.
-        ``all_out``, ``all_lse``: the same over all tiles so far, for all queries.
+        ``all_out``, ``all_lse``: result and logsumexp over all tiles so far, for all queries.
         """
         if any(start < rows.stop and rows.start < stop for start, stop in self._seen):
             before = all_lse[..., rows]

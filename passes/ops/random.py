@@ -678,8 +678,8 @@ class _Generators(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the torch function ``func`` and return its result. Raise :class:`UnsupportedError` if one of its
-        arguments is a random generator. ``tensor.random_(low, high)`` is computed from ``random_(high - low)``.
-        ``types``: unused.
+        arguments is a random generator. ``tensor.random_(low, high)`` becomes ``tensor.random_(high - low)`` plus
+        ``low``. ``types``: unused.
         """
         kwargs = kwargs or {}
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):

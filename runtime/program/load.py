@@ -41,8 +41,7 @@ def placement_of(plan: Any) -> tuple[int, ...]:
 
 
 def disk_of(plan: Any, stage: int) -> int:
-    """Return the planner's estimate of the bytes that each rank of a pipeline stage writes to disk; 0 without an
-    estimate.
+    """Return the planner's estimate of the bytes that each rank of a pipeline stage has on disk; 0 without an estimate.
 
     ``plan``: a plan or the path of a plan file. ``stage``: the stage's index.
     """

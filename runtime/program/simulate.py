@@ -219,7 +219,7 @@ class Background:
     start of the step.
 
     ``instruction``: the instruction that started it. ``index``: position of this instruction in the rank's list.
-    ``nbytes``: its size.
+    ``nbytes``: the bytes that it moves.
     """
 
     start: float

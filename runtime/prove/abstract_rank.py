@@ -320,7 +320,7 @@ class _StageInterpreter:
         """Check the RECV_F instruction ``i``, which receives values (tensors that pass between calls) from another
         pipeline stage. Record the receive, and that the values exist from now on.
 
-        Raise :class:`Refusal` if one of them exists already.
+        Raise :class:`Refusal` if one of them existed before.
         """
         assert i.peer is not None
         for value in i.values:
@@ -411,7 +411,7 @@ class _StageInterpreter:
     def scatter(self, i: Instruction) -> None:
         """Check the SCATTER instruction ``i``, which reduce-scatters a set of gradients, and record the collective.
 
-        Raise :class:`Refusal` if one of the gradients is incomplete or was reduced before.
+        Raise :class:`Refusal` if there is nothing to scatter, or if the gradients were already reduced.
         """
         assert i.bucket is not None
         if i.axes:

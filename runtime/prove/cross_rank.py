@@ -26,7 +26,7 @@ from partitioner.runtime.prove.errors import Fault
 
 
 def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
-    """Return, for each rank, the lowest rank that is equivalent to it. The prover follows only this one.
+    """Return, for each rank, the equivalent rank with the lowest number. The prover follows only these ranks.
 
     Equivalent ranks have the same communication events (collectives, sends, receives), and communicate with equivalent
     ranks. ``traces``: the events of each rank, as pairs (instruction index, event).
@@ -70,8 +70,8 @@ def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
-    """Return, for each rank, the lowest rank of the same pipeline stage that has equal communication events
-    (collectives, sends and receives).
+    """Return, for each rank, the rank of the same pipeline stage with the lowest number that has equal communication
+    events (collectives, sends and receives).
 
     ``traces``: the events of each rank, as pairs (instruction index, event).
     """

@@ -87,8 +87,8 @@ class ValueGradients:
         self.freed: dict[Key, int] = {}
 
     def add(self, key: Key, adder: Adder, index: int) -> None:
-        """Record that something adds to the gradient of a value. Raise :class:`Refusal` if the gradient was used or
-        freed before, or if the same thing has added to it already.
+        """Record that a call or another stage adds to the gradient of a value. Raise :class:`Refusal` if the gradient
+        was used or freed before, or if ``adder`` has added to it already.
 
         ``key``: (value, microbatch). ``adder``: what adds: the position of a call on this stage, or ``("stage",
         index)`` for the part that another stage sends. ``index``: position of the instruction.
@@ -203,10 +203,11 @@ class StateGradients:
 
     def scatter(self, number: int, index: int) -> None:
         """Record that the instruction at position ``index`` reduce-scatters the gradients of the parameters of bucket
-        ``number``.
+        ``number`` over the ranks among which ZeRO divides them.
 
         A bucket is a set of parameters whose gradients are reduced together; ``number`` is its index. Raise
-        :class:`Refusal` if the gradients are incomplete, or already reduced.
+        :class:`Refusal` if nothing was added to the gradients since the last time, if they were already reduced
+        further, or, under ZeRO 1, if they are incomplete.
         """
         if number not in self.shared or not self.shared[number].axes:
             raise Refusal("fields", f"bucket {number} is not shared, or has no gradients: there is nothing to scatter")

@@ -488,8 +488,8 @@ def _can_share_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_given(tensor: Tensor) -> bool:
-    """Return whether the traced ``tensor`` is a parameter, buffer or input of the graph, or a view of one. Its value
-    must be copied before other tensors are written to.
+    """Return whether the traced ``tensor`` is a parameter, buffer or input of the graph, or a view of one. If so,
+    writes to the model's tensors may change it, and the caller copies it before such writes.
     """
     memory = _find_tensor_memory(tensor)
     return memory is not None and memory.op == "placeholder"

@@ -553,8 +553,8 @@ def _line_of(node: fx.Node, args: list[Any]) -> str:
 
 
 def _own_function(args: list[Any]) -> Callable[..., Any] | None:
-    """Return the function that a node calls which torch.export did not trace into, if the function applies a
-    ``torch.autograd.Function``; ``None`` for any other function.
+    """Return the Python function that a node calls without a trace of it in the graph, if the function applies a
+    ``torch.autograd.Function``; ``None`` for any other function. torch.export leaves such calls in its graphs.
 
     Args:
         args: the arguments of the node; the first is a pytree spec that contains the function.

@@ -191,8 +191,9 @@ class Tracer:
         numbers, uses = plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
-            """Return whether forward accepts the numbers ``chosen`` (path -> value) as tensors; if ``chosen`` has a
-            single number, also record the use that prevents it (an empty text if none does).
+            """Return whether forward runs with the numbers ``chosen`` (path -> value) as tensors. If ``chosen`` has a
+            single number, also record in ``uses`` for what forward needs it as a Python number (an empty text if for
+            nothing).
             """
             tried = self.renew(twin, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))

@@ -88,8 +88,9 @@ class TracedLoops:
         return made
 
     def check(self) -> None:
-        """Raise :class:`UnsupportedError` if forward left a traced loop over experts early, or changed the masks that
-        decide about its iterations in place afterwards."""
+        """Raise :class:`UnsupportedError` if forward left a traced loop over experts before its end, or if the masks
+        that decide which experts have rows were changed in place after the loop had read them.
+        """
         if self.changed or (self.guards is not None and self.guards.changed):
             raise UnsupportedError(
                 "which experts some row has chosen was asked before the masks were changed in place: change a copy of "

@@ -168,8 +168,8 @@ def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Te
 
 
 class Shard(NamedTuple):
-    """One division of a tensor over the ranks of a mesh axis, and one of these ranks: rank ``rank`` of ``num_ranks``
-    holds its part under ``layout``.
+    """Which part of a tensor one rank of a mesh axis holds: the part of rank ``rank`` of ``num_ranks`` under
+    ``layout``.
     """
 
     layout: Layout
@@ -178,8 +178,8 @@ class Shard(NamedTuple):
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """Divide the whole ``tensor`` by each of ``shards`` in turn, such as one for each mesh axis, and return the part
-    that remains: that of one rank.
+    """Take the part of the whole ``tensor`` that the first of ``shards`` describes, of this the part that the second
+    describes, and so on, such as one for each mesh axis. Return what remains: the part of one rank.
     """
     for layout, num_ranks, rank in shards:
         tensor = take_shard(tensor, layout, num_ranks, rank)

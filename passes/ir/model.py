@@ -132,8 +132,8 @@ class ModelOutput:
 class Block:
     """The functional graph of a piece of the model, such as a decoder layer, which one or more calls execute.
 
-    ``states`` and ``inputs`` are the names of the graph's placeholders, in order: first those of parameters, buffers
-    and constants, then those of other values.
+    ``name``: the name by which calls refer to the block. ``states`` and ``inputs``: the names of the graph's
+    placeholders, in order: first those of parameters, buffers and constants, then those of other values.
     """
 
     name: str

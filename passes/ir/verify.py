@@ -318,13 +318,11 @@ def _list_tensors(value: Any) -> list[Tensor]:
 
 
 def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
-    """Return the first collective of ``graph`` over the mesh axis ``axis`` whose operand makes no sense, and the reason
-    as text; ``None`` if there is none.
-
-    An example is an all-reduce of a value that every rank already has whole.
+    """Return the first collective of ``graph`` over the mesh axis ``axis`` whose operand is of the wrong kind, and the
+    reason as text; ``None`` if there is none. An example is an all-reduce of a value that every rank already has whole.
 
     Args:
-        known: for each node, by name, whether its value is "alike" on all ranks of the axis, "different" or "unknown".
+        known: name of a node -> whether its value is "alike" on all ranks of the axis, "different" or "unknown".
     """
     for node in graph.nodes:
         named = axis_of(node)

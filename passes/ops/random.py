@@ -628,8 +628,9 @@ _FORMULAS: dict[str, Formula] = {
 
 
 def list_drawing_operators() -> list[torch._ops.OpOverload]:
-    """Return those of torch's random operators for which this module has a function that computes the same from numbers
-    of a :class:`Sampler`, without the variants that write to their arguments."""
+    """Return torch's random operators whose results this module can draw with a :class:`Sampler` (those for which it
+    has a function), without the variants that write to their arguments.
+    """
     names = [*_FORMULAS, "normal_functional", "rrelu_with_noise_functional"]
     found = (getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads())
     return [target for target in found if not target._schema.is_mutable]

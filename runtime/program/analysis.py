@@ -32,7 +32,8 @@ Flags = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class CallFacts:
-    """Gradients, collectives and memory of one call of a block (a piece of the model) on one pipeline stage.
+    """Gradients, collectives and memory of one call of a block (a piece of the model) on one pipeline stage. ``data``:
+    the call, with the names of what it reads and computes.
 
     ``takes``: names of the outputs whose gradients the call's backward reads. ``gives`` and ``adds``: names of the
     inputs and of the parameters to whose gradients its backward adds. ``forward``, ``backward``, ``input_backward``,

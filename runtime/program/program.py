@@ -135,7 +135,7 @@ class StateData(Data):
 
 
 class InputData(Data):
-    """A tensor of the global batch that a step reads.
+    """A tensor of the global batch that a step reads. ``shape``, ``dtype``: those of the whole tensor.
 
     ``value``: name under which the program's calls read it. ``path``: where it is in the batch, such as ``input_ids``.
     ``batch_dim``: the dim that is split over microbatches and ``dp`` ranks; ``None``: every microbatch reads the whole

@@ -77,8 +77,8 @@ class ScatterQueue(Generic[Scatter]):
         return iter(self._under_way)
 
     def computed(self) -> None:
-        """Record that a backward instruction has run. The reduce-scatters in progress must then end before the next one
-        starts, which belongs to the gradients of this backward.
+        """Record that a backward instruction has run. The next reduce-scatter, which is of the gradients of this
+        backward, starts only after all reduce-scatters in progress have ended.
         """
         self._computed = True
 

@@ -48,8 +48,8 @@ class OverlappedCollective:
 
 @dataclass
 class RankClock:
-    """The clock of one simulated rank, in seconds since its start, with the collectives that run beside its
-    computation.
+    """The clock of one simulated rank, in seconds since its start, with the collectives that run while it computes
+    (``under_way``: those that have not ended, in order).
 
     Collectives run one after another, in the order in which they are posted, because they share the links. While a
     collective and a computation overlap, each takes ``slowdown`` times as long.
@@ -405,8 +405,9 @@ class _InstructionJob(OverlappedCollective):
 
 @dataclass
 class _SimulatedRank(RankClock):
-    """The simulated rank of one pipeline stage: its position in the instruction list, transfers in progress, and the
-    times so far.
+    """The simulated rank of one pipeline stage: ``position``, that of its next instruction in ``instructions``; the
+    collectives and copies in progress, by the buckets, states or calls that wait for them; and the times so far
+    (``spans`` of instructions, ``background`` transfers).
     """
 
     stage: int = 0

@@ -136,8 +136,9 @@ class _GroupOperation:
 
 @dataclass
 class _GroupProgress:
-    """The collectives that one process group has started so far, and the ranks that wait until all members have entered
-    one of them. ``ranks``: the members of the group.
+    """The collectives that one process group has started so far (``operations``), and the ranks that wait until all
+    members have entered one of them (``waiting``). ``ranks``: the members of the group. ``entered``: rank -> number of
+    collectives that it has entered.
     """
 
     ranks: frozenset[int]

@@ -300,8 +300,8 @@ class PendingReductions:
         return waits, what
 
     def computed(self) -> None:
-        """Record that a backward instruction has run. The reduce-scatters in progress must then end before the next one
-        starts, which belongs to the gradients of this backward.
+        """Record that a backward instruction has run. The next reduce-scatter, which is of the gradients of this
+        backward, starts only after all reduce-scatters in progress have ended.
         """
         self._scattering.computed()
 

@@ -33,10 +33,8 @@ DATA_AXES = ("dp",)  # the mesh axes along which the batch is split, besides the
 
 
 def check_inputs(program: Program) -> None:
-    """Raise :class:`Refusal` unless each input of the batch matches the program's tensor (value) of which it provides
-    the contents.
-
-    The value must have the shape and type of the part of the input that one rank reads for one microbatch.
+    """Raise :class:`Refusal` unless each input of the batch fits the tensor of the program (the value) that it fills:
+    the value must have the shape and type of the part of the input that one rank reads for one microbatch.
     """
     for given in program.inputs:
         problem = _input_problem(program, given)
@@ -48,8 +46,8 @@ def check_inputs(program: Program) -> None:
 
 
 def _input_problem(program: Program, given: InputData) -> str:
-    """Return why ``given``, an input of the batch, does not fit the program's tensor (value) of which it provides the
-    contents, as the end of an error message; an empty string if it fits.
+    """Return why ``given``, an input of the batch, does not fit the tensor of the program (the value) that it fills, as
+    the end of an error message; an empty string if it fits.
     """
     if given.value not in program.values:
         return f"is the value {given.value!r}, which does not exist"
@@ -312,8 +310,8 @@ def _check_call_order(facts: ProgramFacts) -> None:
 
 
 def _check_value_sources(program: Program) -> None:
-    """Raise :class:`Refusal` if different calls (executions of blocks) compute the same value. Several pipeline stages
-    may run the same call if the value needs no gradient.
+    """Raise :class:`Refusal` if different calls (executions of blocks) compute the same value. One call may be run by
+    several pipeline stages if the value needs no gradient.
     """
     batch = CallData(block="", path="the batch")
     source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}

@@ -192,8 +192,9 @@ def num_choices(of: fx.Node) -> int | None:
 
 
 def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
-    """Return the integer tensor and the number for which it is tested, if the slice of ``whole`` at ``index`` along
-    ``dim`` is a mask such as ``chosen == index``; ``None`` if ``whole`` is no stack of such masks along ``dim``.
+    """Return the integer tensor and the number for which it is tested, if the slice of the tensor ``whole`` at
+    ``index`` along ``dim`` is a mask such as ``chosen == index``; ``None`` if ``whole`` is no stack of such masks along
+    ``dim``.
     """
     classes = classes_of(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:

@@ -118,8 +118,8 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
 
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the device bytes that a parameter or buffer (``state``: its name) takes on a rank during the whole step; 0
-    if it is offloaded. ``facts``: the analysis of the program.
+    """Return the device bytes that the parameter or buffer called ``state`` takes on a rank during the whole step; 0 if
+    it is offloaded. ``facts``: the analysis of the program.
     """
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
         return 0
@@ -127,12 +127,12 @@ def parameter_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def gradient_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the device bytes that the gradient of a parameter (``state``: its name) takes on a rank during the whole
-    step; 0 without one.
+    """Return the device bytes that the gradient of the parameter called ``state`` takes on a rank during the whole
+    step; 0 if it has no gradient.
 
-    Under ZeRO 1 these are the whole gradient and the rank's piece of it. Under ZeRO 2 and 3 the result is 0 for a
-    sharded parameter, since the piece exists only from the first reduce-scatter on. ``facts``: the analysis of the
-    program.
+    Under ZeRO 1 these are the gradient of the rank's shard over ``ep`` and ``tp``, and the piece of it that ZeRO leaves
+    on the rank. Under ZeRO 2 and 3 the result is 0 for a parameter that ZeRO divides, since the piece exists only from
+    the first reduce-scatter on. ``facts``: the analysis of the program.
     """
     if state not in facts.with_gradient:
         return 0
@@ -271,13 +271,17 @@ class _Holder:
         return self.gathered + self.whole + sent + self.pieces + self.turning.held
 
     def hold_gradients(self, states: Iterable[str]) -> None:
-        """Count the whole gradients of the parameters ``states`` (names) as held on the device, each once."""
+        """Count the gradients of the parameters ``states`` (names) as held on the device, each once. These are
+        gradients that ZeRO has not yet reduce-scattered.
+        """
         new = set(states) - self.added
         self.added |= new
         self.whole += sum(map(self.facts.gradient_bytes, new))
 
     def drop_gradients(self, states: Iterable[str]) -> None:
-        """Count the whole gradients of the parameters ``states`` (names) as released from the device."""
+        """Count the gradients of the parameters ``states`` (names) as released from the device, because they are
+        reduce-scattered to ZeRO pieces.
+        """
         old = self.added.intersection(states)
         self.added -= old
         self.whole -= sum(map(self.facts.gradient_bytes, old))

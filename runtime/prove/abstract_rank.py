@@ -340,9 +340,9 @@ class _StageInterpreter:
 
     def recv_b(self, i: Instruction) -> None:
         """Check the RECV_B instruction ``i``, which receives gradients of values from another pipeline stage. Record
-        the receive, and that the stage's part is added to the gradients.
+        the receive, and that the part of that stage is added to the gradients.
 
-        Raise :class:`Refusal` if no such gradient is due from that stage.
+        Raise :class:`Refusal` if that stage sends no part of such a gradient.
         """
         assert i.peer is not None
         assert i.microbatch is not None

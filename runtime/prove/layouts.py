@@ -79,7 +79,9 @@ def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
 
 
 def _loads(stage: Stage, value: str) -> bool:
-    """Return whether the ranks of ``stage`` load the input ``value`` of the batch."""
+    """Return whether the ranks of the pipeline stage ``stage`` have an instruction that loads the batch input called
+    ``value``.
+    """
     return any(i.op == "LOAD" and value in i.values for i in stage.instructions)
 
 

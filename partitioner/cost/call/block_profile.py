@@ -115,7 +115,7 @@ class KernelTable:
 
     @staticmethod
     def of(rows: Sequence[KernelRow]) -> KernelTable:
-        """Return the table of the kernels ``rows``, which become arrays with one entry for each kernel, in the same
+        """Return ``rows``, the kernels of a block, as a table: arrays with one entry for each kernel, in the same
         order.
         """
         kernels = [row.kernel for row in rows]
@@ -184,9 +184,9 @@ class StateRead:
     small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
-        """Return two numbers of bytes: of the fraction ``share`` of the parameter, and of the same fraction of its
-        gradient. ``short_gradients``: the gradient has the parameter's dtype, even if gradients are otherwise
-        accumulated in float32.
+        """Return two numbers: the bytes of this parameter and the bytes of its gradient, both multiplied by ``share``,
+        a fraction from 0 to 1. ``short_gradients``: the gradient has the parameter's dtype, even if gradients are
+        otherwise accumulated in float32.
         """
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
@@ -226,12 +226,12 @@ def asked_by(
     current_scaling: bool = False,
 ) -> BlockProfile:
     """Return the kernels and collectives of one call of ``block``, and the parameters and buffers that it reads.
-    ``block`` is a local graph, which contains the collectives of one rank.
+    ``block``: a piece of the model, such as a layer, as the graph that one rank runs, with its collectives.
 
-    ``train``: include the backward. ``fp8``: products with weights run in fp8; with ``fused_casts`` the preceding
-    kernels write their operands in fp8. ``again``: the nodes that selective recomputation runs a second time.
-    ``expert_kernels``: ``grouped``, ``each`` (one kernel per expert) or ``fused``. ``current_scaling``: fp8 scales come
-    from the current tensor.
+    ``train``: include the backward. ``fp8``: matrix products with weights run in fp8; with ``fused_casts`` the
+    preceding kernels write their operands in fp8. ``again``: the nodes that selective recomputation runs a second time.
+    ``expert_kernels``: how the matrix products of experts run: ``grouped`` (one kernel for all experts), ``each`` (one
+    kernel per expert) or ``fused``. ``current_scaling``: the fp8 scale of a tensor comes from its own maximum.
     """
     return _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling).read()
 
@@ -379,7 +379,9 @@ class _BlockProfiler:
         return read + is_written * sum(result.nbytes for result in results)
 
     def _runs_each(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is a product of experts that is launched separately for each expert."""
+        """Return whether ``node`` is a matrix product of experts (mixture of experts) that the host launches separately
+        for each expert.
+        """
         return self.expert_kernels == "each" and node in self.region.products
 
     def _is_issued(self, node: fx.Node) -> bool:
@@ -390,17 +392,18 @@ class _BlockProfiler:
         return node not in self.fused and (not self._runs_each(node) or node in self.first)
 
     def _casts_apart(self, node: fx.Node) -> bool:
-        """Return whether a separate kernel casts an operand of the experts' product ``node`` to fp8, because the kernel
-        before it cannot. This holds for rows that a collective has just delivered and, if each expert's product is
-        launched separately, for every operand.
+        """Return whether a separate kernel casts an operand of ``node``, a matrix product of experts, to fp8, because
+        the kernel before it cannot. This holds for rows (tokens) that a collective has just delivered and, if each
+        expert's product is launched separately, for every operand.
         """
         return self.expert_kernels == "each" or bool(self.region.reads_entry(node))
 
     def _add_kernel_rows(
         self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int
     ) -> None:
-        """Append ``kernels``, those of ``node``, to the block's rows. ``way``: 0 forward, 1 backward. ``operands``: the
-        tensors that ``node`` reads. ``ring``: index of the attention over a sharded sequence that ``node`` is, or -1.
+        """Append ``kernels``, those that run ``node``, to the block's list of kernels. ``way``: 0 forward, 1 backward.
+        ``operands``: the tensors that ``node`` reads. ``ring``: if ``node`` is an attention over a sharded sequence,
+        its index among those of the block, else -1.
         """
         expert, product = node in self.region.products, any(k.flops for k in kernels)
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
@@ -470,24 +473,28 @@ def _reach_nodes(starts: Collection[fx.Node], step: Callable[[fx.Node], Iterable
 
 
 def _fuse_kernels(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
-    """Return ``kernels`` as parts of one fused kernel: with 0 launches each, and with their memory traffic scaled down
-    so that it adds up to ``num_bytes``. Traffic that is less already stays."""
+    """Return ``kernels`` as parts of one fused kernel, which moves ``num_bytes`` of memory traffic: each has 0
+    launches, and their bytes are scaled down so that they add up to ``num_bytes``. If they add up to less, the bytes
+    stay as they are.
+    """
     total = sum(kernel.num_bytes for kernel in kernels)
     share = min(1.0, num_bytes / total) if total else 0.0
     return [kernel._replace(num_bytes=kernel.num_bytes * share, launches=0) for kernel in kernels]
 
 
 def _transpose_collective(node: fx.Node) -> str | None:
-    """Return the name of the collective that the gradient of a collective needs; ``None`` if the gradient passes
-    unchanged."""
+    """Return the name of the collective that the gradient of ``node``, a collective, needs; ``None`` if the gradient
+    passes unchanged.
+    """
     name = collective_name(node.target) or ""
     return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Return the extra host work of Transformer Engine's linear layers, as a dict: first matrix product of a layer ->
-    number of operator launches that would take as long. The products themselves are not counted. Products that read the
-    same value are one layer. ``region``: the products of experts, which are left out.
+    """Return how much longer the host needs to launch the linear layers of ``block`` if Transformer Engine runs them
+    and not torch, as a dict: first matrix product of a layer -> number of operator launches that would take this
+    additional time. Products that read the same value are one layer. ``region``: the products of experts, which are
+    left out.
 
     One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
     NVIDIA/TransformerEngine issue 2053).
@@ -533,7 +540,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def operand_needs(node: fx.Node) -> list[bool]:
-    """Return, for each tensor operand of ``node``, whether it needs a gradient."""
+    """Return, for each tensor operand of ``node`` in order, whether the operand needs a gradient."""
     return [needs_gradient(o) for o in tensors_of(node)]
 
 

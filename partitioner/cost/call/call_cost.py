@@ -49,8 +49,9 @@ Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
 
 def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the nodes that selective recomputation runs a second time, in backward, by default. ``sent``: values that
-    come from other ranks, which are kept."""
+    """Return the nodes of ``block`` that selective recomputation runs a second time, in backward. ``sent``: nodes whose
+    values come from other ranks; these are never recomputed.
+    """
     return find_recomputed_nodes(block, "selective", sent)
 
 
@@ -124,14 +125,14 @@ class CallCost:
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
     def selective(self) -> CallCost:
-        """Return this cost of a block call under selective recomputation, in which backward recomputes the activations
-        that are quick to compute.
+        """Return this cost of a block call as it is under selective recomputation, in which backward recomputes the
+        activations that are quick to compute.
         """
         return self.slim if self.slim is not None else self._selective_cost
 
     @cached_property
     def _selective_cost(self) -> CallCost:
-        """Return this cost of a block call with the saved bytes, working bytes and seconds of selective
+        """Return this cost of a block call with the saved bytes, working bytes and seconds that it has under selective
         recomputation.
         """
         return replace(
@@ -236,7 +237,8 @@ class CallWork:
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
         """Return the nodes that selective recomputation runs a second time, in backward, if experts are distributed
-        over several ranks: results that come from other ranks are not recomputed. Empty without training."""
+        over several ranks: nodes whose values come from other ranks are then not recomputed. Empty without training.
+        """
         entries = self.asked(False).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
 
@@ -304,7 +306,7 @@ class CallWork:
         return self._build_call_cost(asked, spread, computed, halves, comm, forward_only_s)
 
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
-        """Return the seconds and FLOPs of the kernels of the block on ``device``, from the cache if they are known.
+        """Return the seconds and FLOPs of the kernels of the block on ``device``, from the cache if they are there.
         ``asked``: the block's kernels and collectives. ``spread``: how experts are distributed over ranks.
         """
         even = spread.profile.even_experts
@@ -479,8 +481,8 @@ def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:
     """Return the seconds of the collective ``op`` (a name such as ``"all_gather"``) over ``group`` on ``whole_bytes``,
-    the size of the whole tensor. If ``strided``, they include the copy that joins or splits a dim that is not outermost
-    in memory.
+    the size of the whole tensor. If ``strided``, they include the copy on ``device`` that joins or splits a dim that is
+    not outermost in memory.
     """
     seconds = collective_time(op, whole_bytes, group)
     if strided and op not in ("all_reduce", "all_reduce_max"):

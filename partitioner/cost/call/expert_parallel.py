@@ -97,8 +97,8 @@ class ExpertProducts:
     """The matrix products of the experts of one block.
 
     ``products``: the nodes of these products. ``entries``: the nodes whose values are sent to the experts. ``exits``:
-    the nodes whose values come back from them. ``states``: the names of the experts' weights. ``known``: the form of
-    the products is known, so the planner can distribute them over ranks.
+    the nodes whose values come back from them. ``states``: the names of the experts' weights. ``known``: whether the
+    products have a form that the planner can distribute over ranks.
     """
 
     entries: tuple[fx.Node, ...] = ()
@@ -117,7 +117,7 @@ class ExpertProducts:
 
     @property
     def sorts(self) -> bool:
-        """Return whether the experts' matrix products need their rows (tokens) sorted by expert."""
+        """Return whether the rows (tokens) must be sorted by expert before the experts' matrix products."""
         return any(operator_name(node) in EXPERT_PRODUCTS for node in self.products)
 
     @property
@@ -200,9 +200,9 @@ def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
 
 
 def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: DeviceType) -> float:
-    """Return the seconds of copying received rows (tokens) into the order of the experts, and of copying the results
-    back, for one pass (forward or backward). ``region``: the products of experts. ``held``: number of experts in the
-    graph. ``spread``: how experts are distributed.
+    """Return the seconds in which ``device`` copies received rows (tokens) into the order of the experts, and copies
+    the results back, for one pass (forward or backward). ``region``: the products of experts. ``held``: number of
+    experts in the graph. ``spread``: how experts are distributed over ranks.
 
     Rows arrive in the order of the sending ranks (``passes/experts/sorted_rows.py``; Megatron-Core's
     ``sort_chunks_by_idxs``). 0 if a rank has only one expert, or if the exchange itself writes rows in the order of the

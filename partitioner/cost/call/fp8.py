@@ -30,9 +30,9 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozen
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return those ``products`` (nodes of ``block``) that are the first to read their operands. The cast to fp8 is
-    counted for them alone, for software such as Transformer Engine that casts an operand once: the projections to
-    queries, keys and values read the same operand, and the later two reuse its cast.
+    """Return the nodes in ``products`` (matrix products of ``block``) that are the first to read their operands. Only
+    for them a cast of the operand to fp8 is counted: software such as Transformer Engine casts an operand once, so of
+    the projections to queries, keys and values, which read one operand, the later two reuse the cast of the first.
     """
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():

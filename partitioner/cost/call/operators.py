@@ -384,9 +384,10 @@ def _pointwise_backward(
 def _product_backward(
     node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
 ) -> list[Kernel]:
-    """Return the backward kernels of a product: one product of the same size for each factor that needs a gradient, and
-    a sum for a bias. ``name``: the operator's name. ``needs``: for each operand, whether its gradient is needed.
-    ``operands``, ``results``: the tensors on one rank that the operator reads and writes in its forward."""
+    """Return the backward kernels of the product ``node``: one product of the same size for each factor that needs a
+    gradient, and a sum for a bias. ``name``: the operator's name. ``needs``: for each operand, whether its gradient is
+    needed. ``operands``, ``results``: the tensors on one rank that the operator reads and writes in its forward.
+    """
     flops, smallest = _compute_product_work(node, name, operands, results)
     factors = _PRODUCTS[name][:2] if name in _PRODUCTS else range(len(operands))
     precision = _find_precision(operands)
@@ -415,9 +416,9 @@ def add_kernel(value: Operand) -> Kernel:
 def _compute_product_work(
     node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]
 ) -> _Product:
-    """Return two numbers for a matrix product, einsum or attention called ``name``: its FLOPs, and the smallest of M, N
-    and K (the number of keys for an attention). ``operands``, ``results``: the tensors on one rank that the operator
-    reads and writes.
+    """Return two numbers for ``node``, a matrix product, einsum or attention called ``name``: its FLOPs, and the
+    smallest of M, N and K (the number of keys for an attention). ``operands``, ``results``: the tensors on one rank
+    that the operator reads and writes.
     """
     out = results[0].shape
     if name in _PRODUCTS:
@@ -429,9 +430,9 @@ def _compute_product_work(
 
 
 def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
-    """Return two numbers for an attention: its FLOPs (scores, and their product with the values) and its number of
-    keys. Pairs that a causal mask or a window excludes are not counted. ``operands``: queries, keys and values.
-    ``out``: shape of the result.
+    """Return two numbers for the attention ``node``: its FLOPs (scores, and their product with the values) and its
+    number of keys. Pairs that a causal mask or a window excludes are not counted. ``operands``: queries, keys and
+    values on one rank. ``out``: shape of the result.
     """
     query, key = operands[0].shape, operands[1].shape
     over = collective_name(node.target) is not None
@@ -468,9 +469,9 @@ def _find_priced_band(node: fx.Node) -> Band:
 
 
 def _compute_einsum_work(node: fx.Node, operands: Sequence[Operand]) -> _Product:
-    """Return two numbers for an einsum: its FLOPs (twice the product of the sizes of all index letters), and the
-    smallest of these sizes. The sizes come from the equation or, if it has an ellipsis, from the operator's sharding
-    rule. ``operands``: the tensors that it reads.
+    """Return two numbers for the einsum ``node``: its FLOPs (twice the product of the sizes of all index letters), and
+    the smallest of these sizes. The sizes come from the equation or, if it has an ellipsis, from the operator's
+    sharding rule. ``operands``: the tensors that it reads.
     """
     equation = str(node.args[0]).replace(" ", "")
     if "." in equation:

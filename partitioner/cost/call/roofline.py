@@ -91,7 +91,7 @@ def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -
 
 
 def copied_s(nbytes: float, device: DeviceType) -> float:
-    """Return the seconds of a kernel that copies ``nbytes``, that is, reads and writes them."""
+    """Return the seconds of a kernel on ``device`` that copies ``nbytes`` bytes, that is, reads and writes them."""
     return device.launch + 2 * nbytes / memory_rate("pointwise", device, 2 * nbytes) if nbytes else 0.0
 
 
@@ -151,8 +151,10 @@ def _evaluate_curve(curve: Sequence[tuple[float, float]], value: float) -> float
 
 
 def matmul_efficiency(smallest: float, device: DeviceType) -> float:
-    """Return the fraction of peak FLOP/s of a matrix product by the smallest of its sizes M, N and K (``smallest``). It
-    is interpolated between measured sizes, proportional to the size below the first, and constant above the last."""
+    """Return the fraction of the peak FLOP/s of ``device`` that a matrix product reaches. It depends on ``smallest``,
+    the smallest of the product's sizes M, N and K. It is interpolated between measured sizes, proportional to the size
+    below the first, and constant above the last.
+    """
     curve = device.matmul_efficiency
     if smallest < curve[0][0]:
         return curve[0][1] * max(smallest, _LEAST) / curve[0][0]

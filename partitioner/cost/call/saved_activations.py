@@ -97,8 +97,8 @@ class SavedBytes:
 
 
 def find_score_nodes(block: Block) -> frozenset[fx.Node]:
-    """Return the operators whose results are attention scores, which selective recomputation (Korthikanti et al. 2022)
-    runs a second time in backward. A fused attention has none.
+    """Return the operators of ``block`` whose results are attention scores, which selective recomputation (Korthikanti
+    et al. 2022) runs a second time in backward. A fused attention has none.
 
     Scores are products of two activations that have more elements than both together, and results of this size that are
     computed from them. Operators that depend on no input and no parameter and are combined with scores, such as those
@@ -262,9 +262,9 @@ def size_of(value: Value) -> int:
 
 
 def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
-    """Return two numbers of bytes: the peak of a forward in addition to all tensors in ``saved`` (value -> bytes), and
-    the part that is still allocated after it, which belongs to outputs that are not saved. A value is a pair (node,
-    index of its result).
+    """Return two numbers of bytes: the largest memory that a forward of ``block`` needs besides all tensors in
+    ``saved`` (value -> bytes), and the part of it that is still allocated afterwards, which belongs to outputs that are
+    not saved. A value is a pair (node, index of its result).
     """
     nodes = [n for n in block.graph.nodes if n.op == "call_function"]
     last: dict[Value, int] = {}
@@ -374,9 +374,9 @@ def _depends_on_inputs(block: Block) -> set[fx.Node]:
 
 
 def _is_sum(node: fx.Node, operand: fx.Node) -> bool:
-    """Return whether the gradient of ``operand`` is a sum over a tensor that is much larger than ``operand``. If
-    backward is split, the first half (gradients of inputs) computes such a sum, so that the large tensor need not be
-    kept for the second.
+    """Return whether the gradient of ``operand``, an operand of ``node``, is a sum over a tensor that is much larger
+    than ``operand``. If backward is split, the first half (gradients of inputs) computes such a sum, so that the large
+    tensor need not be kept for the second.
     """
     return not is_product(node) and is_early(size_of(value_of(operand)), size_of(value_of(node)))
 
@@ -389,8 +389,8 @@ def _makes_all_at_once(node: fx.Node) -> bool:
 
 
 def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
-    """Yield the values that the gradient of one ``operand`` of ``node`` reads, as pairs (node that computed it, index
-    of the result).
+    """Yield the values that must exist to compute the gradient of ``operand``, one of the operands of ``node``, as
+    pairs (node that computed it, index of the result).
     """
     operands, need = operands_of(node), NEEDS.get(operator_name(node), "operands")
     if is_view(node) or need == "nothing":

@@ -213,8 +213,9 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def late(self) -> dict[str, float]:
-        """Return the bytes of each parameter that are not allocated before its gradient is first reduce-scattered, by
-        name. Under ZeRO-2 and ZeRO-3 this is the shard of the gradient.
+        """Return, by name of the parameter, the bytes that are not allocated before its gradient is first
+        reduce-scattered in a step: under ZeRO-2 and ZeRO-3 the rank's shard of the gradient. Parameters without such
+        bytes are left out.
         """
         return {name: cost.late for name, cost in self.items() if cost.late}
 
@@ -263,7 +264,7 @@ class StateKinds(NamedTuple):
 
     ``of_state``: name of a state -> index of its group in ``kinds``. ``kinds``: for each group a tuple of five: one of
     its states, its layout over ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole
-    gradient, and whether ZeRO-3 leaves it whole.
+    gradient, and whether ZeRO-3 does not shard it.
     """
 
     of_state: dict[str, int]

@@ -30,8 +30,8 @@ NONE_GATHERED = GatheredBytes()
 
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
-    """Return two numbers of bytes of ``state``, a parameter or buffer that a block reads, as one rank has it before
-    ZeRO shards it: of the state and of its gradient. ``spread``: how experts are distributed over ranks.
+    """Return two numbers: the bytes of ``state``, a parameter or buffer that a block reads, and the bytes of its
+    gradient, as one rank has them before ZeRO shards them. ``spread``: how experts are distributed over ranks.
     """
     return state.sizes(spread.profile.short_gradients, spread.of_experts if state.expert else 1.0)
 
@@ -62,10 +62,10 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
 
 
 def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
-    """Return three durations in seconds of the copies that ZeRO-3 adds to a block call: weights in forward, weights in
-    backward, and gradients. ``states``: the parameters and buffers that the call reads. ``spread``: the groups over
-    which they are sharded. Tensors that one collective moves together lie in its buffer rank by rank, so weights are
-    copied out of it and gradients into it.
+    """Return three durations in seconds of the copies on ``device`` that ZeRO-3 adds to a block call: weights in
+    forward, weights in backward, and gradients. ``states``: the parameters and buffers that the call reads. ``spread``:
+    the groups of ranks over which they are sharded. Tensors that one collective moves together lie in its buffer rank
+    by rank, so weights are copied out of it and gradients into it.
     """
     if spread.shards.size == 1 or spread.profile.gather == "parameter":
         return 0.0, 0.0, 0.0

@@ -91,7 +91,9 @@ class GroupSpeeds:
         return float(self.speeds[0])
 
     def fastest_together(self, number: Counts) -> Vector:
-        """Return the summed speed of the ``number`` fastest groups, for each element of ``number``."""
+        """Return the summed speed of the ``n`` fastest groups of ranks, for each integer ``n`` in ``number``, relative
+        to the fastest device type (1.0). The result has the shape of ``number``.
+        """
         before = np.cumsum(self.counts) - self.counts
         taken = np.clip(number[:, None] - before, 0, self.counts)
         together: Vector = taken @ self.speeds
@@ -136,8 +138,8 @@ def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vecto
     fastest, shape ``[kinds]``. On each type, any set of calls takes at least its seconds at speed 1, divided by the
     type's speed.
 
-    ``seconds``: seconds of a call of each block (such as a layer) on each device type, shape ``[kinds, blocks]``.
-    ``often``: number of calls of each block.
+    ``seconds``: seconds of one call of each block (such as a layer) on each device type, shape ``[kinds, blocks]``.
+    ``often``: for each block, the number of its calls in one microbatch.
 
     A speed is an average over all blocks. If a type runs some block relatively faster than its average, that block's
     work is reduced until the statement above holds for it. (The speeds are a feasible dual solution of the linear

@@ -132,8 +132,9 @@ def _estimate_peak_memory(
             half = sum(c.cost.carried_bytes for c in calls) + sum(inputs.values())
 
             def flying(gone: float) -> float:
-                """Return the saved bytes of all microbatches in flight, one of which has already freed ``gone``
-                bytes."""
+                """Return the bytes of saved activations of all microbatches in flight on this rank. ``gone``: bytes
+                that one of these microbatches has already freed.
+                """
                 return max(w * whole + h * half - min(w, 1) * gone for w, h in problem.held(number))
 
             moments = [(working, flying(0.0), 0.0), (first.closing, flying(whole), 0.0)]
@@ -168,11 +169,11 @@ def stage_problem(
     costs, memory limits and links.
 
     - ``costs``: cost of a call by block name. ``states``: cost of each parameter and buffer by name. ``machine``: the
-      devices, capacities and links of the stages.
+      topology with the mesh laid over it, which gives the devices, capacities and links of the stages.
     - ``costs_by_stage``: costs by block name on the devices of each stage; empty if they are ``costs`` on all stages.
-    - ``num_microbatches``: number of microbatches of a step on a rank. ``microbatch_size``: number of samples.
-      ``schedule``: name or table of the pipeline schedule. ``profile``: how the framework that runs the plan executes
-      it. ``train``: calls have a backward.
+    - ``num_microbatches``: number of microbatches of a step on a rank. ``microbatch_size``: number of samples of a
+      microbatch. ``schedule``: name or table of the pipeline schedule. ``profile``: how the framework that runs the
+      plan executes it. ``train``: calls have a backward.
     - ``ranks``: the pipeline rank of each virtual stage if ranks hold several. The stages of the problem are then the
       virtual stages. Empty: each rank holds one stage.
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.
@@ -238,8 +239,9 @@ def stage_problem(
 
 def _in_part(asked: Asked | None) -> Recompute | None:
     """Return the recomputation that a stage of the problem may choose: ``asked``, the user's constraint, but
-    ``"selective"`` for ``"scores"`` and ``"alternate"``. These three differ only in the operators that backward runs a
-    second time, and the costs of the block calls are computed for the right ones already.
+    ``"selective"`` in place of ``"scores"`` and ``"alternate"``. These three differ only in the operators that backward
+    runs a second time, and the costs of the block calls are computed for the right ones already. ``None``: the choice
+    is free.
     """
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
@@ -467,8 +469,9 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
-    """Return the names of the parameters and buffers that the block calls of ``stage`` read, each once; names that are
-    not keys of ``states`` are left out. ``problem``: the block calls of the model with their costs.
+    """Return the names of the parameters and buffers that the block calls of ``stage`` read, each once. ``states``: the
+    cost of each parameter and buffer by name; names that are not in it are left out. ``problem``: the block calls of
+    the model with their costs.
     """
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]

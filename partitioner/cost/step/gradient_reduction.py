@@ -186,7 +186,8 @@ class Reducer:
 
 def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
     """Return the object that computes the seconds of gradient collectives of the stage with index ``stage`` under the
-    reduction scheme ``how``. Copies of ``machine`` with the same groups share one object.
+    reduction scheme ``how``. ``machine``: the devices and links that the mesh is laid over. Copies of ``machine`` with
+    the same groups share one object.
     """
     used = machine.zero, machine.dp_shard, machine.ep, machine.etp, machine.precision
     return machine.compute_once(("reducer", stage, how, *used), lambda: _build_reducer(machine, stage, how))
@@ -244,10 +245,10 @@ def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> lis
 
 
 def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCost], float] | None:
-    """Return a function from the cost of a parameter to the bytes of its compression residual, the rounding error of
-    sent gradients that is kept for the next step. Of the possible reduction schemes, the one with the largest residual
-    counts. Return ``None`` if no residual is kept. ``machine``: the devices and links that the mesh is laid over.
-    ``constraints``: the choices that the user fixed.
+    """Return a function that computes the bytes of a parameter's compression residual (the rounding error of sent
+    gradients that is kept for the next step) from the cost of the parameter. Of the possible reduction schemes, the one
+    with the largest residual counts. Return ``None`` if no residual is kept. ``machine``: the devices and links that
+    the mesh is laid over. ``constraints``: the choices that the user fixed.
     """
     compression = constraints.grad_compression
     if compression is None or not CODECS[compression].feedback:
@@ -264,8 +265,8 @@ def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCos
 
 
 def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
-    """Return whether the program may reduce gradients hierarchically, by separate collectives inside nodes and between
-    nodes. ``constraints``: the choices that the user fixed.
+    """Return whether the program may reduce gradients hierarchically on ``topology``, by separate collectives inside
+    nodes and between nodes. ``constraints``: the choices that the user fixed.
     """
     if constraints.hierarchical is None:
         return topology.single_ring and topology.num_nodes > 1
@@ -312,8 +313,8 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Return six durations in seconds, in this order: all reductions, the last bucket, gathers of parameters,
-        reduce-scatters per further microbatch, compression, compression per further microbatch.
+        """Return six durations in seconds of this reduction, in this order: all reductions, the last bucket, gathers of
+        parameters, reduce-scatters per further microbatch, compression, compression per further microbatch.
         """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 

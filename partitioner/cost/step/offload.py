@@ -147,7 +147,8 @@ def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: fl
 
 def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
     """Raise :class:`CapacityError` if the memory of a host is too small for the offloaded data of its ranks.
-    ``devices``: the device index of each rank. ``per_rank``: bytes that each rank keeps in host memory.
+    ``devices``: for each rank, the index of its device in ``topology``. ``per_rank``: bytes that each rank keeps in
+    host memory.
     """
     for node, sizes in _on_nodes(topology, devices, per_rank).items():
         host = topology.host(node)
@@ -157,7 +158,7 @@ def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[f
 
 def check_disks(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
     """Raise :class:`CapacityError` if the disk of a node is too small for the offloaded data of its ranks. ``devices``:
-    the device index of each rank. ``per_rank``: bytes that each rank keeps on disk.
+    for each rank, the index of its device in ``topology``. ``per_rank``: bytes that each rank keeps on disk.
     """
     for node, sizes in _on_nodes(topology, devices, per_rank).items():
         disk = getattr(topology.host(node), "disk", 0)
@@ -165,8 +166,8 @@ def check_disks(topology: Topology, devices: Sequence[int], per_rank: Sequence[f
 
 
 def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> dict[int, list[float]]:
-    """Group the numbers of ``per_rank`` by the node of the rank, and return node index -> numbers. ``devices``: the
-    device index of each rank.
+    """Group ``per_rank``, one number of bytes for each rank, by the node of the rank, and return index of the node ->
+    numbers of its ranks. ``devices``: for each rank, the index of its device in ``topology``.
     """
     sizes: dict[int, list[float]] = {}
     for device, size in zip(devices, per_rank, strict=True):
@@ -175,8 +176,9 @@ def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[flo
 
 
 def _check_room(has: str, room: float, sizes: Sequence[float]) -> None:
-    """Raise :class:`CapacityError` if offloaded data do not fit: if the sum of ``sizes`` (bytes of each rank) exceeds
-    ``room`` bytes. ``has``: start of the message, which names the memory or disk and its size.
+    """Raise :class:`CapacityError` if the sum of ``sizes`` (bytes of offloaded data of each rank of a host) exceeds
+    ``room``, the bytes of the host's memory or disk. ``has``: start of the error message, which names the memory or
+    disk and its size.
     """
     if (size := sum(sizes)) > room:
         raise CapacityError(

@@ -91,8 +91,8 @@ class CallCostCache:
         return self._of_stage[key]
 
     def by_stage(self, machine: PlacedMesh) -> tuple[Costs, ...]:
-        """Return, for each stage of ``machine``, a dict from block name to the cost of one call. The slowest rank of a
-        stage counts.
+        """Return, for each pipeline stage of ``machine`` (a topology with the mesh laid over it), a dict from block
+        name to the cost of one call. The slowest rank of a stage counts.
         """
         spread = machine.spread
         different = {id(seats): seats for seats in machine.seats}
@@ -101,8 +101,8 @@ class CallCostCache:
 
     def by_pipeline(self, machine: PlacedMesh) -> tuple[Costs, ...]:
         """Return a dict from block name to the cost of one call, for each stage of each distinct ``dp`` replica of
-        ``machine``, as one flat tuple: replica after replica, and in each the stages in order. Ranks of different
-        replicas do not wait for each other.
+        ``machine`` (a topology with the mesh laid over it), as one flat tuple: replica after replica, and in each the
+        stages in order. Ranks of different replicas do not wait for each other.
         """
         spread = machine.spread
         return tuple(self.of_stage(seats, spread) for replica in machine.distinct_pipelines for seats in replica)

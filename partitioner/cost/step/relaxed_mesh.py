@@ -40,7 +40,9 @@ class BestCaseMesh:
     links: tuple[Link, ...]
 
     def host(self, stage: int) -> HostShare:
-        """Return a host without limits on memory and bandwidth, for every stage."""
+        """Return a host without limits on memory and bandwidth. It is the same for every index ``stage`` of a pipeline
+        stage.
+        """
         return BOUNDLESS
 
     def link(self, stage: int, other: int) -> Link:
@@ -222,9 +224,9 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 def _enumerate_groups(
     topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
 ) -> Iterator[Group]:
-    """Yield a group of ranks for each way in which ``size`` devices can lie on the levels of links, such as all in one
-    node or divided between two. ``storeys``: the levels, innermost first, each of which joins devices into parts (such
-    as nodes). Parts have as many devices as possible.
+    """Yield a group of ranks for each way in which ``size`` devices of ``topology`` can lie on the levels of links,
+    such as all in one node or divided between two. ``storeys``: the levels, innermost first, each of which joins
+    devices into parts (such as nodes). Parts have as many devices as possible.
 
     ``farthest``: at least one device has at most this fraction of the bandwidth between nodes. The other devices in its
     part share that bandwidth, so the size of the smallest part matters. ``parted``: the group must span at least two
@@ -321,8 +323,8 @@ def _most_ways(below: Ints, joined: Ints) -> int:
 
 
 def _list_storey_links(topology: Topology, storey: Storey) -> list[Level]:
-    """Return the distinct kinds of links that a group of ranks may use in ``storey``, a level of the cluster such as
-    the inside of nodes.
+    """Return the distinct kinds of links that a group of ranks may use in ``storey``, a level of links of the cluster
+    ``topology`` such as the inside of nodes.
     """
     if storey.levels:
         return list(dict.fromkeys(topology.levels[number] for number in storey.levels))

@@ -114,8 +114,8 @@ def _group_bucket_members(
 
 
 def _fill_buckets(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
-    """Yield ``members`` in consecutive lists (buckets), each ended once its gradients have at least ``limit`` bytes. A
-    member is a pair (index of a block call, cost of a parameter).
+    """Yield the gradients ``members`` in consecutive lists (buckets). A bucket ends as soon as its gradients have at
+    least ``limit`` bytes. A member is a pair (index of a block call, cost of a parameter).
     """
     filling: list[tuple[int, StateCost]] = []
     size = 0.0

@@ -59,7 +59,7 @@ class Timetable:
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each pipeline rank, the indices of its virtual stages in increasing order.
+        """Return, for each pipeline rank, the indices of its virtual stages (parts of the model) in increasing order.
         ``held[rank][action.chunk]`` is the virtual stage that an action of ``rank`` runs.
         """
         return group_stages_by_rank(self.ranks, len(self.orders))

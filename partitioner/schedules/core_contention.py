@@ -87,8 +87,8 @@ def seconds_in_turns(
 
 
 def _get_phase_seconds(phases: Phases, train: bool) -> float:
-    """Return the seconds of one microbatch in a virtual stage: of its forward and, with ``train``, its backward.
-    ``phases``: the seconds of each of these parts.
+    """Return the seconds of one microbatch in a virtual stage: of its forward and, with ``train``, also of its
+    backward. ``phases``: the seconds of the forward and of each half of the backward.
     """
     return phases.total if train else phases.forward
 
@@ -152,7 +152,9 @@ class _ContentionSimulation:
         return self.work[self.table.held[rank][action.chunk]][action.kind]
 
     def _start_idle_ranks(self, ranks: Sequence[int]) -> None:
-        """Start the next action of each idle pipeline rank in ``ranks`` if the inputs of this action are available."""
+        """For each pipeline rank in ``ranks`` that is idle, start its next action if the inputs of this action are
+        available.
+        """
         for rank in ranks:
             idle = rank not in self.waiting and rank not in self.computing
             if idle and self.at[rank] < len(self.table.orders[rank]) and self._is_rank_ready(rank):

@@ -24,10 +24,10 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """Return what the memory of a stage under a zero-bubble schedule follows from: its numbers of microbatches in
-    flight as pairs (number whose backward has not begun, number whose backward has run for inputs and not for weights).
-    There is one pair for the moment when the first number is largest, and one for the moment when the second is; a
-    single pair if both are equal.
+    """Return the numbers of microbatches that a stage has in flight under a zero-bubble schedule at the two moments
+    that can need the most memory, as pairs (number whose backward has not begun, number whose backward has run for
+    inputs and not for weights). The first pair is for the moment when the first number is largest, the second for the
+    moment when the second is; there is only one pair if both are equal.
 
     ``s``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: 1 or 2; a stage
     runs ``ahead * (p - 1 - s) + 1`` forwards before its first backward.
@@ -163,9 +163,10 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
 
 
 def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
-    """Return the elements of ``counts`` without each one that another element equals or exceeds in every number,
-    because it needs no more memory than that other. An element is a tuple of pairs of numbers of microbatches; all have
-    the same length. ``counts`` has no duplicates."""
+    """Return the elements of ``counts`` that no other element equals or exceeds in every number. The others need no
+    more memory than one of these. An element is a tuple of pairs of numbers of microbatches; all have the same length.
+    ``counts`` has no duplicates.
+    """
     each = np.array(counts).reshape(len(counts), -1)
     less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])
     return tuple(one for one, is_less in zip(counts, less.tolist(), strict=True) if not is_less)

@@ -48,7 +48,9 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the forward and of both halves of the backward of one microbatch, without messages."""
+        """Return the seconds of one microbatch in this virtual stage: of the forward and of both halves of the
+        backward, without messages.
+        """
         return self.forward + self.inputs + self.weights
 
 

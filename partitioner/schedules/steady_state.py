@@ -30,13 +30,13 @@ _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC"
 
 @dataclass(frozen=True)
 class Growth:
-    """A section of a list of actions that is repeated, and how the repetition grows with the number of microbatches. It
-    describes the lists of one pipeline schedule, where each longer list has a fixed number of microbatches more than
-    the list before.
+    """One section of a list of actions that is repeated, and how many more repetitions a list for more microbatches
+    has. It describes a series of lists of one pipeline schedule, each with a fixed number of microbatches more than the
+    list before.
 
-    The section has ``length`` items from index ``start`` of the shortest list. There it is executed ``times`` times,
-    with microbatch indices raised by ``shift`` at each repetition. In each longer list it is executed ``more`` times
-    more than in the list before, and all microbatch indices of the section are higher by ``moved``.
+    The section has ``length`` items from index ``start`` of the shortest list. In the shortest list it is executed
+    ``times`` times, with microbatch indices raised by ``shift`` at each repetition. In each longer list it is executed
+    ``more`` times more than in the list before, and all microbatch indices of the section are higher by ``moved``.
     """
 
     start: int
@@ -59,9 +59,10 @@ class SteadyState:
 
 
 def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
-    """Return the sections of a list of actions, in order, by whose repetition the list ``shorter`` becomes ``longer``,
-    which has ``unit`` more microbatches. An item of a list is (what is done, index of the microbatch or ``None``).
-    ``unit``: a number of microbatches. Return ``None`` if repetition alone does not explain the difference.
+    """Find how the list of actions ``shorter`` grows to ``longer``, which has ``unit`` more microbatches, by repeating
+    some of its sections more often. Return these sections in order, each with its numbers of repetitions. An item of a
+    list is (what is done, index of the microbatch or ``None``). Return ``None`` if repetition alone does not explain
+    the difference.
     """
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
@@ -83,9 +84,9 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
 
 
 def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
-    """Yield the items of a longer list of actions, which has ``steps`` units of microbatches more than the list
-    ``items``. An item is (what is done, index of the microbatch or ``None``). ``parts``: the repeated sections of
-    ``items``, with their repetitions for each further unit of microbatches. ``steps``: number of units to add.
+    """Yield the items of a longer list of actions, which has ``steps`` times a fixed number of microbatches more than
+    the list ``items``. An item is (what is done, index of the microbatch or ``None``). ``parts``: the sections of
+    ``items``, with the number of repetitions that this fixed number of microbatches adds to each.
     """
     for part in parts:
         body = items[part.start : part.start + part.length]
@@ -155,8 +156,9 @@ def _actions_to_items(order: Sequence[Action]) -> list[Item]:
 
 
 def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Return a rank's instruction list divided into pieces. Each piece starts with a computation, or with the loads and
-    receives that precede it. Comparing a few pieces is faster than comparing all instructions."""
+    """Return a rank's instruction list divided into consecutive pieces. Each piece starts with a computation, or with
+    the loads and receives that precede it. Pieces are compared instead of single instructions, which is faster.
+    """
     pieces: list[list[Instruction]] = []
     before = ""
     for instruction in instructions:
@@ -240,8 +242,8 @@ def _count_consecutive_true(alike: NDArray[np.bool_]) -> Ints:
 
 
 def _get_growth_body(items: Sequence[Item], part: Growth) -> list[Item]:
-    """Return the items of one repetition of the section ``part`` of the list ``items``, as they are at its first
-    repetition.
+    """Return the items of the first repetition of ``part``, a repeated section of the list ``items``. An item is (what
+    is done, index of the microbatch or ``None``).
     """
     return list(items[part.start : part.start + part.length])
 

@@ -30,8 +30,9 @@ Sizes = dict[str, int]  # bytes by kind
 def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
     """Return the bytes that a rank of one pipeline stage holds during the whole step, by kind: ``parameters``,
     ``gradients``, ``optimizer`` (its states), and ``residuals`` of gradient compression if there are any. Data in host
-    memory are not counted. ``facts``: analysis of the program. ``stage``: index of the stage. ``optimizer``: name, such
-    as ``"adamw"``."""
+    memory are not counted. ``facts``: figures derived from the program, such as the bytes of its parameters on a rank.
+    ``stage``: index of the stage. ``optimizer``: name, such as ``"adamw"``.
+    """
     program, hosted = facts.program, host_states(facts.program, stage)
     sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
     for name, state in program.states.items():
@@ -50,17 +51,19 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
 def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
     """Return the bytes of temporary data at one moment of a step, by kind: ``saved`` values and activations,
     ``flowing`` gradients of values, ``recomputed`` activations, ``working`` memory, ``gathered`` parameters.
-    ``moment``: bytes that the program holds then. ``working``: bytes of working memory of the block that runs at this
-    moment."""
+    ``moment``: the bytes of each kind that the program holds then, without working memory. ``working``: bytes of
+    working memory of the block that runs at this moment.
+    """
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}
 
 
 def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working: Mapping[str, int]) -> Sizes:
     """Return the bytes that a rank of one pipeline stage holds at the moment of its peak memory, by kind of data, such
-    as ``parameters`` or ``saved``; kinds of 0 bytes are left out. ``facts``: analysis of the program. ``stage``: index
-    of the stage. ``optimizer``: name, such as ``"adamw"``. ``working``: bytes of working memory of each block (such as
-    a layer) while it runs, by name of the block."""
+    as ``parameters`` or ``saved``; kinds of 0 bytes are left out. ``facts``: figures derived from the program, such as
+    the bytes of its values. ``stage``: index of the stage. ``optimizer``: name, such as ``"adamw"``. ``working``: bytes
+    of working memory of each block (such as a layer) while it runs, by name of the block.
+    """
     here = facts.program.stages[stage]
     needs = [working.get(call.block, 0) for call in here.calls]
     most = _find_fullest_moment(facts, stage, here.instructions, needs)
@@ -70,9 +73,10 @@ def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working:
 def _find_fullest_moment(
     facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]
 ) -> tuple[MemoryMoment, int]:
-    """Return the moment of peak memory on a rank of one pipeline stage, and the bytes of working memory of the block
-    that runs then. ``facts``: analysis of the program. ``stage``: index of the stage. ``instructions``: those of the
-    stage. ``needs``: bytes of working memory of each block call of the stage.
+    """Return the moment of peak memory on a rank of one pipeline stage (its temporary bytes by kind), and the bytes of
+    working memory of the block that runs then. ``facts``: figures derived from the program, such as the bytes of its
+    values. ``stage``: index of the stage. ``instructions``: those of the stage. ``needs``: bytes of working memory of
+    each block call of the stage.
 
     If the instructions contain repeated sections, one and two repetitions are followed first. The whole list is
     followed only if the second repetition has a higher peak.
@@ -98,10 +102,12 @@ def replace_estimated_memory(
     working: Mapping[str, int],
     resident: Collection[str] = (),
 ) -> Estimate:
-    """Return ``estimate`` with the peak memory of every rank computed from its program, in bytes. ``facts``: analysis
-    of the program. ``optimizer``: name, such as ``"adamw"``. ``working``: bytes of working memory of each block (such
-    as a layer) while it runs, by name of the block. ``resident``: names of inputs, such as key/value caches, that a
-    rank holds for all its microbatches all the time; they are of the kind ``caches``."""
+    """Return ``estimate`` with the peak memory of every rank, in bytes, replaced by the one that follows from the
+    rank's program. ``facts``: figures derived from the program, such as the bytes of its values. ``optimizer``: name,
+    such as ``"adamw"``. ``working``: bytes of working memory of each block (such as a layer) while it runs, by name of
+    the block. ``resident``: names of inputs, such as key/value caches, that a rank holds for all its microbatches all
+    the time; their bytes are listed as the kind ``caches``.
+    """
     moving = facts if not resident else ProgramFacts(_drop_sizes(facts.program, resident))
     sizes = [compute_peak_sizes(moving, stage, optimizer, working) for stage in range(len(facts.program.stages))]
     if resident:
@@ -114,21 +120,24 @@ def replace_estimated_memory(
 
 
 def count_resident_bytes(program: Program, stage: int, names: Collection[str]) -> int:
-    """Return the bytes of the inputs ``names`` that a rank of one pipeline stage holds for all its microbatches.
-    ``stage``: index of the stage."""
+    """Return the bytes of the inputs with the names ``names`` that a rank of one pipeline stage of ``program`` holds
+    for all its microbatches. ``stage``: index of the stage.
+    """
     loaded = {v for i in program.stages[stage].instructions if i.op == "LOAD" for v in i.values} & {*names}
     return sum(value_bytes(program.values[name]) for name in loaded) * program.num_microbatches
 
 
 def _drop_sizes(program: Program, names: Collection[str]) -> Program:
-    """Return a copy of ``program`` in which the values ``names`` have no elements, so that their bytes do not count."""
+    """Return a copy of ``program`` in which the values with the names ``names`` have no elements, so that their bytes
+    do not count.
+    """
     values = {n: v.model_copy(update={"shape": (0,)}) if n in names else v for n, v in program.values.items()}
     return program.model_copy(update={"values": values})
 
 
 def _sum_moment_bytes(found: tuple[MemoryMoment, int]) -> int:
-    """Return the bytes of temporary data at one moment of a step. ``found``: a pair: the bytes that the program holds
-    then, and the bytes of working memory of the block that runs.
+    """Return the bytes of temporary data at one moment of a step, all kinds together. ``found``: a pair: the bytes of
+    each kind that the program holds then, and the bytes of working memory of the block that runs.
     """
     moment, working = found
     return moment.saved + moment.gradients + moment.recomputed + moment.gathered + working

@@ -79,11 +79,12 @@ class ProgramOnDevices:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Simulation of one step of one pipeline, the ranks with the same index along the data-parallel axis ``dp``.
+    """Simulation of one step of one pipeline, which is the ranks with the same index along the data-parallel axis
+    ``dp``.
 
-    ``timeline``: when each instruction runs. ``durations``: the seconds of the instructions. ``facts``: analysis of the
-    program for the number of microbatches of this pipeline. ``places``: indices along ``dp`` of all pipelines that
-    behave in the same way, this one included.
+    ``timeline``: when each instruction runs. ``durations``: the seconds of the instructions. ``facts``: figures derived
+    from the program, such as bytes of values, for the number of microbatches of this pipeline. ``places``: indices
+    along ``dp`` of all pipelines that behave in the same way, this one included.
     """
 
     timeline: Timeline
@@ -95,7 +96,8 @@ class SimulatedStep:
 def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> SimulatedStep:
     """Simulate one step of ``plan``, including the optimizer update. Return the result for the slowest pipeline (the
     ranks of one index along the data-parallel axis): its timeline, with the duration of each instruction. ``facts``:
-    the analysis of the plan's program, such as the bytes of its values; ``None``: it is computed."""
+    figures derived from the plan's program, such as the bytes of its values; ``None``: they are computed.
+    """
     overlap = steps_overlap(plan)
     found = [
         SimulatedStep(simulate(own.program, durations, facts=own, overlap_steps=overlap), durations, own, places)
@@ -106,8 +108,9 @@ def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> Simula
 
 def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -> float:
     """Return the simulated seconds of one step of ``plan``, including the optimizer update. It is faster than
-    :func:`simulate_plan`, because it builds no timeline. ``facts``: the analysis of the plan's program; ``None``: it is
-    computed."""
+    :func:`simulate_plan`, because it builds no timeline. ``facts``: figures derived from the plan's program, such as
+    the bytes of its values; ``None``: they are computed.
+    """
     overlap = steps_overlap(plan)
     pipelines = _list_pipelines(plan, facts or ProgramFacts(plan.program))
     return max(simulate_step_time(own, durations, overlap_steps=overlap) for durations, own, _ in pipelines)
@@ -116,9 +119,11 @@ def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -
 def _list_pipelines(
     plan: HasProgram, facts: ProgramFacts
 ) -> Iterator[tuple[PlanDurations, ProgramFacts, tuple[int, ...]]]:
-    """Yield, for each distinct pipeline of ``plan`` (the ranks of one index along the data-parallel axis): the
-    durations of its instructions, the analysis of its program, and the indices along that axis of all pipelines that
-    are equal to it. ``facts``: the analysis of the plan's program."""
+    """Yield, for each distinct pipeline of ``plan`` (the ranks of one index along the data-parallel axis), three
+    values: the durations of its instructions, figures derived from its program (such as bytes of values), and the
+    indices along that axis of all pipelines that are equal to it. ``facts``: these figures for the plan's program, with
+    the number of microbatches that the program has.
+    """
     if not plan.program.data_shares:
         yield PlanDurations(plan, facts=facts), facts, tuple(range(plan.program.size("dp")))
         return
@@ -175,8 +180,8 @@ class PlanDurations:
     """Durations of the instructions of a plan in seconds, as the simulator of programs needs them.
 
     ``plan``: the program and its devices. ``seats``: for each stage, the device types, speeds and communication groups
-    of the ranks to simulate; ``None``: those of the slowest ranks. ``facts``: the analysis of the plan's program;
-    ``None``: it is computed.
+    of the ranks to simulate; ``None``: those of the slowest ranks. ``facts``: figures derived from the plan's program,
+    such as the bytes of its values; ``None``: they are computed.
     """
 
     def __init__(
@@ -275,9 +280,10 @@ class PlanDurations:
         return (self.machine.host(stage) or BOUNDLESS).time(nbytes)
 
     def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
-        """Return the seconds of the collective ``op`` over the mesh axes ``axes``, such as an all-gather or
-        reduce-scatter. ``nbytes``: bytes of the whole tensor. ``stage``: index of the pipeline stage whose ranks run
-        it."""
+        """Return the seconds of the collective ``op``, such as an all-gather or reduce-scatter of parameters or
+        gradients, over the mesh axes ``axes``. ``nbytes``: bytes of the whole tensor. ``stage``: index of the pipeline
+        stage whose ranks run it.
+        """
         return collective_time(op, nbytes, self._find_axis_groups(axes)[stage])
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
@@ -322,8 +328,9 @@ class PlanDurations:
 
     @property
     def _expert_spread(self) -> Spread:
-        """Return how experts are distributed over ranks: the group of ranks over which they are distributed, and the
-        number of experts of the layer that has the most of them."""
+        """Return how the experts of a mixture of experts are distributed over ranks. The result has the group of ranks
+        over which they are distributed, and the number of experts of the layer that has the most of them.
+        """
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}
         num_experts = 0

@@ -231,8 +231,9 @@ def _block_work(
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
-    """Return ``kernels`` with only that part of their memory traffic by which each exceeds the kernel at the same
-    position of ``least``, and without FLOPs and launches."""
+    """Return ``kernels`` with less memory traffic: from the bytes of each kernel, the bytes of the kernel at the same
+    position of ``least`` are subtracted. The returned kernels have no FLOPs and no launches.
+    """
     pairs = zip(kernels, least, strict=True)
     return [k._replace(num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
@@ -302,7 +303,9 @@ class DeviceKinds:
 
     @property
     def differ(self) -> bool:
-        """Return whether the topology has several device types, so that bounds differ by device type."""
+        """Return whether the topology has several device types, so that lower bounds on seconds differ by device
+        type.
+        """
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
@@ -324,13 +327,15 @@ class DeviceKinds:
     def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return lower bounds on the forward plus backward seconds of one microbatch in each block on every device
         type, shape ``[kinds, blocks, candidates]``. Blocks are in the order of ``self.often``, device types in the
-        order of the topology."""
+        order of the topology. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
         """Return the backward seconds of one microbatch through all block calls on the slowest device type, for each of
         the mesh candidates, shape ``[candidates]``. No backward takes longer, so no more of the gradient reduction can
-        be hidden behind it."""
+        be hidden behind it. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
@@ -338,7 +343,9 @@ class DeviceKinds:
 
     def speeds(self, candidates: Sequence[MeshCandidate]) -> Matrix:
         """Return the relative speed of each device type, shape ``[kinds, candidates]``. The best type has speed 1.
-        Speeds are upper bounds: the greatest over all blocks, forward and backward."""
+        Speeds are upper bounds: the greatest over all blocks, forward and backward. ``candidates``: combinations of
+        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         best = np.maximum(np.concatenate(self.seconds(self.works.best, candidates)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, candidates)), _TINY_S) for paced in self.works.paced]
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
@@ -346,5 +353,6 @@ class DeviceKinds:
     def fastest(self, candidates: Sequence[MeshCandidate]) -> Vector:
         """Return the greatest speed that any device type of the topology has, relative to the device for which the work
         was computed (speed 1), for each of the mesh candidates, shape ``[candidates]``; 1 if all devices are of one
-        type."""
+        type. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return self.speeds(candidates).max(axis=0) if self.differ else np.ones(len(candidates))

@@ -60,7 +60,8 @@ BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster r
 
 def by_all(candidate: MeshCandidate) -> MeshCandidate:
     """Return ``candidate`` itself. It is passed as the ``key`` function of :func:`map_by_candidate_key` if no two
-    candidates may share a result."""
+    candidates may share a result. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     return candidate
 
 
@@ -68,7 +69,9 @@ def map_by_candidate_key(
     candidates: Sequence[MeshCandidate], key: Key, find: Callable[[MeshCandidate], float]
 ) -> NDArray[np.float64]:
     """Return ``find(candidate)`` for each of ``candidates``, shape ``[candidates]``. The function is called only once
-    for each distinct ``key(candidate)``, so its result must depend on the key only."""
+    for each distinct ``key(candidate)``, so its result must depend on the key only. ``candidates``: combinations of
+    mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     keys = list(map(key, candidates))
     known = {which: find(candidate) for which, candidate in dict(zip(keys, candidates, strict=True)).items()}
     return np.array([known[which] for which in keys], dtype=np.float64)
@@ -77,8 +80,9 @@ def map_by_candidate_key(
 def find_distinct_candidates(
     candidates: Sequence[MeshCandidate], key: Key
 ) -> tuple[list[MeshCandidate], NDArray[np.int64]]:
-    """Return a list with one candidate for each distinct ``key(candidate)``, and an array with, for each of
-    ``candidates``, the index in that list of the candidate with an equal key.
+    """Return two values: a list with one candidate for each distinct value of ``key(candidate)``; and an integer array
+    of shape ``[candidates]`` which gives, for each of ``candidates``, the index in that list of the candidate with an
+    equal key. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     keys = list(map(key, candidates))
     one = dict(zip(keys, candidates, strict=True))
@@ -102,9 +106,11 @@ _ROUNDING = 1 - 1e-9
 
 
 def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -> StateCost:
-    """Return a lower bound on the bytes that a rank of ``candidate`` holds of a parameter or buffer, for an even
-    division over all ranks that may shard it. ``cost``: the bytes of the unsharded parameter or buffer. ``expert``:
-    whether it belongs to an expert, so that it may also be divided over ``ep``."""
+    """Return the cost (bytes on one rank) of a parameter or buffer under ``candidate``, if it is divided evenly over
+    all ranks that may shard it. No rank holds fewer bytes on average. ``cost``: the cost of the unsharded parameter or
+    buffer. ``expert``: whether it belongs to an expert, so that it may also be divided over ``ep``. ``candidate``: mesh
+    sizes, microbatch size, schedule and ZeRO stage.
+    """
     parts, sharers = (
         (candidate.expert_tp * candidate.ep, candidate.expert_sharers) if expert else (candidate.tp, candidate.sharers)
     )
@@ -191,12 +197,13 @@ class ModelBounds:
         return Counter(self._cuttable_blocks)
 
     def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
-        """Return a lower bound in seconds on the step time of each candidate, shape ``[candidates]``.
+        """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``.
 
         It is the sum of three terms: the pipeline, whose slowest stage takes at least an even share of the work and at
         least as long as the largest block call; the part of the gradient reduction that the backward cannot hide (with
         a single stage); and the optimizer's update. ``shared``: whether to assume the even share alone. The bound is
-        then lower, but a caller may add times that need not fall on the stage with the largest call.
+        then lower, but a caller may add times that need not fall on the stage with the largest call. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
@@ -225,7 +232,8 @@ class ModelBounds:
 
         ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls, by candidate.
         ``largest``: seconds of the largest call, by candidate. The slowest stage takes at least an even share of the
-        work, and at least as long as the largest call.
+        work, and at least as long as the largest call. ``candidates``: combinations of mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
@@ -241,7 +249,8 @@ class ModelBounds:
         """Return a lower bound in seconds on the pipelines of each candidate, shape ``[candidates]``, for devices that
         differ in speed. It holds for any division of the work among the devices, in proportion to their speed or not.
         ``seconds``: the time of each block for one microbatch on each device type, shape ``[kinds, blocks,
-        candidates]``."""
+        candidates]``. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         found = np.zeros(len(candidates))
         for place, (candidate, of_kind) in enumerate(zip(candidates, np.moveaxis(seconds, 2, 0), strict=True)):
             work, speeds = work_and_speeds(of_kind, list(self._calls_by_block.values()))
@@ -261,12 +270,14 @@ class ModelBounds:
 
     def may_differ(self, candidate: MeshCandidate) -> bool:
         """Return whether ``candidate`` may give the ranks of ``dp`` different numbers of microbatches, more to faster
-        devices."""
+        devices. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return self._kinds.differ and self.job.goes_apart(candidate)
 
     def rounds(self, candidate: MeshCandidate) -> float:
         """Return the number of microbatches that one rank of ``candidate`` computes in a step. If faster ranks may
         compute more than slower ones, return the mean over the ranks of ``dp``, which is at most the greatest number.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         of_all = candidate.parts(self.global_batch) / candidate.dp
         return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
@@ -274,7 +285,9 @@ class ModelBounds:
     def _bound_fill_and_drain(self, candidate: MeshCandidate) -> tuple[float, float]:
         """Return a lower bound on the time in which the pipeline of ``candidate`` fills and drains, as two factors. The
         bound is the first times the forward seconds of one microbatch through the whole model, plus the second times
-        its backward seconds. Both are 0 if numbers of microbatches differ between ranks and no formula is known."""
+        its backward seconds. Both are 0 if numbers of microbatches differ between ranks and no formula is known.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         if self.may_differ(candidate) and not is_formula(candidate.schedule):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)
@@ -285,7 +298,8 @@ class ModelBounds:
     def _bound_seconds_after_pipeline(self, candidates: Sequence[MeshCandidate], backward: Vector) -> Vector:
         """Return a lower bound in seconds on the time after the pipeline, shape ``[candidates]``: the optimizer's
         update and, with a single stage, the part of the gradient reduction that the last backward cannot hide.
-        ``backward``: for each candidate, the seconds of backward that can hide it.
+        ``backward``: for each candidate, the seconds of backward that can hide it. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         if not self.train:
             return np.zeros(len(candidates))
@@ -306,7 +320,8 @@ class ModelBounds:
 
         ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls, by candidate. The
         gradient reduction counts as 0 with a single stage, with several virtual stages on a rank, or if all placements
-        are known; other bounds are tighter there.
+        are known; other bounds are tighter there. ``candidates``: combinations of mesh sizes, microbatch size, schedule
+        and ZeRO stage.
         """
 
         def reduced(candidate: MeshCandidate) -> float:
@@ -328,14 +343,18 @@ class ModelBounds:
 
     def _bound_reduction_seconds(self, candidate: MeshCandidate) -> float:
         """Return a lower bound in seconds on reducing the gradients of all stages of ``candidate``, one stage after the
-        other. Gradients of experts are left out if ``ep`` > 1."""
+        other. Gradients of experts are left out if ``ep`` > 1. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage.
+        """
         experts = self.job.experts if candidate.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
 
     def share_of_states(self, candidate: MeshCandidate) -> StateCosts:
         """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, a lower
-        bound in bytes. It is assumed that they are sharded evenly."""
+        bound in bytes. It is assumed that they are sharded evenly. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
+        """
         key = candidate.states_kind
         if key not in self._shares:
             experts = self.job.experts
@@ -357,7 +376,8 @@ class ModelBounds:
 
     def state_bytes(self, candidate: MeshCandidate) -> float:
         """Return the bytes of parameters, gradients and optimizer states on a rank of ``candidate`` if all stages have
-        equally many."""
+        equally many. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         key = candidate.states_kind
         if key not in self._state_bytes:
             self._state_bytes[key] = sum(_shard_state_cost(*state, candidate).total for state in self._placed_states)
@@ -365,17 +385,23 @@ class ModelBounds:
 
     def check_states(self, candidate: MeshCandidate) -> None:
         """Raise :class:`CapacityError` if the parameters, gradients and optimizer states of ``candidate`` alone exceed
-        the memory of all ranks together. The check is quick. A single stage may lack more bytes than the error says."""
+        the memory of all ranks together. The check is quick. A single stage may lack more bytes than the error says.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         needed, room = self.state_bytes(candidate), sum(self._find_capacity(candidate)) / candidate.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, candidate: MeshCandidate) -> int:
-        """Return the usable bytes of the largest device that a rank of ``candidate`` has on any placement."""
+        """Return the usable bytes of the largest device that a rank of ``candidate`` has on any placement.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return max(self._find_capacity(candidate))
 
     def _find_capacity(self, candidate: MeshCandidate) -> tuple[int, ...]:
         """Return, for each pipeline stage of ``candidate``, the usable bytes of the largest device that a rank of the
-        stage has on any placement. If all devices are equal, no placement is enumerated."""
+        stage has on any placement. If all devices are equal, no placement is enumerated. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
         if not self._equal_rooms:
             return self._find_best_case_mesh(candidate).capacity
         grid = candidate.grid
@@ -392,7 +418,9 @@ class ModelBounds:
 
     def speeds(self, candidate: MeshCandidate) -> tuple[float, float]:
         """Return two numbers: upper bounds on the speed of the fastest pipeline stage of ``candidate``, and on the
-        summed speed of all its stages. A stage on devices of the best type has speed 1."""
+        summed speed of all its stages. A stage on devices of the best type has speed 1. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
         if not self._kinds.differ:
             return 1.0, float(candidate.pp)
         pool = self._group_device_speeds(candidate, self._kinds.speeds([candidate])[:, 0])
@@ -400,7 +428,9 @@ class ModelBounds:
 
     def _find_best_case_mesh(self, candidate: MeshCandidate) -> BestCaseMesh:
         """Return a mesh with the sizes of ``candidate`` and, for each stage and group of ranks, the largest memory and
-        the fastest links of any placement. It serves lower bounds and is cached by mesh sizes."""
+        the fastest links of any placement. It serves lower bounds and is cached by mesh sizes. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage.
+        """
         key = tuple(candidate.grid.values())
         if key not in self._machines:
             known = self.placements.complete(candidate.grid)
@@ -412,6 +442,7 @@ class ModelBounds:
         """Return a lower bound in seconds on the step time of ``candidate``. Unlike the quicker bound of :meth:`times`,
         it considers memory and how block calls can be cut into stages, so it is at least as tight. ``floor``: known
         lower bounds on each block's seconds, such as those of an actual sharding; ``None``: those of unsharded blocks.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
 
         Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist, since even a problem without
         collectives has no solution.
@@ -433,8 +464,9 @@ class ModelBounds:
 
         ``floor``: known lower bounds on each block's seconds, or ``None``. ``speed``: the speed of the fastest stage
         relative to the best device type; ``None``: it is computed for the candidate. ``how``: ``cutoff_s`` (stop when
-        the bound reaches this many seconds) and ``quick`` (leave out very long stages). Raises :class:`CapacityError`
-        or :class:`PlanError` if no plan can exist.
+        the bound reaches this many seconds) and ``quick`` (leave out very long stages). ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can
+        exist.
         """
         fastest = self.speeds(candidate)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}
@@ -445,7 +477,8 @@ class ModelBounds:
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
         """Return a dict from block name to a lower bound on the cost of one call of the block with one microbatch of
         ``candidate``, on the best device type, without collectives. A block is a repeated piece of the model, such as a
-        decoder layer."""
+        decoder layer. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:
             share, several = candidate.microbatch_size / self.samples / candidate.cp, candidate.microbatch_size > 1
@@ -455,13 +488,15 @@ class ModelBounds:
 
     def check_microbatch(self, candidate: MeshCandidate) -> None:
         """Raise :class:`CapacityError` if one block call with one microbatch of ``candidate`` needs more memory than
-        any device has. The check is quick."""
+        any device has. The check is quick. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         needed = self.layer_bytes(candidate)
         check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(candidate))
 
     def layer_bytes(self, candidate: MeshCandidate) -> float:
         """Return a lower bound on the bytes that a rank of ``candidate`` needs while one microbatch runs through the
-        block call that needs most."""
+        block call that needs most. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         kept = "activations" not in (self.job.constraints.offload or ())
         key = (kept, candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._layer_bytes:
@@ -482,8 +517,8 @@ class ModelBounds:
 
         ``model``: the graphs of one rank. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
         parameter or buffer on a rank. ``how``: ``cutoff_s`` (stop when the bound reaches this many seconds) and
-        ``quick`` (leave out very long stages). Raises :class:`CapacityError` or :class:`PlanError` if no plan can
-        exist.
+        ``quick`` (leave out very long stages). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
         """
         return least_time(self.problem(candidate, model, calls, states), **how)
 
@@ -498,7 +533,8 @@ class ModelBounds:
         """Return the problem of cutting the block calls of ``model`` into the candidate's stages, if every stage has
         the greatest memory of any placement. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
         parameter or buffer on a rank. ``ranks``: the rank of each virtual stage, if ranks have several; otherwise
-        empty.
+        empty. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``model``: the model as calls of
+        blocks; equal layers share one block.
         """
         return stage_problem(
             model,
@@ -517,7 +553,9 @@ class ModelBounds:
     def staged(self, candidates: Sequence[MeshCandidate], least: LeastTime) -> float:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
         stage and therefore share one bound on their stage times. ``least``: this bound, in seconds per microbatch. The
-        pipeline, gradient reduction and update are computed from it."""
+        pipeline, gradient reduction and update are computed from it. ``candidates``: combinations of mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
         candidate, m = candidates[0], candidates[0].num_microbatches(self.global_batch)
         pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.job.constraints.overlap_steps)
         hides = least.backward_s if least.is_seen else math.inf
@@ -528,7 +566,8 @@ class ModelBounds:
     def followed(self, candidate: MeshCandidate, pipeline_s: float) -> float:
         """Return a lower bound in seconds on a step of ``candidate`` whose pipeline takes at least ``pipeline_s``
         seconds: the sum of this time, the optimizer's update, and the part of the gradient reduction that can only
-        follow the pipeline."""
+        follow the pipeline. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return (
             pipeline_s + float(self._bound_seconds_after_pipeline([candidate], np.array([math.inf]))[0])
         ) * _ROUNDING
@@ -536,7 +575,9 @@ class ModelBounds:
     def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
         """Return a lower bound in seconds on the forward of one microbatch of ``candidate`` through all stages, on the
         fastest devices. ``floor``: known lower bounds on each block's seconds, which are used where they are tighter
-        than those of the unsharded block; ``None``: none are known."""
+        than those of the unsharded block; ``None``: none are known. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
+        """
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
             n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()
@@ -546,7 +587,9 @@ class ModelBounds:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
         stage. ``floor``: lower bounds on the seconds of each block in them. ``shared``: whether to drop the assumption
         that a stage takes at least as long as the largest block call. The bound is then lower, but a caller may add
-        times that need not fall on that stage."""
+        times that need not fall on that stage. ``candidates``: combinations of mesh sizes, microbatch size, schedule
+        and ZeRO stage.
+        """
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0

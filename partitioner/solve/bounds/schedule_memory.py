@@ -26,9 +26,9 @@ _HALVINGS = 20
 
 
 class ActivationBytes:
-    """The activation bytes of one microbatch in each block call, with lower bounds on the seconds of the calls. From
-    both follows how many bytes a rank can have if its time is limited. ``sizes``, ``seconds``: bytes and seconds of
-    each call.
+    """The activation bytes of one microbatch in each block call (such as a decoder layer), with lower bounds on the
+    seconds of the calls. :meth:`within` computes from both how many activation bytes a rank can have if its time is
+    limited. ``sizes``, ``seconds``: bytes and seconds of each call, for one microbatch.
     """
 
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
@@ -38,8 +38,10 @@ class ActivationBytes:
         self._sizes, self._seconds = np.cumsum(pairs[:, order], axis=1)
 
     def within(self, seconds: float) -> float:
-        """Return the greatest number of activation bytes of one microbatch that any set of block calls (or fractions of
-        calls) has if the calls take at most ``seconds`` together."""
+        """Return the greatest number of activation bytes of one microbatch that block calls can have which together
+        take at most ``seconds`` seconds. Any calls may be chosen, also fractions of them (a fractional knapsack
+        problem), so this is an upper bound for the calls of one rank.
+        """
         return float(np.interp(seconds, [0.0, *self._seconds], [0.0, *self._sizes]))
 
 
@@ -47,9 +49,10 @@ class ActivationBytes:
 class MicrobatchMemory:
     """Lower bounds on the activation bytes of one microbatch through all block calls.
 
-    ``whole``: without recomputation. ``inputs``: with full recomputation, which saves only inputs of calls. ``again``:
-    pairs for calls that save bytes: the seconds of recomputation per byte that need not be saved, and the number of
-    these bytes; the least seconds per byte first.
+    ``whole``: bytes of each call without recomputation. ``inputs``: bytes of each call with full recomputation, which
+    saves only inputs of calls. ``again``: how bytes can be freed by recomputing calls: pairs (seconds of recomputation
+    per byte that is then not saved, number of these bytes), one for each call, those with the least seconds per byte
+    first.
     """
 
     whole: ActivationBytes
@@ -57,9 +60,10 @@ class MicrobatchMemory:
     again: tuple[tuple[float, float], ...]
 
     def seconds_again(self, ranks: RankCapacity, recompute: str | None, limit_s: float) -> float:
-        """Return the least seconds of recomputation of one microbatch after which the rest of its activations fits on
-        ``ranks``. ``limit_s``: each rank computes for at most this many seconds per microbatch. ``recompute``: the kind
-        of recomputation that a constraint fixes (such as ``"full"``), or ``None``.
+        """Return a lower bound in seconds on the recomputation of one microbatch that is needed so that its remaining
+        activations fit on ``ranks``, the memory of the ranks of a pipeline. ``limit_s``: each rank computes for at most
+        this many seconds per microbatch. ``recompute``: the kind of recomputation that a constraint fixes (such as
+        ``"full"``), or ``None``.
 
         The result is infinite if nothing fits within ``limit_s``. Raises :class:`CapacityError` if nothing fits even
         without a limit.
@@ -111,9 +115,9 @@ class RankCapacity:
 
 
 def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> MicrobatchMemory:
-    """Return lower bounds on the activation bytes of one microbatch through ``calls``, pairs of a block call and its
-    least cost. A value that several calls read is counted once. ``split``: the schedule splits the backward into two
-    halves (gradients of inputs, gradients of weights), between which fewer bytes may be held.
+    """Return lower bounds on the activation bytes of one microbatch through ``calls``, pairs of a block call (such as a
+    decoder layer) and its least cost. A value that several calls read is counted once. ``split``: the schedule splits
+    the backward into two halves (gradients of inputs, gradients of weights), between which fewer bytes may be held.
     """
     seen: set[str] = set()
     kept_before: set[str] = set()
@@ -134,9 +138,10 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
 
 @lru_cache(maxsize=1024)
 def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> NDArray[np.float64]:
-    """Return, for each rank of a pipeline, the greatest number of activation bytes of one microbatch that it can take,
-    per byte of its memory. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``: number of microbatches.
-    ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
+    """Return, for each rank of a pipeline, an upper bound on its activation bytes of one microbatch, as a fraction of
+    the bytes of its memory, shape ``[ranks]``. The fraction is below 1 if the rank has several microbatches in flight.
+    ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``: number of microbatches. ``v``: number of
+    virtual stages of a rank; ``None``: the number that the schedule fixes.
 
     If virtual stage ``k`` of a rank takes ``x_k`` bytes of one microbatch, the rank holds ``sum c_k x_k`` bytes at a
     moment when it has ``c_k`` microbatches of stage ``k`` in flight. This fits at all moments, so it also fits for

@@ -49,9 +49,10 @@ class BlockLowerBound:
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """Return a copy of these lower bounds on the seconds of blocks in which every dict, that of ``seconds`` and
-        those of ``of_kind``, is replaced by ``change(dict)``. The dicts map a block name to (forward seconds, backward
-        seconds)."""
+        """Return a copy of these lower bounds in which ``change`` was applied to every dict of seconds: that of
+        ``seconds`` and those of ``of_kind``. ``change``: function from such a dict (block name -> pair of forward and
+        backward seconds) to the new dict.
+        """
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
@@ -86,7 +87,9 @@ class Gathers:
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
         """Return lower bounds on the seconds of each block of ``candidate`` that include the gathers of weights and
         scatters of gradients under ZeRO-3. ``floor``: lower bounds without these, or ``None`` if none are known. The
-        result is ``floor`` itself if the candidate does not gather weights."""
+        result is ``floor`` itself if the candidate does not gather weights. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
+        """
         gathers, copies = self.floor(candidate)
         if not gathers:
             return floor
@@ -97,10 +100,11 @@ class Gathers:
     def _beside(
         self, seconds: tuple[float, float], gathers: tuple[float, float], copies: tuple[float, float]
     ) -> tuple[float, float]:
-        """Return (forward seconds, backward seconds) of a block together with its ZeRO-3 collectives.
+        """Return (forward seconds, backward seconds) of a block (such as a decoder layer) together with its ZeRO-3
+        collectives.
 
-        All arguments are such pairs: ``seconds`` of the block alone, ``gathers`` of the gathers of weights and scatters
-        of gradients, and ``copies`` of copying gathered weights.
+        All arguments are pairs of forward and backward seconds: ``seconds`` of the block alone, ``gathers`` of the
+        gathers of weights and scatters of gradients, and ``copies`` of copying gathered weights.
         """
         return self._add_exposed_gathers(seconds[0] + copies[0], gathers[0]), self._add_exposed_gathers(
             seconds[1] + copies[1], gathers[1]
@@ -115,7 +119,8 @@ class Gathers:
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
         """Return two dicts from block name to a pair of seconds (forward, backward): lower bounds on the ZeRO-3
         collectives, and on copying gathered weights. Forward gathers the weights; backward gathers them again and
-        scatters gradients. Both dicts are empty if the candidate does not shard weights.
+        scatters gradients. Both dicts are empty if the candidate does not shard weights. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
@@ -145,7 +150,8 @@ class Gathers:
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
         """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where each of the ``m`` backwards of
-        a stage except the last scatters gradients. ``m``: number of microbatches.
+        a stage except the last scatters gradients. ``m``: number of microbatches. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
 
         ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
         through all stages. The backwards of a stage hide as many seconds of scatters as they take, so the shorter the
@@ -168,7 +174,9 @@ class Gathers:
 
     def _bound_scatter_seconds(self, candidate: MeshCandidate) -> float:
         """Return a lower bound on the seconds of one reduce-scatter of all gradients of ``candidate``, over the fastest
-        possible groups. The start-up time of each collective is not included."""
+        possible groups. The start-up time of each collective is not included. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
+        """
         key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
         if key not in self._scatters:
             shards, experts = self._find_sharing_groups(candidate)
@@ -185,7 +193,9 @@ class Gathers:
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
         """Return two lists of groups of ranks: those over which weights are sharded under ZeRO-3, and those over which
         experts' weights are. They contain the groups of every placement of ``candidate``. If not all placements are
-        known, each list has one invented group that is at least as fast as any real one."""
+        known, each list has one invented group that is at least as fast as any real one. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
         if not self.placements.complete(candidate.grid):
             sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]
@@ -199,7 +209,9 @@ class Gathers:
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
         """Return a dict from block name to a lower bound on the seconds (forward, backward) of the ZeRO-3 collectives
         of ``candidate`` over the fastest group. ``shards``: the possible groups that share weights. ``experts``: the
-        possible groups that share experts' weights."""
+        possible groups that share experts' weights. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
+        """
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0
@@ -272,12 +284,13 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Return what has to be reduced in a step, as two dicts, for ranks with equal weights that are treated as one axis
-    ``dp``.
+    """Return the bytes of gradients that a step has to reduce over the ranks with equal weights, which are treated as
+    one mesh axis ``dp``, as two dicts.
 
-    The first maps (collective, axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes of gradients that are
-    reduced in this way. The second maps the axes of a reduce-scatter to whether it is the last reduction. ``states``:
-    costs of parameters, one entry for each parameter; equal parameters share one object.
+    The first maps (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes of
+    gradients that this collective reduces. The second maps the axes of a reduce-scatter to whether no other reduction
+    of the gradients follows. ``states``: costs of parameters, one entry for each parameter; equal parameters share one
+    object.
     """
     costs = list(states)
     often = Counter(map(id, costs))

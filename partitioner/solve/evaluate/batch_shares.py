@@ -59,9 +59,9 @@ Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty
 
 @dataclass
 class BatchSharing:
-    """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate``, so that ranks on
-    faster devices may get more. ``job``: the model, batch, cluster and constraints. ``local``: the graphs of one rank.
-    ``costs``: the costs of their calls by device.
+    """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate`` (mesh sizes,
+    microbatch size, schedule and ZeRO stage), so that ranks on faster devices may get more. ``job``: the model, batch,
+    cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their calls by device.
 
     The argument ``machine`` of the methods is a placement: a topology with the mesh laid over it and the settings of
     the candidate. Results are cached by the identity of this object.
@@ -179,9 +179,11 @@ class BatchSharing:
     def _least_of_pipelines(
         self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
     ) -> float:
-        """Return a lower bound in seconds on running ``num_microbatches`` in total on all pipelines. ``of_stages``: for
-        each kind of pipeline and each of its stages, in this order, the costs of calls by block name. ``different``:
-        the distinct dicts in ``of_stages``, by their ``id``. ``counts``: the number of pipelines of each kind."""
+        """Return a lower bound in seconds on running ``num_microbatches`` microbatches in total on all pipelines (one
+        for each rank of ``dp``). ``of_stages``: for each kind of pipeline and each of its stages, in this order, the
+        costs of calls by block name. ``different``: the distinct dicts in ``of_stages``, by their ``id``. ``counts``:
+        the number of pipelines of each kind.
+        """
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [
             [sum(getattr(of[b], name) for name in self._time_fields) for b in often] for of in different.values()

@@ -39,8 +39,10 @@ _POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor
 
 class PlacementResult(NamedTuple):
     """The best plan on one placement (an assignment of ranks to devices). ``problem``: the problem of cutting block
-    calls into pipeline stages. ``split``: its solution. ``estimate``: the estimated time and memory of a step.
-    ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all ranks have equally many."""
+    calls into pipeline stages, with the costs of the calls. ``split``: its solution, the calls of each stage.
+    ``estimate``: the estimated time and memory of a step. ``data_shares``: the number of microbatches of each rank of
+    ``dp``; empty if all ranks have equally many.
+    """
 
     problem: StageProblem
     split: StageSplit
@@ -57,7 +59,8 @@ class PlacementResult(NamedTuple):
 def virtual_ranks(candidate: MeshCandidate) -> tuple[int, ...]:
     """Return the pipeline rank of each virtual stage of ``candidate``, if its schedule is simulated action by action
     (an action is a forward or backward of one microbatch on one virtual stage). Return an empty tuple for a schedule
-    whose step time is a closed formula."""
+    whose step time is a closed formula. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     return (
         () if is_formula(candidate.schedule) else ranks_of(candidate.schedule, candidate.pp, candidate.virtual_stages)
     )
@@ -75,7 +78,8 @@ def split_of(
 
     ``proven``: whether to compute a tight lower bound too. ``improved``: whether to search also for cuts that fill the
     pipeline better. Both matter only for schedules that are simulated. ``cutoff_s``: cuts that take at least this many
-    seconds are of no interest. Raises :class:`CapacityError` or :class:`PlanError` if there is no cut.
+    seconds are of no interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises
+    :class:`CapacityError` or :class:`PlanError` if there is no cut.
     """
     if is_formula(candidate.schedule):
         return solve_stages(problem)
@@ -92,8 +96,10 @@ class ShareRecord:
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
-        """Record the results on one placement, for :meth:`is_poor`. ``steps``: a division of the batch, as the number
-        of microbatches of each rank of ``dp`` -> seconds of a step with it, for each division that was tried."""
+        """Record how fast several divisions of the batch were on one placement, so that :meth:`is_poor` can recognise
+        slow ones. ``steps``: a division of the batch (the number of microbatches of each rank of ``dp``) -> seconds of
+        a step with it, for each division that was tried.
+        """
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
@@ -108,10 +114,11 @@ class ShareRecord:
 
 @dataclass
 class PlacementEvaluator:
-    """Finds the best plan of ``candidate`` on a placement (an assignment of ranks to devices) and its step time.
+    """Finds the best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) on a placement, which
+    is an assignment of ranks to devices, and the step time of this plan.
 
-    - ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. ``states``: the costs of its
-      parameters and buffers, by name.
+    - ``job``: the model, batch, cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of
+      their calls by device. ``states``: the costs of its parameters and buffers, by name.
     - ``reference``: the profile of a rank (device, speed and groups) that the sharding was optimized for.
     - ``check``: raises :class:`CapacityError` if hosts lack memory for offloaded data.
     - ``proven``: whether to compute tight lower bounds too. ``improved``: whether to search cuts that fill the pipeline
@@ -234,10 +241,11 @@ class PlacementEvaluator:
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """Return three values for the placement ``machine``: the problem of cutting block calls into stages there; a
-        dict from the name of each parameter and buffer to its cost; and the number of microbatches of each rank of
-        ``dp`` (empty if all have equally many). ``shares``: the requested number of microbatches of each rank of
-        ``dp``."""
+        """Return three values for the placement ``machine`` (a topology with the mesh laid over it): the problem of
+        cutting block calls into pipeline stages on these devices, with the costs of the calls; a dict from the name of
+        each parameter and buffer to its cost; and the number of microbatches of each rank of ``dp`` (empty if all have
+        equally many). ``shares``: the requested number of microbatches of each rank of ``dp``.
+        """
         job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
         costs_by_stage = self._batch_sharing.by_stage(machine, shares)
@@ -310,8 +318,9 @@ class PlacementEvaluator:
         return self._dressed[key]
 
     def _set_microbatches_in_flight(self, problem: StageProblem) -> StageProblem:
-        """Return ``problem`` with the numbers of microbatches whose activations each stage holds under a simulated
-        schedule."""
+        """Return a copy of ``problem``, the problem of cutting block calls into pipeline stages, with the numbers of
+        microbatches whose activations each stage holds under a schedule that is simulated.
+        """
         candidate = self.candidate
         if is_formula(candidate.schedule):
             return problem

@@ -43,7 +43,8 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 
 @dataclass(frozen=True)
 class SolvedCandidate:
-    """The best plan of a mesh candidate before its program is emitted.
+    """The best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) before its program is
+    emitted.
 
     ``num_microbatches``: number of microbatches of a rank; if ranks of ``dp`` have different numbers, the greatest.
     ``local``: the graphs of one rank. ``stages``: the cut into stages. ``estimate``: time and memory of a step.
@@ -73,9 +74,11 @@ class SolvedCandidate:
 
 @dataclass
 class CandidateEvaluator:
-    """Finds the best plan of single mesh candidates of ``job`` (the model, batch, cluster and constraints), and
-    computes lower bounds on their step times. Results that candidates share, such as shardings, are computed once and
-    cached. ``host_lacks``: whether a host's memory was too small for the data that some candidate offloads."""
+    """Finds the best plan of single candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage)
+    of ``job`` (the model, batch, cluster and constraints), and computes lower bounds on their step times. Results that
+    candidates share, such as shardings, are computed once and cached. ``host_lacks``: whether a host's memory was too
+    small for the data that some candidate offloads.
+    """
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
@@ -99,7 +102,7 @@ class CandidateEvaluator:
         cutoff_s: float = math.inf,
     ) -> SolvedCandidate:
         """Return the best plan of ``candidate``. ``devices``: the device index of each rank; if ``None``, the placement
-        is searched.
+        is searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
 
         ``proven``: whether to compute a tight lower bound on the cut into stages too, which doubles the time under
         simulated schedules. ``improved``: whether, under simulated schedules, to search also for cuts that fill the
@@ -166,7 +169,8 @@ class CandidateEvaluator:
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
         """Return a function ``seconds(machine)`` that estimates how good a placement is (a topology with the mesh of
         ``candidate`` laid over it): the seconds of a step there under the 1F1B schedule, which is quick to compute;
-        infinite if the candidate does not fit there.
+        infinite if the candidate does not fit there. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
 
         The estimate serves only to compare placements, which differ in devices, links and collectives. It is not the
         step time of the candidate, under whose own schedule gradient reductions start earlier.
@@ -184,15 +188,18 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Return whether :meth:`solve` tries all placements of the candidate and all divisions of the batch among the
-        ranks of ``dp``, so that its plan is the best one and not only the best of those tried."""
+        """Return whether :meth:`solve` tries all placements of ``candidate`` on devices and all divisions of the batch
+        among the ranks of ``dp``, so that its plan is the best one and not only the best of those tried. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
         return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
         """Return whether every placement of ``candidate`` that :meth:`solve` would try is expected to take at least
         ``cutoff_s`` seconds per step, so that solving it is useless. Return ``False`` if these are all possible
-        placements, since other bounds are tight there.
+        placements, since other bounds are tight there. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
         """
@@ -209,7 +216,7 @@ class CandidateEvaluator:
     ) -> PlacementEvaluator:
         """Return the object that finds the best plan of ``candidate`` on single placements. ``proven``: it also
         computes tight lower bounds. ``cutoff_s``: plans that take at least this many seconds per step are of no
-        interest.
+        interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         self._check_experts(candidate)
         local, costs, states = self.own(candidate)
@@ -221,7 +228,8 @@ class CandidateEvaluator:
 
     def floor(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
         """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one
-        microbatch of ``candidate``, on any placement. ``None`` means that there is no bound.
+        microbatch of ``candidate``, on any placement. ``None`` means that there is no bound. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
 
         The bound is computed for a microbatch of ``size`` samples, a multiple of the candidate's microbatch size, and
         scaled down to the latter. This is valid because a smaller microbatch takes at least as long per sample: each
@@ -239,22 +247,27 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce which lower bounds on blocks (``floors``) and which solutions of sharding problems (``shardings``)
-        the search will request, so that a second process can compute them ahead. Both are pairs of a candidate and a
-        microbatch size in samples, approximately in order of use."""
+        """Announce which lower bounds on the seconds of blocks (``floors``) and which solutions of sharding problems
+        (``shardings``) the search will request, so that a second process can compute them ahead. Both are pairs of a
+        candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in samples, approximately
+        in order of use.
+        """
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
     def wish(self, candidate: MeshCandidate, size: int) -> None:
         """Announce that the lower bound on the blocks of ``candidate`` will be needed soon, so that the second process
         computes it before other announced results. ``size``: samples of the microbatch for which the bound is computed.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
     def _readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:
         """Yield a task for each lower bound on blocks that is not known yet and that a second process can compute
         ahead: (key of the bound, cache key of the sharded graphs from which it is computed, function that computes it).
-        ``floors``: pairs of a candidate and a microbatch size in samples."""
+        ``floors``: pairs of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in
+        samples.
+        """
         for candidate, size in floors:
             if size == candidate.microbatch_size or self._is_at_best(candidate):
                 key, asked = self._asked(candidate, size)
@@ -262,9 +275,11 @@ class CandidateEvaluator:
                     yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
     def _asked(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
-        """Return two values: a key that is equal for candidates whose lower bounds on blocks are equal, and the
-        arguments with which these bounds are computed: (candidate, microbatch size, whether all samples of a rank are
-        one microbatch). ``size``: samples of a microbatch."""
+        """Return two values: a cache key that is equal for candidates whose lower bounds on blocks are equal, and the
+        arguments with which these bounds are computed: (candidate, microbatch size in samples, whether all samples of a
+        rank are one microbatch). ``size``: samples of the microbatch for which the bounds are computed. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         whole = self._is_whole(candidate, size)
         if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
             candidate = replace(
@@ -274,8 +289,9 @@ class CandidateEvaluator:
         return key, (candidate, size, whole)
 
     def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """Return three values for ``candidate``: the graphs of one rank; block name -> lower bound on the cost of a
-        call on any placement; and name -> cost of a parameter or buffer of a rank.
+        """Return three values for ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): the graphs of
+        one rank; block name -> lower bound on the cost of a call on any placement; and name -> cost of a parameter or
+        buffer of a rank.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
         in this way.
@@ -287,7 +303,9 @@ class CandidateEvaluator:
         """Return costs that hold as lower bounds for ``candidate`` and for all candidates which differ from it only in
         their ZeRO stage and need at least as much memory: the graphs of one rank, block name -> lower bound on the cost
         of a call without ZeRO, and name -> cost of a parameter or buffer. Return ``None`` if devices differ in speed,
-        because the ZeRO stage then also decides how the batch may be divided."""
+        because the ZeRO stage then also decides how the batch may be divided. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
+        """
         if self._has_mixed_speeds:
             return None
         model, costs, _ = self.least(candidate.sharing(0))
@@ -295,13 +313,15 @@ class CandidateEvaluator:
 
     def own(self, candidate: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
         """Return three values for the sharding that was optimized for ``candidate`` itself: the graphs of one rank, a
-        cache of the costs of their calls by device, and the costs of a rank's parameters and buffers by name."""
+        cache of the costs of their calls by device, and the costs of a rank's parameters and buffers by name.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         key, local = self._find_local_model(candidate)
         return local, self._seat_costs(key, local), self._compute_state_costs(candidate, key, local)
 
     def _find_local_model(self, candidate: MeshCandidate) -> tuple[LocalKey, LocalModel]:
         """Return the cache key of the sharded graphs that one rank of ``candidate`` runs for one microbatch, and these
-        graphs.
+        graphs. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         key = self.locals.key(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
@@ -309,8 +329,9 @@ class CandidateEvaluator:
 
     def _check_offload(self, expected: Estimate, machine: PlacedMesh) -> None:
         """Raise :class:`CapacityError` if the memory or the disk of a host is too small for the data that its ranks
-        offload. ``expected``: the estimate of the plan, which has the offloaded bytes of each stage. ``machine``: the
-        placement, which says on which host each rank runs."""
+        offload. ``expected``: the estimate of the plan's step, which contains the offloaded bytes of each stage.
+        ``machine``: the placement, which says on which host each rank runs.
+        """
         topology, devices = self.job.topology, machine.device_of_rank
         held = [s for s, ranks in zip(expected.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks]
         try:
@@ -322,7 +343,9 @@ class CandidateEvaluator:
             check_disks(topology, devices, [stage.disk for stage in held])
 
     def _split_of(self, candidate: MeshCandidate) -> FoldedModel:
-        """Return the model of one microbatch of ``candidate`` as it is before its sequence is sharded over ``cp``."""
+        """Return the model of one microbatch of ``candidate`` as it is before its sequence is sharded over ``cp``.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
@@ -330,7 +353,8 @@ class CandidateEvaluator:
         """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements of
         ``candidate``. If not all possible placements are known, return instead one dict for each device type, with the
         best groups that any placement could have, so that lower bounds still hold. ``costs``: the cache from which call
-        costs are taken."""
+        costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -340,7 +364,8 @@ class CandidateEvaluator:
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """Return, for each device type, a dict from block name to the cost of a call of ``candidate`` on a rank whose
         groups (of tensor parallelism and other axes) are the fastest that any placement could have. ``costs``: the
-        cache from which call costs are taken."""
+        cache from which call costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
         best = partial(self.placements.best_group, everywhere=all_wait)
@@ -360,7 +385,9 @@ class CandidateEvaluator:
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
         """Return whether the lower bounds on the block calls of ``candidate`` are for the same kind of rank (device and
         groups) as the one that its sharding is optimized for. Only then can a bound for one microbatch size be scaled
-        to another, because no other sharding costs less."""
+        to another, because no other sharding costs less. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
+        """
         if self.placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
@@ -371,7 +398,8 @@ class CandidateEvaluator:
     def _compute_block_bound(self, candidate: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
         """Return lower bounds on the seconds of each block of ``candidate`` for microbatches of ``size`` samples;
         ``None`` if the model cannot be sharded in this way. ``whole``: whether all samples of a rank are one
-        microbatch."""
+        microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         wanted = self._wanted(candidate, size, whole)
         try:
             local = self.locals.at(*wanted)
@@ -402,14 +430,17 @@ class CandidateEvaluator:
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
         """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` for microbatches of
         ``size`` samples, from which lower bounds on blocks are computed, and the number of microbatches of a rank.
-        ``whole``: whether all samples of a rank are one microbatch."""
+        ``whole``: whether all samples of a rank are one microbatch. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
+        """
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
         return self.locals.key(candidate, parts, whole or parts == 1), parts // dp
 
     def _check_experts(self, candidate: MeshCandidate) -> None:
         """Raise :class:`PlanError` if the model's graphs do not allow the candidate's distribution of experts over
-        ranks."""
+        ranks. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         apart = candidate.ep == 1 and candidate.expert_tp != candidate.tp
         if self.job.num_experts and (apart or candidate.tp % candidate.expert_tp):
             expected = f"{candidate.tp}, as many as share all else" if apart else f"a divisor of tp={candidate.tp}"
@@ -435,7 +466,9 @@ class CandidateEvaluator:
 
     def _compute_state_costs(self, candidate: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
         """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, which does
-        not depend on the placement. ``key``: the cache key of ``local``, the graphs of one rank."""
+        not depend on the placement. ``key``: the cache key of ``local``, the graphs of one rank. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage.
+        """
         held = (
             candidate.dp > 1,
             candidate.kind,

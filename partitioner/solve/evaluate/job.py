@@ -58,7 +58,8 @@ class Job:
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
         """Return a copy of ``machine`` with the settings that decide costs: those of the candidate (experts, ZeRO) and
         those of the job (precision, reserved memory, execution profile). ``machine``: the topology with the candidate's
-        mesh laid over it."""
+        mesh laid over it. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return replace(
             machine,
             precision=self.precision,
@@ -96,7 +97,8 @@ class Job:
     def goes_apart(self, candidate: MeshCandidate) -> bool:
         """Return whether the ranks of ``dp`` of ``candidate`` wait for each other only at the end of a step, so that
         faster ranks may compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in
-        each microbatch."""
+        each microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return not self.model.updates and candidate.dp > 1 and candidate.zero < 2 and candidate.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:

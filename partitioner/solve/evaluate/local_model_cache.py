@@ -68,7 +68,7 @@ class LocalModels:
     def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
         """Return the cache key of a candidate's local model (the sharded graphs of one rank); candidates with equal
         keys share it. ``parts``: the number of microbatches in the global batch. ``whole``: whether each rank has a
-        single microbatch.
+        single microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         apart = self.job.batch_of(candidate.ep) is not self.job.batch
         split = split_of(candidate.tp, candidate.ep, candidate.etp)
@@ -127,6 +127,7 @@ class LocalModels:
         """Return the model of one microbatch of ``candidate`` as it is before its sequence is sharded over ``cp``. It
         is stored when the sharded graphs of the candidate are computed, so these must have been requested before.
         ``parts``: the number of microbatches in the global batch. ``whole``: whether each rank has a single microbatch.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         return self._splits[self.key(candidate, parts, whole)[2:5]]
 
@@ -183,8 +184,10 @@ class LocalModels:
         return self._known.get(key)
 
     def _list_pending_work(self) -> dict[Hashable, Callable[[], Any]]:
-        """Return the announced tasks that are not done: name -> function that does the task, in order of use. Tasks are
-        sharding problems and results that are computed from sharded graphs; each problem comes before its results."""
+        """Return the announced tasks that are not done: key of the task -> function that does it and returns the
+        result, in order of use. Tasks are sharding problems and results that are computed from sharded graphs; each
+        problem comes before its results.
+        """
         left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
         solve = {problem: partial(self._all_of, problem) for problem in left}
         works: dict[Hashable, Callable[[], Any]] = {}
@@ -240,9 +243,9 @@ class LocalModels:
         return self.job.expert_batch if key[4] else self.job.batch
 
     def _find_sharding_problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
-        """Return the problem of sharding ``model`` over ``tp``. ``key``: the cache key of the local model. Variants
-        that distribute experts differently share one problem, because they only differ in the strategies that they
-        allow.
+        """Return the problem of sharding ``model`` over ``tp`` at the least cost. ``key``: the cache key of the local
+        model (the sharded graphs of one rank). Variants that distribute experts differently share one problem, because
+        they only differ in the strategies that they allow.
         """
         if key[:5] not in self._problems:
             rules = FREE_LAYOUTS if self.job.layout is None else self.job.layout.rules(model, self.job.train)
@@ -253,8 +256,9 @@ class LocalModels:
         return self._problems[key[:5]]
 
     def _find_context_model(self, model: FoldedModel, key: LocalKey, known: ShardingSolution | None) -> ContextModel:
-        """Return ``model`` with its sequence sharded over ``cp``. ``key``: the cache key of the local model. ``known``:
-        the sharding over ``cp`` if it was found before.
+        """Return ``model`` with its sequence sharded over the ranks of ``cp``. ``key``: the cache key of the local
+        model (the sharded graphs of one rank). ``known``: the sharding over ``cp`` if it was found before; ``None``: it
+        is computed.
         """
         tp, cp, *_ = key
         if key[:5] not in self._contexts:
@@ -282,8 +286,8 @@ class LocalModels:
         return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)
 
     def _build_tensor_costs(self, model: FoldedModel, axis: str, key: LocalKey) -> TensorCosts:
-        """Return the costs by which shardings of ``model`` over ``axis`` (``"tp"`` or ``"cp"``) are compared. ``key``:
-        the cache key of the local model.
+        """Return the costs (seconds per microbatch) by which shardings of ``model`` over ``axis`` (``"tp"`` or
+        ``"cp"``) are compared. ``key``: the cache key of the local model (the sharded graphs of one rank).
         """
         tp, cp, *_ = key
         job, seat = self.job, self.reference_seat(tp, cp)

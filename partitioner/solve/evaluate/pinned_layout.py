@@ -52,7 +52,9 @@ class PinnedLayout:
 
     def rules(self, model: FoldedModel, train: bool) -> LayoutRules:
         """Return the layouts of parameters and buffers that the sharding of ``model`` over ``tp`` has to keep.
-        ``train``: whether they receive gradients."""
+        ``train``: whether they receive gradients. ``model``: the model as calls of blocks; equal layers share one
+        block.
+        """
         found = {n: layout for n, layout in self.states.items() if n in model.states}
         if not train:
             found = {n: REPLICATED if layout == READ_SHARDED else layout for n, layout in found.items()}

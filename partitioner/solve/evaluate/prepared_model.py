@@ -211,8 +211,9 @@ def _explaining_groups(size: int) -> Iterator[None]:
 
 
 def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """Yield a warning if the model is in evaluation mode although it is to be trained, and some of its modules (such as
-    dropout) depend on the mode; otherwise nothing. ``asked``: the model."""
+    """Yield one warning, a text for the user, if the model is in evaluation mode although it is to be trained, and some
+    of its modules (such as dropout) depend on the mode; otherwise nothing. ``asked``: the model.
+    """
     if isinstance(asked, ExportedProgram) or asked.training:
         return
     kinds = sorted({type(module).__name__ for module in asked.modules() if _acts_by_mode(module)})

@@ -232,9 +232,11 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
 def _find_known_choices(
     reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
 ) -> dict[int, int] | None:
-    """Return a dict from each of ``nodes`` to its choice in the assignment ``near``, numbered among the choices that
-    are left in the reduced problem ``reduction``. ``near``: node index -> index among the node's original choices.
-    Return ``None`` if a choice of ``near`` was removed, so that this assignment cannot be the result."""
+    """Return the choices that ``nodes`` have in the known assignment ``near``: node index -> index among the choices
+    that are left to the node in the reduced problem ``reduction``. ``near``: node index -> index among the node's
+    original choices. Return ``None`` if a choice of ``near`` was removed from the reduced problem, so that this
+    assignment cannot be the result.
+    """
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
 
@@ -268,8 +270,10 @@ def _find_components(reduction: ReducedProblem) -> list[list[int]]:
 
 
 class _MixedIntegerProgram:
-    """The mixed-integer program of one connected component, stored as arrays and converted to a MathOpt proto.
-    ``nodes``: indices of the nodes of the component. ``reduction``: the reduced assignment problem."""
+    """The mixed-integer program of one connected component of a pairwise assignment problem (one choice per node, least
+    total cost), stored as arrays and converted to a MathOpt proto. ``nodes``: indices of the nodes of the component.
+    ``reduction``: the reduced assignment problem.
+    """
 
     def __init__(self, reduction: ReducedProblem, nodes: Sequence[int]) -> None:
         sizes = [len(reduction.costs[i]) for i in nodes]
@@ -320,8 +324,9 @@ class _MixedIntegerProgram:
         self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
 
     def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
-        """Solve the program, write the choice of each node into ``choice`` (node index -> index of the choice), and
-        return a lower bound on the component's cost.
+        """Solve this program of an assignment problem (one choice per node, least total cost), write the choice of each
+        of its nodes into ``choice`` (node index -> index of the choice), and return a lower bound on the cost of these
+        nodes.
 
         ``relative_gap``: the solver stops when its assignment and its bound differ by at most this fraction of the
         cost. ``time_limit_s``: seconds for the solver. Raises :class:`InfeasibleAssignmentError` or
@@ -350,7 +355,9 @@ class _MixedIntegerProgram:
         return float(result.termination.objective_bounds.dual_bound) / self.scale
 
     def _build_model_proto(self) -> model_pb2.ModelProto:
-        """Return this mixed-integer program as a MathOpt proto. Costs are multiplied by ``self.scale``."""
+        """Return this mixed-integer program as a MathOpt proto. Its costs are those of the assignment problem times
+        ``self.scale``.
+        """
         proto = model_pb2.ModelProto()
         ids = np.arange(self.num_variables)
         proto.variables.ids.extend(ids.tolist())

@@ -105,8 +105,8 @@ class Reparametrization:
         return total + sum(float(table[choice[i], choice[j]]) for (i, j), table in self.tables.items())
 
     def allowed(self, room: float) -> dict[int, Mask]:
-        """Return, for each node, a boolean array over its choices: whether an assignment may contain the choice if its
-        cost exceeds the lower bound by at most ``room``.
+        """Return, for each node, a boolean array over its choices. An entry is true if an assignment that costs at most
+        ``room`` more than the lower bound may contain the choice.
         """
         masks = {}
         for node, unary in self.unary.items():

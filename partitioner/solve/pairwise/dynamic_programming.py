@@ -52,12 +52,12 @@ def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[
 def _order_nodes_greedily(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score, most_work: int
 ) -> tuple[int, list[int]] | None:
-    """Return the number of entries of all tables, and the order that always eliminates the node of the least ``score``
-    next. Return ``None`` if the tables have too many entries.
+    """Return the number of entries of all cost tables, and an order of elimination by dynamic programming that always
+    takes the node of the least ``score`` next. Return ``None`` if the tables have more than ``most_work`` entries
+    together.
 
     ``sizes``: node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table.
-    ``score``: function of a node, the sizes and the neighbours. ``most_work``: the largest number of entries of all
-    tables together.
+    ``score``: function of a node, the sizes and the neighbours.
     """
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: score(node, sizes, near) for node in near}

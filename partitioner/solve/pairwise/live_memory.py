@@ -95,16 +95,17 @@ class Usage:
         self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
-        """Return for each choice of each node the cost of its memory, if a unit of memory costs ``prices[row]`` in each
-        row (set of nodes that are in memory together).
+        """Return, for each choice of each node, the cost of its memory: the sum over the rows of its memory in the row
+        times ``prices[row]``, the price of a unit of memory. A row is a set of nodes that are in memory together. The
+        result has the consecutive numbering of all choices.
         """
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
     def profile(self, chosen: NDArray[np.intp]) -> Vector:
-        """Return the total memory in each row (set of nodes that are in memory together) of an assignment. ``chosen``:
-        the chosen choices, as indices into the consecutive numbering of all choices.
+        """Return the total memory of an assignment in each row, a set of nodes that are in memory together. ``chosen``:
+        the chosen choice of each node, as an index into the consecutive numbering of all choices.
         """
         taken = np.zeros(self.num_choices, bool)
         taken[chosen] = True

@@ -367,8 +367,11 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a boolean matrix whose entry ``[p, q]`` says whether row ``p`` of the boolean matrix ``possible`` is true
-    in some column where row ``q`` is false. BLAS is not used, because its threads wait for each other."""
+    """Return a boolean matrix whose entry ``[p, q]`` says whether choice ``p`` of a node allows something that choice
+    ``q`` does not: row ``p`` of ``possible`` is true in some column where row ``q`` is false. ``possible``: a boolean
+    matrix with one row for each choice of the node and one column for each choice of its neighbours. BLAS is not used,
+    because its threads wait for each other.
+    """
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]
     if len(packed) * packed.size <= _ALWAYS_COMPARED:
@@ -381,8 +384,8 @@ def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _subtract_tables(values: Table, least: Table) -> Table:
-    """Return ``values - least``, where both may contain infinities. Differences that are only rounding errors become
-    0.
+    """Return ``values - least``, tables of costs that may contain infinities. Differences that are only rounding errors
+    become 0. Infinite entries of ``least`` count as 0.
     """
     rest = values - np.where(np.isfinite(least), least, 0.0)
     rest[np.abs(rest) <= 1e-14 * np.abs(np.where(np.isfinite(values), values, 0.0))] = 0.0

@@ -63,18 +63,19 @@ def group_size(mesh: Mapping[str, int]) -> int:
 
 
 def has_all_arrangements(topology: Topology) -> bool:
-    """Return whether :func:`list_arrangements` returns every possible placement. This is the case for at most four
-    devices.
+    """Return whether :func:`list_arrangements` returns every possible placement of ranks on the devices of
+    ``topology``. This is the case for at most four devices.
     """
     return topology.num_devices <= _EVERY
 
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
-    """Yield one placement, an array of shape ``[ranks]`` with device indices, for every way to divide the sizes of the
-    mesh axes between "inside a node" and "between nodes". Nothing is yielded if nodes have different numbers of
-    devices, or if each node divides into groups of ``size`` devices without remainder; other functions list the
-    placements of these cases. ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp`` and
-    one of ``dp``."""
+    """Yield one placement, an array of shape ``[ranks]`` with device indices of ``topology``, for every way to divide
+    the sizes of the mesh axes between "inside a node" and "between nodes". Nothing is yielded if nodes have different
+    numbers of devices, or if each node divides into groups of ``size`` devices without remainder; other functions list
+    the placements of these cases. ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp``
+    and one of ``dp``.
+    """
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]
@@ -82,8 +83,8 @@ def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size:
 
 
 def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
-    """Yield placements that put as many whole pipeline stages as possible inside single nodes, each an array of shape
-    ``[ranks]`` with device indices. ``mesh``: axis -> number of ranks.
+    """Yield placements that put as many whole pipeline stages as possible inside single nodes of ``topology``, each an
+    array of shape ``[ranks]`` with device indices. ``mesh``: axis -> number of ranks.
 
     A stage inside one node has similar devices of one node. The other stages get the remaining devices. With few
     stages, one placement is yielded for every order of the stages; otherwise one for each of two orders. Nothing is
@@ -116,10 +117,10 @@ def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iter
 
 
 def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
-    """Yield placements, arrays of shape ``[ranks]`` with the device index of every rank. Devices are taken in groups of
-    ``size``, each of which gets the ranks with one index of ``pp`` and one of ``dp``. If there are few groups, there is
-    one placement for every order of the groups; otherwise there is one for every way to divide ``pp`` and ``dp``
-    between "inside a node" and "between nodes".
+    """Yield placements on ``topology``, arrays of shape ``[ranks]`` with the device index of every rank. Devices are
+    taken in groups of ``size``, each of which gets the ranks with one index of ``pp`` and one of ``dp``. If there are
+    few groups, there is one placement for every order of the groups; otherwise there is one for every way to divide
+    ``pp`` and ``dp`` between "inside a node" and "between nodes".
 
     ``order``: all device indices; each ``size`` consecutive ones form a group. ``mesh``: axis -> number of ranks.
     """
@@ -139,9 +140,9 @@ def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Int
 
 
 def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
-    """Yield arrays of all device indices, in which each ``size`` consecutive devices form a group. Devices that are
-    similar, or near each other in the network, are beside each other. There are several orders, which sort by different
-    features (speed, memory, bandwidth) and directions.
+    """Yield arrays of all device indices of ``topology``, in which each ``size`` consecutive devices form a group.
+    Devices that are similar, or near each other in the network, are beside each other. There are several orders, which
+    sort by different features (speed, memory, bandwidth) and directions.
     """
     features = _measure_device_features(topology)
     by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])
@@ -164,9 +165,10 @@ def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
 
 
 def _measure_device_features(topology: Topology) -> NDArray[np.float64]:
-    """Return the features by which devices are compared, shape ``[num_devices, 3]``; more is better. They are the peak
-    speed (FLOP/s), the usable memory (bytes) and a number for the outward bandwidth: the device's fraction of a network
-    card, or, if it has direct links to other nodes, their bytes/s added to it."""
+    """Return the features by which the devices of ``topology`` are compared, shape ``[num_devices, 3]``; more is
+    better. They are the peak speed (FLOP/s), the usable memory (bytes) and a number for the outward bandwidth: the
+    device's fraction of a network card, or, if it has direct links to other nodes, their bytes/s added to it.
+    """
     paces, of_device = topology.paces
     speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     outward = topology.network_share.copy()
@@ -186,9 +188,10 @@ def _cut_node_into_groups(
     key: int,
     templates: dict[tuple[bytes, int], list[int]],
 ) -> Ints:
-    """Return the device indices of ``node``, ordered so that each ``size`` consecutive devices form a group. Nodes with
-    equal links and devices get the same order, which is cached in ``templates``. ``features``, ``sign`` and ``key``:
-    the devices are first sorted by column ``key`` of ``features`` (one row per device), descending if ``sign`` is -1.
+    """Return the device indices of one node of ``topology``, ordered so that each ``size`` consecutive devices form a
+    group. Nodes with equal links and devices get the same order, which is cached in ``templates``. ``node``: index of
+    the node. ``features``, ``sign`` and ``key``: the devices are first sorted by column ``key`` of ``features`` (one
+    row per device), descending if ``sign`` is -1.
     """
     devices = np.flatnonzero(topology.node_of == node)
     own = features[devices]
@@ -205,9 +208,9 @@ def _cut_node_into_groups(
 
 
 def _has_alike_devices(topology: Topology, devices: Ints, own: NDArray[np.float64]) -> bool:
-    """Return whether all ``devices`` (the indices of a node) have equal speed, memory and outward bandwidth, and no
-    direct links to each other. Then every division of the node into groups is equally good. ``own``: the three features
-    of each device, one row per device.
+    """Return whether all ``devices`` (the indices of the devices of one node of ``topology``) have equal speed, memory
+    and outward bandwidth, and no direct links to each other. Then every division of the node into groups is equally
+    good. ``own``: the three features of each device, one row per device.
     """
     direct = topology.pattern_of[devices[0]] >= 0 or topology.own_links
     return not direct and len(np.unique(own, axis=0)) == 1
@@ -216,9 +219,9 @@ def _has_alike_devices(topology: Topology, devices: Ints, own: NDArray[np.float6
 def _cut_cluster_into_groups(
     topology: Topology, size: int, features: NDArray[np.float64], sign: int, key: int, nodes: Ints
 ) -> Ints:
-    """Return all device indices of the cluster, ordered so that each ``size`` consecutive devices form a group. A group
-    may span nodes. ``nodes``: the order of the nodes. ``features``, ``sign`` and ``key``: the devices are first sorted
-    by column ``key`` of ``features`` (one row per device), descending if ``sign`` is -1.
+    """Return all device indices of ``topology``, ordered so that each ``size`` consecutive devices form a group. A
+    group may span nodes. ``nodes``: the order of the nodes. ``features``, ``sign`` and ``key``: the devices are first
+    sorted by column ``key`` of ``features`` (one row per device), descending if ``sign`` is -1.
     """
     order = np.concatenate([np.flatnonzero(topology.node_of == node) for node in nodes])
     return np.array(_sort_devices_into_groups(topology, order.tolist(), size, features, sign, key))
@@ -227,7 +230,8 @@ def _cut_cluster_into_groups(
 def _sort_devices_into_groups(
     topology: Topology, devices: list[int], size: int, features: NDArray[np.float64], sign: int, key: int
 ) -> list[int]:
-    """Return the indices ``devices``, ordered so that each ``size`` consecutive devices form a group.
+    """Return ``devices``, indices of devices of ``topology``, ordered so that each ``size`` consecutive devices form a
+    group.
 
     The devices are sorted by column ``key`` of ``features``, which has one row per device (ascending if ``sign`` is 1,
     descending if -1), and then divided into well-linked groups. The members of each group are ordered so that the links

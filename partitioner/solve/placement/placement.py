@@ -38,7 +38,8 @@ T = TypeVar("T")
 def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, T]:
     """Call all ``attempts``, functions that return a pair (cost, result), and return the pair with the least cost, the
     first one if several are equal. Functions that raise :class:`PartitionError` are skipped. If all of them do, raise
-    the :class:`CapacityError` that lacks the fewest bytes, or else the first error."""
+    the :class:`CapacityError` with the fewest missing bytes, or else the first error.
+    """
     best: tuple[float, T] | None = None
     errors: list[PartitionError] = []
     for attempt in attempts:
@@ -54,8 +55,8 @@ def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, 
 
 
 def find_least_shortage(errors: Sequence[PartitionError]) -> PartitionError:
-    """Return that error of ``errors`` which lacks the fewest bytes of memory, among the :class:`CapacityError` ones. If
-    there is none of this class, return the first error.
+    """Return the error in ``errors`` that is most useful for the user: the :class:`CapacityError` with the fewest
+    missing bytes of memory or, if there is none of this class, the first error.
     """
     short = [error for error in errors if isinstance(error, CapacityError)]
     return min(short, key=lambda error: error.missing_bytes) if short else errors[0]
@@ -253,8 +254,8 @@ class Placements:
         exchanges: int,
         likely: Callable[[PlacedMesh], float] | None,
     ) -> BestPlacement[Result]:
-        """Return the best placement that is found by exchanging devices between ranks, starting from ``best``; ``best``
-        itself if no exchange makes it cheaper. Exchanges are tried once for each mesh.
+        """Return the best placement (device of each rank) that is found by exchanging devices between ranks, starting
+        from ``best``; ``best`` itself if no exchange makes it cheaper. Exchanges are tried once for each mesh.
 
         ``placement_evaluator``: returns (cost, result) of a placement; its errors are appended to ``errors``.
         ``least``: a quick lower bound on the cost of a placement, given a cutoff. ``enough``: placements that cost at
@@ -321,9 +322,9 @@ class Placements:
         return best
 
     def _is_better(self, found: BestPlacement[Result], best: BestPlacement[Result]) -> bool:
-        """Return whether ``found`` costs less than ``best``. If both cost the same and single pairs of devices have
-        links of their own, ``found`` is also better if its groups communicate faster in total. This helps if several
-        groups are equally slow, so that making one faster does not change the cost yet.
+        """Return whether the placement ``found`` costs less than the placement ``best``. If both cost the same and
+        single pairs of devices have links of their own, ``found`` is also better if its groups communicate faster in
+        total. This helps if several groups are equally slow, so that making one faster does not change the cost yet.
         """
         if found.cost < best.cost * (1 - _BETTER):
             return True

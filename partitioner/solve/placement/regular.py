@@ -33,8 +33,10 @@ _SIZES = (1.0, 1e15)  # bytes: costs are linear in the size, so both ends decide
 
 
 def equal_levels(topology: Topology) -> tuple[int, ...] | None:
-    """Return, for each level of links (such as inside a node, between nodes), how many devices its links join, from the
-    inside out, such as ``(8, 64)``. Return ``None`` if devices differ, or if the links of a level differ."""
+    """Return, for each level of links of ``topology`` (such as inside a node, between nodes), how many devices its
+    links join, from the inside out, such as ``(8, 64)``. Return ``None`` if devices differ, or if the links of a level
+    differ.
+    """
     paces, _ = topology.paces
     alike = len(paces) == 1 and len(np.unique(topology.usable)) == 1 and not topology.own_links
     if not alike or len(np.unique(topology.network_share)) > 1:
@@ -73,7 +75,8 @@ def is_regular_nesting(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
 
 
 def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[tuple[Ints, Steps]]:
-    """Return the best placements of ``mesh`` on equal devices, each as a pair (devices, steps).
+    """Return the best placements of ``mesh`` (axis -> number of ranks) on the equal devices of ``topology``, each as a
+    pair (devices, steps).
 
     A placement divides the size of each axis into factors, one for each level of links (inside a node, between nodes,
     ...). All such divisions are considered; one is left out if another is at least as fast for every collective.
@@ -105,8 +108,10 @@ def all_nestings(sizes: tuple[int, ...], levels: Sequence[int]) -> list[Ints]:
 
 
 def _count_parts_per_level(levels: Sequence[int]) -> tuple[int, ...]:
-    """Return, for each level of links, how many groups of the next inner level it joins. ``levels``: the number of
-    devices that the links of each level join, from the inside out."""
+    """Return, for each level of links (such as inside a node, between nodes), how many groups of the next inner level
+    it joins, such as 8 nodes in a rack. ``levels``: the number of devices that the links of each level join, from the
+    inside out.
+    """
     return tuple(size // below for size, below in zip(levels, (1, *levels), strict=False))
 
 
@@ -163,9 +168,9 @@ def _factors_to_steps(factors: Factors) -> Steps:
 
 
 def _measure_nesting_costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:
-    """Return the costs of a placement as an array, in which smaller values are never worse. They are the seconds of
-    collectives over each mesh axis and over axes together, and the latency and inverse bandwidth of the links between
-    stages. ``grid``: the device index of each rank, with one dim for each mesh axis.
+    """Return the costs of a placement on ``topology`` as an array, in which smaller values are never worse. They are
+    the seconds of collectives over each mesh axis and over axes together, and the latency and inverse bandwidth of the
+    links between stages. ``grid``: the device index of each rank, with one dim for each mesh axis.
 
     All groups of an axis are alike, so only the first one is measured.
     """

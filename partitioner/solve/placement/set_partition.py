@@ -32,7 +32,8 @@ _SECONDS = 5.0  # limit of the solver's deterministic time, far above what these
 
 
 def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes: Sequence[int]) -> list[list[int]]:
-    """Divide ``devices`` (indices) into groups of ``size``, and return the groups as lists.
+    """Divide ``devices``, indices of devices of ``topology``, into groups of ``size``, and return the groups as lists
+    of indices.
 
     There are three goals, in this order of priority: few different ``classes`` inside a group, the greatest bandwidth
     of the slowest group, and the greatest sum of bandwidths inside groups. ``classes``: a number for each device, equal
@@ -95,11 +96,13 @@ def _scale_to_integers(values: Sequence[float]) -> list[int]:
 def _solve_set_partition(
     groups: Sequence[Counter[int]], things: Counter[int], goals: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Return how often each of ``groups`` occurs in the best division of all devices into groups.
+    """Return how often each of ``groups`` occurs in the best division of all devices into groups, as one count for each
+    entry of ``groups``.
 
-    ``groups``: for each possible group, kind of device -> number in the group. ``things``: kind of device -> number in
-    total. ``goals``: three lists with one value for each group. The division minimizes the sum of the first values,
-    then maximizes the least second value, and then maximizes the sum of the third values.
+    ``groups``: for each possible group, kind of device -> number of such devices in the group. ``things``: kind of
+    device -> number of such devices in total. ``goals``: three lists with one value for each group. The division
+    minimizes the sum of the first values, then maximizes the least second value, and then maximizes the sum of the
+    third values.
     """
     check_threads()
     model = cp_model.CpModel()

@@ -60,17 +60,19 @@ _NONE: Mapping[str, Baseline] = {}
 @dataclass(frozen=True)
 class LayoutFamily:
     """The layouts of one kind, such as ZeRO-3, among which an expert would choose the best; the report compares the
-    plan with it. ``candidates``: these layouts. ``bounds``: computes lower bounds on their step times. ``space``: the
-    search space from which they were listed."""
+    plan with it. ``candidates``: these layouts, each with mesh sizes, microbatch size, schedule and ZeRO stage.
+    ``bounds``: computes lower bounds on their step times. ``space``: the search space from which they were listed.
+    """
 
     candidates: tuple[MeshCandidate, ...]
     bounds: ModelBounds
     space: SearchSpace
 
     def promising(self, most_s: float) -> list[MeshCandidate]:
-        """Return the layouts that may fit in memory and take less than ``most_s`` seconds per step by their lower
-        bounds, as an order in which to plan them. First comes the best layout of each combination of ``pp``, ``tp`` and
-        ``cp``, then the others, each of these two parts in increasing order of expected time."""
+        """Return those layouts of this family that may fit in memory and take less than ``most_s`` seconds per step by
+        their lower bounds, in the order in which to plan them. First comes the best layout of each combination of
+        ``pp``, ``tp`` and ``cp``, then the others; each of these two parts is in increasing order of expected time.
+        """
         if not self.candidates:
             return []
         times = self.bounds.times(self.candidates)
@@ -107,6 +109,7 @@ class LayoutFamily:
     def interleaved(self, candidate: MeshCandidate) -> list[MeshCandidate]:
         """Return variants of ``candidate`` under the interleaved schedule, with several virtual stages on each rank;
         those with about 8 of them come first. The list is empty if the candidate has no pipeline or is not under 1F1B.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if candidate.pp == 1 or candidate.schedule != "1f1b" or not self.space.train:
             return []
@@ -118,10 +121,10 @@ class LayoutFamily:
 class StandardLayout:
     """A well-known layout with which the report compares the plan.
 
-    ``name``: how reports call it. ``candidates``: mesh candidates to try until one fits in memory; the first has the
-    least lower bound, and later ones need less memory. ``excluded``: the reason why the search itself cannot choose the
-    layout; empty if it can. ``family``: all layouts of this kind, of which the best one is shown, or ``None`` if
-    ``candidates`` are all.
+    ``name``: how reports call it. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage
+    that have this layout, to try until one fits in memory; the first has the least lower bound, and later ones need
+    less memory. ``excluded``: the reason why the search itself cannot choose the layout; empty if it can. ``family``:
+    all layouts of this kind, of which the best one is shown, or ``None`` if ``candidates`` are all.
     """
 
     name: str
@@ -188,7 +191,9 @@ def _find_textbook_layouts(
     """Return the layouts that every report compares with: ``"data parallel"`` (plain data parallelism, without expert
     parallelism) and ``"megatron"`` (the layout that Megatron-LM's authors recommend). The value is that one of
     ``candidates`` of this kind which fits in memory and has the least lower bound on its step time; ``None`` if there
-    is none. ``space``: the search space. ``bounds``: computes lower bounds on candidates."""
+    is none. ``space``: the search space. ``bounds``: computes lower bounds on candidates. ``candidates``: combinations
+    of mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     found = find_baseline_candidates(space, candidates, bounds.times, _build_fit_check(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
     return {**found, "data parallel": find_least_bound_candidate(plain, bounds.times, _build_fit_check(bounds))}
@@ -199,7 +204,9 @@ def _list_leaner_candidates(
 ) -> Iterator[MeshCandidate]:
     """Yield variants of ``candidate`` that need less memory, to be tried if it does not fit: smaller microbatches, then
     (if it uses ``tp``) also more pipeline stages. ``space``: the search space. ``known``: the candidates of the search;
-    only variants that belong to them are yielded, except variants with ZeRO, which the space has to allow."""
+    only variants that belong to them are yielded, except variants with ZeRO, which the space has to allow.
+    ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
         if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
@@ -328,7 +335,9 @@ def _tune_standard_layout(
     def plan(candidate: MeshCandidate) -> Candidate | None:
         """Plan ``candidate``, store its outcome as ``best`` if it is faster, and return the outcome: step time and
         memory, or the reason why there is no plan. Return ``None`` without planning it if it was planned before, if the
-        search showed that it is not better than the best layout so far, or if time ran out."""
+        search showed that it is not better than the best layout so far, or if time ran out. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
         nonlocal best
         most_s, told = _read_step_seconds(best), known.get(_identify_layout(build_candidate_report(candidate)))
         if time.monotonic() > until or candidate in planned:
@@ -412,8 +421,10 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
 
 
 def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
-    """Return those of the standard layouts ``found`` whose name is in ``names``, with the note that the user's
-    constraints exclude them from the search (unless they have another reason already)."""
+    """Return the layouts in ``found`` whose name is in ``names``, each marked as excluded by the user's constraints
+    from the search, unless it has another reason for its exclusion already. ``found``: well-known layouts with which
+    the report compares the plan.
+    """
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 
@@ -422,7 +433,8 @@ def _plan_candidate_report(
 ) -> Candidate:
     """Plan ``candidate`` with ``evaluate``, a function of a candidate and ``cutoff_s``. Return the candidate's row of
     the report: the step time and memory of the plan, or the reason why there is none. ``cutoff_s``: plans of at least
-    this many seconds per step are of no interest."""
+    this many seconds per step are of no interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     try:
         return build_candidate_report(candidate, evaluate(candidate, cutoff_s))
     except PartitionError as error:
@@ -450,12 +462,15 @@ def _list_candidates_if_any(space: SearchSpace) -> list[MeshCandidate]:
 
 
 def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
-    """Return a cached function ``fits(candidate)`` that says whether a candidate may fit in memory, by the lower bounds
-    ``bounds``."""
+    """Return a cached function ``fits(candidate)`` that says whether a candidate (mesh sizes, microbatch size, schedule
+    and ZeRO stage) may fit in memory, by the lower bounds that ``bounds`` computes.
+    """
 
     @cache
     def fits(candidate: MeshCandidate) -> bool:
-        """Return whether no lower bound shows that ``candidate`` has no plan, such as for lack of memory."""
+        """Return whether ``candidate`` may have a plan: no lower bound shows that it has none, such as for lack of
+        memory. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         try:
             bounds.check_states(candidate)
             bounds.refine(candidate)

@@ -38,36 +38,46 @@ class Bounds(Protocol):
     A candidate is a combination of mesh sizes, microbatch size, schedule and ZeRO stage."""
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``."""
+        """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
 
     def family(self, candidate: MeshCandidate) -> Hashable:
         """Return a key that is equal for candidates that share their first lower bounds (a family), such as those that
-        differ only in ZeRO. Candidates with equal keys have the same schedule."""
+        differ only in ZeRO. Candidates with equal keys have the same schedule. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
+        """
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """Return all candidates of the family of ``candidates``: those that share their first lower bounds with them.
-        ``candidates``: some members of one family. The result may have candidates that the search has not met before.
+        """Return all candidates of the family of ``candidates``: those that share their first lower bounds with them. A
+        candidate is a combination of mesh sizes, microbatch size, schedule and ZeRO stage. ``candidates``: some members
+        of one family. The result may have candidates that the search has not met before.
         """
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Return the functions that compute a lower bound in seconds on the step of every member of a family
-        (candidates that share their first bounds), from the quickest to the tightest. Their arguments are the
-        candidates of the family and a cutoff in seconds; a bound above the cutoff need not be exact."""
+        """Return the functions that compute a lower bound in seconds on the step time of every member of a family, from
+        the quickest to the tightest. A family is candidates (mesh sizes, microbatch size, schedule, ZeRO stage) that
+        share their first bounds. The functions' arguments are the candidates of the family and a cutoff in seconds; a
+        bound above the cutoff need not be exact.
+        """
 
     @property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """Return the functions that compute a lower bound in seconds on the step of one candidate, from the quickest to
-        the tightest. Their second argument is a cutoff in seconds; a bound above it need not be exact. They raise
-        :class:`PartitionError` if the candidate has no plan."""
+        """Return the functions that compute a lower bound in seconds on the step time of one candidate (mesh sizes,
+        microbatch size, schedule and ZeRO stage), from the quickest to the tightest. Their second argument is a cutoff
+        in seconds; a bound above it need not be exact. They raise :class:`PartitionError` if the candidate has no plan.
+        """
 
     def again_s(self, candidate: MeshCandidate) -> float:
         """Return approximately how many seconds of a step of ``candidate`` the recomputation of activations takes. This
-        is an estimate and not a bound; it helps to choose what to try next."""
+        is an estimate and not a bound; it helps to choose what to try next. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
+        """
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
         """Return the exact memory shortage of a candidate for which only a lower bound on the missing bytes is known;
-        ``None`` if it cannot be computed.
+        ``None`` if it cannot be computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
 
 
@@ -110,9 +120,11 @@ class SearchProgress:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search: the best candidate, its plan (``best``), and the certificate. ``num_evaluated``: number
-    of candidates that were evaluated. ``rows``: candidate -> what became of it. ``interrupted``: whether the search
-    ended early, at its time limit or by ``KeyboardInterrupt``."""
+    """The result of a search: the best candidate (mesh sizes, microbatch size, schedule and ZeRO stage), its plan
+    (``best``), and the certificate, which says how near the plan is to the optimum. ``num_evaluated``: number of
+    candidates that were evaluated. ``rows``: candidate -> what became of it. ``interrupted``: whether the search ended
+    early, at its time limit or by ``KeyboardInterrupt``.
+    """
 
     candidate: MeshCandidate
     best: EvaluatedCandidate
@@ -133,15 +145,21 @@ class CandidatePlanner(Protocol):
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
         """Return whether an evaluation of ``candidate``, which tries a part of its plans, is expected to find none that
         takes less than ``upper_bound_s`` seconds. The proven lower bounds need not show this, so the candidate is
-        skipped without a change of its bound. Raises :class:`PartitionError` if the candidate has no plan."""
+        skipped without a change of its bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        Raises :class:`PartitionError` if the candidate has no plan.
+        """
 
     def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
         """Return the tightest lower bound in seconds on the step times of the candidate's plans. The computation may
-        stop when the bound reaches ``upper_bound_s`` seconds."""
+        stop when the bound reaches ``upper_bound_s`` seconds. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage.
+        """
 
     def estimate_effort(self, candidate: MeshCandidate) -> float:
-        """Return the effort of evaluating a candidate with several virtual stages on a rank, as a fraction of the total
-        that the search may spend on such candidates in vain. When the sum reaches 1, the search skips the rest of them.
+        """Return the effort of evaluating ``candidate`` if it has several virtual stages on a rank, as a fraction of
+        the total effort that the search may spend on such candidates without finding a better plan. When the sum
+        reaches 1, the search skips the rest of them. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
         """
 
 
@@ -199,13 +217,14 @@ class BestFirstSearch:
         """Search ``candidates`` and return the best one with its plan. Can be called once for each search object.
 
         Args:
+            candidates: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
             always: candidates that are evaluated first, whatever their bounds. Each is evaluated before the next one is
                 taken from the iterable, which may choose it by the result.
             left_out: candidates that are reported but not searched, and the reasons.
             before: the outcomes of an earlier search with fewer constraints, whose bounds hold here, too.
 
-        Raises: CapacityError: no candidate fits in memory; the error of the candidate with the least shortage.
-        PlanError: no candidate has a plan for other reasons, or none takes less than ``cutoff_s``.
+        Raises :class:`CapacityError` if no candidate fits in memory, the one of the candidate with the least shortage;
+        and :class:`PlanError` if no candidate has a plan for other reasons, or none takes less than ``cutoff_s`` seconds.
         """
         deadline = time.monotonic() + self.time_limit_s
         self._open_candidates(candidates, left_out or {}, before or {})
@@ -241,7 +260,9 @@ class BestFirstSearch:
     ) -> None:
         """Create an outcome (record of what became of a candidate) for each of ``candidates``, with its quickest lower
         bound. Bounds and errors of an earlier search are taken over. ``left_out``: candidates that are reported but not
-        searched, and the reasons. ``before``: candidate -> its outcome in the earlier search."""
+        searched, and the reasons. ``before``: candidate -> its outcome in the earlier search. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
         self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}
@@ -304,15 +325,19 @@ class BestFirstSearch:
         return True
 
     def _is_skipped(self, candidate: MeshCandidate) -> bool:
-        """Return whether the search skips ``candidate``: it has several virtual stages on a rank, there is a plan, and
-        as many such candidates as allowed were tried without finding a better one."""
+        """Return whether the search skips ``candidate`` without evaluating it: it has several virtual stages on a rank,
+        there is a plan, and as many such candidates as allowed were tried without finding a better one. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         if self.patience is None or self.incumbent is None or not _has_virtual_stages(candidate):
             return False
         return len(self._fruitless) >= self.patience or self._spent >= 1.0
 
     def _group_open_families(self) -> list[Sequence[MeshCandidate]]:
-        """Return the candidates in families, which share their first lower bounds, in a fixed order. A family of a
-        single candidate that is already evaluated or has no plan is left out."""
+        """Return the candidates of the search in families, in a fixed order. The candidates of a family share their
+        first lower bounds, such as those that differ only in ZeRO. A family of a single candidate that is already
+        evaluated or has no plan is left out.
+        """
         families: dict[Hashable, list[MeshCandidate]] = {}
         for candidate in self.outcomes:
             families.setdefault(self.bounds.family(candidate), []).append(candidate)
@@ -321,10 +346,11 @@ class BestFirstSearch:
         return [members for members in nodes if len(members) > 1 or self.outcomes[members[0]].is_open]
 
     def _compute_next_bound(self, members: Sequence[MeshCandidate], step: int) -> float | None:
-        """Compute the next, tighter lower bound of ``members``, store it in their outcomes, and return it in seconds;
-        ``None`` if it shows that there is no plan. ``members``: a family, whose candidates share their first bounds, or
-        a single candidate. ``step``: index of the bound in the list of bounds for families, followed by those for
-        single candidates."""
+        """Compute the next, tighter lower bound on the step time of ``members``, store it in their outcomes, and return
+        it in seconds; ``None`` if it shows that there is no plan. ``members``: a family, whose candidates (mesh sizes,
+        microbatch size, schedule, ZeRO stage) share their first bounds, or a single candidate. ``step``: index of the
+        bound in the list of bounds for families, followed by those for single candidates.
+        """
         num_family_bounds = len(self.bounds.family_bounds)
         known = [self.outcomes[candidate] for candidate in members if candidate in self.outcomes]
         rows = [row for row in known if row.is_open]
@@ -343,7 +369,7 @@ class BestFirstSearch:
 
     def _evaluate_candidate(self, candidate: MeshCandidate, num_open: int = 0) -> None:
         """Plan ``candidate``, and store its plan, or the reason why it has none, in its outcome. ``num_open``: number
-        of queue entries, for the progress report.
+        of queue entries, for the progress report. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         row = self.outcomes[candidate]
         self._report_progress(candidate, num_open or len(self.outcomes))
@@ -362,8 +388,10 @@ class BestFirstSearch:
             self._spent = 0.0
 
     def _were_pruned_before(self, members: Sequence[MeshCandidate]) -> bool:
-        """Return whether an earlier search found lower bounds of at least the best step time for all of ``members``, so
-        that none can be better. If so, their outcomes record this, and their own bounds are not computed."""
+        """Return whether an earlier search found that none of ``members`` can be better than the best plan, because
+        their lower bounds are at least its step time. If so, their outcomes record this, and their own bounds are not
+        computed. ``members``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         found = [self._before.get(candidate) for candidate in members] if self._before else [None]
         if not all(row is not None and row.lower_bound_s >= self.upper_bound_s for row in found):
             return False
@@ -376,6 +404,7 @@ class BestFirstSearch:
     def _can_prune(self, candidate: MeshCandidate) -> bool:
         """Return whether ``candidate`` need not be evaluated, because it has no plan, or because an evaluation is
         expected to find no better one. In the second case its lower bound stays as it is, because nothing was proven.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         row = self.outcomes[candidate]
         try:
@@ -408,8 +437,9 @@ class BestFirstSearch:
         return True
 
     def _report_progress(self, candidate: MeshCandidate, num_open: int) -> None:
-        """Call the progress function with the state of the search. ``candidate``: the one that is processed now.
-        ``num_open``: number of queue entries that may still be better.
+        """Call the progress function with the state of the search. ``candidate``: the candidate (mesh sizes, microbatch
+        size, schedule and ZeRO stage) that is processed now. ``num_open``: number of queue entries that may still be
+        better.
         """
         self._reported = time.monotonic()
         if self.progress is not None:
@@ -443,7 +473,9 @@ class BestFirstSearch:
 
 def _has_virtual_stages(candidate: MeshCandidate) -> bool:
     """Return whether a rank of ``candidate`` has several stages, or the number of microbatches in flight on it has no
-    closed formula. Such candidates take long to evaluate, so the search limits their number."""
+    closed formula. Such candidates take long to evaluate, so the search limits their number. ``candidate``: mesh sizes,
+    microbatch size, schedule and ZeRO stage.
+    """
     return not is_plain(candidate.schedule, candidate.virtual_stages)
 
 
@@ -471,9 +503,10 @@ class ZeroInfeasibility:
     )
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
-        """Return ``solve(candidate)``, the plan of ``candidate``. Raises :class:`CapacityError` if ``solve`` does. It
-        is also raised, without a call of ``solve``, if another candidate did not fit before that differs only in ZeRO
-        and needs no more memory."""
+        """Return ``solve(candidate)``, the plan of ``candidate``. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage. Raises :class:`CapacityError` if ``solve`` does. It is also raised, without a call of ``solve``,
+        if another candidate did not fit before that differs only in ZeRO and needs no more memory.
+        """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)
         family = replace(candidate, zero=0, dp_shard=0)

@@ -68,7 +68,9 @@ class BoundCascade:
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return lower bounds in seconds on the step times of all candidates, shape ``[candidates]``. The first call
-        also starts background work on the shardings that the best candidates will need."""
+        also starts background work on the shardings that the best candidates will need. ``candidates``: combinations of
+        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         found = self.bounds.times(candidates)
         if len(candidates) > 1 and not self._expected:
             self._expected = True
@@ -77,8 +79,9 @@ class BoundCascade:
 
     def _prefetch_shardings(self, candidates: Sequence[MeshCandidate]) -> None:
         """Announce the sharding problems from which the most promising candidates will be bounded: those of the largest
-        microbatches, then each candidate's own. A second process may solve them ahead. ``candidates``: the best by
-        their first bound come first."""
+        microbatches, then each candidate's own. A second process may solve them ahead. ``candidates``: combinations of
+        mesh sizes, microbatch size, schedule and ZeRO stage; those with the best first bound come first.
+        """
         first: dict[tuple[int, ...], MeshCandidate] = {}
         for candidate in candidates:
             first.setdefault(
@@ -90,19 +93,23 @@ class BoundCascade:
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
         """Yield pairs (candidate, microbatch size in samples) that name the shardings from which lower bounds on
-        ``candidates`` will be computed. Candidates that differ only in ZeRO share one pair."""
+        ``candidates`` will be computed. Candidates that differ only in ZeRO share one pair. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         for family in dict.fromkeys(map(self.family, candidates)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
                 yield family, self._find_largest_microbatch(family)
 
     def family(self, candidate: MeshCandidate) -> MeshCandidate:
         """Return ``candidate`` without ZeRO. It is the key of all candidates that differ only in ZeRO, for which the
-        search computes common bounds first."""
+        search computes common bounds first. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return candidate.sharing(0)
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
         """Return all candidates that differ from ``candidates`` only in ZeRO: in the stage, or in the number of ``dp``
         ranks over which parameters, gradients and optimizer states are sharded (hybrid sharding uses a part of them).
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         candidate = candidates[0]
         key = candidate.dp, candidate.cp, candidate.tp  # all that they depend on
@@ -112,16 +119,19 @@ class BoundCascade:
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Return the functions that bound a family (candidates that differ only in ZeRO), in the order in which they
-        are called. The first two use the sharding solved for the largest microbatch: one assumes that the work is
-        divided evenly into stages, the next one searches the best stages in the memory of the member that needs least.
-        The last two do the same with the sharding solved for the family's own microbatch size."""
+        """Return the functions that compute a lower bound in seconds on the step times of a family, in the order in
+        which they are called. A family is candidates (mesh sizes, microbatch size, schedule) that differ only in ZeRO.
+        The first two use the sharding solved for the largest microbatch: one assumes that the work is divided evenly
+        into stages, the next one searches the best stages in the memory of the member that needs least. The last two do
+        the same with the sharding solved for the family's own microbatch size.
+        """
         return self._even, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """Return the functions that bound one candidate, in the order in which they are called, from the quickest to
-        the tightest.
+        """Return the functions that compute a lower bound in seconds on the step time of one candidate (mesh sizes,
+        microbatch size, schedule and ZeRO stage), in the order in which they are called, from the quickest to the
+        tightest.
 
         The first checks whether parameters and optimizer states fit. The next ones use the sharding solved for the
         largest microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the
@@ -135,7 +145,8 @@ class BoundCascade:
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:
         """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement: the
         greatest of all bounds that are known for single candidates. ``cutoff_s``: a bound of this value is tight
-        enough."""
+        enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         floor, own = self.evaluator.floor(candidate, candidate.microbatch_size), self.evaluator.least(candidate)
         even = self.bounds.with_floor([candidate], floor) if floor else 0.0
         try:
@@ -149,7 +160,9 @@ class BoundCascade:
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
         """Return the error that says how many bytes ``candidate`` lacks and on which stage, for a candidate that cannot
-        fit in memory by its lower bounds; ``None`` if these do not show that."""
+        fit in memory by its lower bounds; ``None`` if these do not show that. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
+        """
         try:
             self.bounds.refine(candidate)
         except CapacityError as error:
@@ -161,8 +174,10 @@ class BoundCascade:
     def _even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
         divided evenly into stages. The cost of the work is that of the sharding solved for the largest microbatch with
-        these mesh sizes. The result is 0 if there is no bound. Raises :class:`CapacityError` if one microbatch does not
-        fit. The second argument is not used."""
+        these mesh sizes. The result is 0 if there is no bound. ``candidates``: combinations of mesh sizes, microbatch
+        size, schedule and ZeRO stage. Raises :class:`CapacityError` if one microbatch does not fit. The second argument
+        is not used.
+        """
         self.bounds.check_microbatch(candidates[0])
         self._lean[self.family(candidates[0])] = min(candidates, key=self.bounds.state_bytes)
         floor = self._of_largest(self.family(candidates[0]))
@@ -177,7 +192,8 @@ class BoundCascade:
 
         Costs are those of the sharding solved for the largest microbatch with these mesh sizes. For schedules with
         several stages on a rank no cuts are examined; the bound is then the work plus the recomputation that memory
-        requires. ``cutoff_s``: a bound of this many seconds is tight enough.
+        requires. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
@@ -203,7 +219,9 @@ class BoundCascade:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
         divided evenly into stages. Costs are those of the sharding solved for their microbatch size without ZeRO, which
         is never slower than with it. The result is 0 if there is no bound, or if an earlier bound used the same
-        sharding. The second argument is not used."""
+        sharding. The second argument is not used. ``candidates``: combinations of mesh sizes, microbatch size, schedule
+        and ZeRO stage.
+        """
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
@@ -212,7 +230,9 @@ class BoundCascade:
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
         stages that fit in the memory of the candidate that needs least; 0 if there is no such bound. Costs are those of
-        the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
         found = self._of_leanest(self._lean[self.family(candidates[0])], cutoff_s)
@@ -224,7 +244,9 @@ class BoundCascade:
 
     def _gathered(self, candidate: MeshCandidate, _: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` with the collectives of ZeRO-2 or ZeRO-3; 0 for
-        other stages of ZeRO, or if there is no bound. The second argument is not used."""
+        other stages of ZeRO, or if there is no bound. The second argument is not used. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
         if candidate.zero == 2:
             return self._bound_zero2_scatters(candidate)
         floor = self._of_all(candidate) if candidate.zero == 3 else None  # for others the family's bound included it
@@ -232,7 +254,9 @@ class BoundCascade:
 
     def _bound_zero2_scatters(self, candidate: MeshCandidate) -> float:
         """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where gradients are scattered after
-        every backward; 0 if that cannot be bounded."""
+        every backward; 0 if that cannot be bounded. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
+        """
         job, m = self.evaluator.job, int(self.bounds.rounds(candidate))
         if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(candidate):
             return 0.0
@@ -245,7 +269,9 @@ class BoundCascade:
     def _bound_candidate_stages(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages; 0 if it would not be
         tighter than earlier bounds. Costs are those of the sharding solved for the largest microbatch with these mesh
-        sizes. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        sizes. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
+        """
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return self._bound_simulated_recompute([candidate], cutoff_s)
         if self._has_room(candidate):
@@ -259,7 +285,9 @@ class BoundCascade:
     def _has_room(self, candidate: MeshCandidate) -> bool:
         """Return whether the bound of ``candidate`` on its best stages need not be computed, because memory does not
         limit it: with an even division into stages all activations fit without recomputation, so the bound of its
-        family (candidates that differ only in ZeRO) is the same."""
+        family (candidates that differ only in ZeRO) is the same. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
+        """
         if candidate.zero == 3 or not isinstance(self._shared.get(self.family(candidate)), LeastTime):
             return False
         flying = most_in_flight(candidate.schedule, candidate.pp, int(self.bounds.rounds(candidate)))
@@ -271,7 +299,8 @@ class BoundCascade:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, under a schedule
         that has to be simulated. It is the work plus the recomputation without which activations do not fit on all
         ranks together, given that no rank computes for longer than the step. ``cutoff_s``: a bound of this many seconds
-        is tight enough."""
+        is tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         candidate = min(candidates, key=self.bounds.state_bytes)
         job = self.evaluator.job
         if not job.train or candidate.pp == 1 or job.constraints.offload:
@@ -297,8 +326,9 @@ class BoundCascade:
         return least_of(of_steps, known, cutoff_s)
 
     def _needs_of(self, candidate: MeshCandidate) -> MicrobatchMemory:
-        """Return lower bounds on the activation bytes of one microbatch of ``candidate`` through all block calls
-        (cached).
+        """Return lower bounds on the activation bytes of one microbatch of ``candidate`` in each block call (such as a
+        decoder layer), without recomputation and with full recomputation. The result is cached. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         split = is_split(candidate.schedule)
         key = candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep, split
@@ -309,8 +339,10 @@ class BoundCascade:
 
     def again_s(self, candidate: MeshCandidate) -> float:
         """Return approximately how many seconds of a step of ``candidate`` recomputation takes. It is assumed that work
-        is divided evenly into stages, and that all ranks hold as many microbatches as the fullest rank. Raises
-        :class:`PartitionError` if the candidate has no plan."""
+        is divided evenly into stages, and that all ranks hold as many microbatches as the fullest rank. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the candidate has no
+        plan.
+        """
         model, of_block, _ = self.evaluator.least(candidate)
         costs = [of_block[call.block] for call in model.calls if not call.prologue]
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)
@@ -331,7 +363,9 @@ class BoundCascade:
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages, if
         the quick search, which leaves out very long stages, found no cut that fits in memory; otherwise 0.
-        ``cutoff_s``: a bound of this many seconds is tight enough."""
+        ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
+        """
         if candidate not in self._unseen:
             return 0.0
         return self.bounds.staged(
@@ -341,22 +375,28 @@ class BoundCascade:
     def _bound_own_microbatch(self, candidate: MeshCandidate, _: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` if the work is divided evenly into stages. Costs
         are those of the sharding solved for the candidate itself. The result is 0 if there is no bound or an earlier
-        bound is the same. The second argument is not used."""
+        bound is the same. The second argument is not used. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage.
+        """
         if self._says_most(candidate):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(candidate, candidate.microbatch_size)
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
-        """Return whether the candidate's own microbatch is the largest one with its mesh sizes for which a sharding is
-        solved first. Bounds from the candidate's own sharding are then the same as the earlier ones."""
+        """Return whether the candidate's own microbatch size is the largest one with its mesh sizes, for which a
+        sharding is solved first. If so, bounds from the candidate's own sharding are the same as the earlier ones and
+        need not be computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return self._scales and candidate.microbatch_size == self._find_largest_microbatch(candidate)
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages that fit in the memory
         of the candidate that needs least among those that differ only in ZeRO. Return 0 if this is ``candidate``
         itself, since a later bound covers that case. Costs are those of the sharding solved for these candidates.
-        ``cutoff_s``: a bound of this many seconds is tight enough."""
+        ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
+        """
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
@@ -366,7 +406,8 @@ class BoundCascade:
     def _of_leanest(self, leanest: MeshCandidate, cutoff_s: float) -> LeastTime | None:
         """Return lower bounds on the stage times of candidates that differ only in ZeRO, in the memory of ``leanest``,
         the one of them that needs least. ``None`` means that there is no bound. ``cutoff_s``: the computation may stop
-        when the bounds make a step this many seconds long. Raises :class:`PartitionError` if ``leanest`` has no plan.
+        when the bounds make a step this many seconds long. ``leanest``: mesh sizes, microbatch size, schedule and ZeRO
+        stage. Raises :class:`PartitionError` if ``leanest`` has no plan.
         """
         if leanest not in self._own_shared:
             try:
@@ -382,7 +423,8 @@ class BoundCascade:
     def _own_staged(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages, with the costs of the
         sharding solved for it; 0 for schedules that have to be simulated with several stages on a rank. ``cutoff_s``: a
-        bound of this many seconds is tight enough."""
+        bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
         return self.bounds.staged(
@@ -392,12 +434,15 @@ class BoundCascade:
     def _of_all(self, candidate: MeshCandidate) -> BlockLowerBound | None:
         """Return lower bounds on the seconds of each block for one microbatch of ``candidate``, with the weight gathers
         of ZeRO-3. They come from the sharding solved for the largest microbatch with these mesh sizes. ``None`` means
-        that there is no bound."""
+        that there is no bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         return self._gathers.beside(self._of_largest(self.family(candidate)), candidate)
 
     def _of_largest(self, candidate: MeshCandidate) -> BlockLowerBound | None:
         """Return lower bounds on the seconds of each block for one microbatch of ``candidate``, scaled from the
-        sharding solved for the largest microbatch with these mesh sizes; ``None`` if there is no bound."""
+        sharding solved for the largest microbatch with these mesh sizes; ``None`` if there is no bound. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         if (
             not self._scales or candidate.tp == candidate.cp == candidate.ep == 1
         ):  # without collectives the bound would hardly be tighter
@@ -405,8 +450,9 @@ class BoundCascade:
         return self.evaluator.floor(candidate, self._find_largest_microbatch(candidate))
 
     def _find_largest_microbatch(self, candidate: MeshCandidate) -> int:
-        """Return the microbatch size for which a sharding is solved to bound ``candidate``: the largest one that fits
-        on a device and whose sharding bounds the candidate's.
+        """Return the microbatch size in samples for which a sharding is solved to bound ``candidate`` (mesh sizes,
+        microbatch size, schedule and ZeRO stage): the largest one that fits on a device and whose sharding bounds the
+        candidate's.
 
         It is a multiple of the candidate's size, and it is divisible by ``tp`` exactly if the candidate's size is,
         because that decides whether the batch itself may be sharded over ``tp``. If the largest size that fits with the

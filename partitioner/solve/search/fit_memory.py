@@ -174,8 +174,9 @@ def _is_slower(estimate: Estimate) -> bool:
 
 def _rivals_s(explored: PlanSearchResult) -> float:
     """Return the least step time in seconds that a candidate other than the chosen one may have; infinite if there is
-    no other. For solved candidates it is their estimate, for others a lower bound. ``explored``: the result of the
-    search."""
+    no other. For solved candidates it is their estimated step time, for others a lower bound on it. ``explored``: the
+    result of the search.
+    """
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.lower_bound_s for row in rows), default=math.inf)
 
@@ -212,7 +213,7 @@ def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate
 def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, tried: Counter[MeshCandidate]) -> Job:
     """Return ``job`` with a larger memory reserve for ``candidate``, so that its program may fit. After a few tries the
     returned job excludes the candidate instead. ``lacks``: the memory shortage of its program. ``tried``: candidate ->
-    number of tries, increased by this call.
+    number of tries, increased by this call. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     tried[candidate] += 1
     if tried[candidate] >= _TRIES:
@@ -253,9 +254,10 @@ def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
 
 @dataclass(frozen=True)
 class _MemoryShortfall:
-    """Memory shortage of a program that does not fit. ``error``: the shortage of the stage that lacks the most bytes.
-    ``room``: usable bytes of a device of that stage. ``untold``: by how many bytes the search estimated too little; the
-    greatest number of any stage that does not fit."""
+    """Memory shortage of a program that does not fit on its devices. ``error``: the shortage of the pipeline stage that
+    lacks the most bytes. ``room``: usable bytes of a device of that stage. ``untold``: by how many bytes the search
+    underestimated the memory of a stage; the greatest number of any stage that does not fit.
+    """
 
     error: CapacityError
     room: int
@@ -314,7 +316,9 @@ class PlannedProgram:
 def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -> tuple[str, ...]:
     """Return the features of a plan of ``candidate`` that this version can estimate but not execute, as texts such as
     ``"etp=2"``; empty if the plan can be executed. ``job``: gives precision, model and execution profile.
-    ``constraints``: those under which the plan was made."""
+    ``constraints``: those under which the plan was made. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+    stage.
+    """
     scaled = constraints.overlap_steps and is_split(candidate.schedule) and job.precision == "fp16"
     more = {
         f"etp={candidate.etp}": candidate.etp not in (0, 1, candidate.tp),
@@ -327,8 +331,9 @@ def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -
 
 def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None:
     """Raise :class:`CapacityError` if the data that a program offloads exceed the memory or the disks of the hosts.
-    ``facts``: the program with sizes of its states. ``job``: has the topology and the optimizer. ``chosen``: the plan,
-    which has the device of each rank."""
+    ``facts``: the program, with figures such as the bytes of its parameters. ``job``: has the topology and the
+    optimizer. ``chosen``: the plan, which has the device of each rank.
+    """
     program = facts.program
     moments = OPTIMIZERS[job.optimizer].moment_bytes
     in_host, on_disk = [], []

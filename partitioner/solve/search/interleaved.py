@@ -48,7 +48,9 @@ _RELAXED = 4  # number of a candidate's bounds that use the sharding of the larg
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
     """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
-    the search may spend on such candidates without finding a better plan. ``space``: the search space."""
+    the search may spend on such candidates without finding a better plan. ``space``: the search space. ``candidate``:
+    mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
@@ -95,8 +97,10 @@ def schedules_of_several(
 
 
 def _far_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
-    """Return a sort key of ``candidate``, the pair (whether its schedule is not interleaved, difference of its number
-    of virtual stages from 8), by which interleaved schedules with about 8 virtual stages come first."""
+    """Return a sort key of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage), by which interleaved
+    schedules with about 8 virtual stages on a rank come first: the pair (whether its schedule is not interleaved,
+    difference of its number of virtual stages from 8).
+    """
     return candidate.schedule != "interleaved", abs(candidate.virtual_stages - _FEW)
 
 
@@ -126,7 +130,8 @@ def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
 def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
     """Yield keys of meshes whose known placement can also be used for ``candidate``: its own mesh, and meshes with half
     of its ``cp`` and twice its ``tp`` or ``dp``, from which it is made by sharing each sequence among more ranks. A key
-    is a candidate with fixed schedule, virtual stages and ZeRO."""
+    is a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) with fixed schedule, virtual stages and ZeRO.
+    """
     yield mesh_of(candidate)
     if candidate.cp % 2 == 0:
         for axis in ("tp", "dp"):
@@ -141,7 +146,8 @@ def _list_promising_candidates(
     bounds: Bounds,
 ) -> Iterator[MeshCandidate]:
     """Yield unsolved 1F1B candidates that would take clearly less than ``cutoff_s`` seconds with interleaved stages,
-    fastest first. ``rows``: the outcomes of the search. ``bounds``: computes lower bounds on candidates.
+    fastest first. ``rows``: the outcomes of the search. ``bounds``: computes lower bounds on candidates. ``solved``:
+    combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
 
     The estimate scales the bounds of a candidate by the smaller pipeline bubble and adds the recomputation that memory
     requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped. ``space``: the search space.
@@ -198,7 +204,9 @@ def _interleave_candidate(space: SearchSpace, candidate: MeshCandidate) -> MeshC
 
 def _bound_interleaved_ratio(space: SearchSpace, candidate: MeshCandidate) -> float:
     """Return a lower bound on (step time under the interleaved schedule) / (step time under 1F1B) for ``candidate``,
-    with the most virtual stages per rank that the search ``space`` contains."""
+    with the most virtual stages per rank that the search ``space`` contains. ``candidate``: mesh sizes, microbatch
+    size, schedule and ZeRO stage.
+    """
     idle = (candidate.pp - 1) / candidate.num_microbatches(space.global_batch)
     return (1 + idle / _count_most_virtual_stages(space, candidate)) / (1 + idle)
 
@@ -228,7 +236,9 @@ def best_schedule(
     def tried(candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate | None:
         """Return the plan of ``candidate``. Return ``None`` if it has none, or, without planning it, if its lower
         bounds show that its step takes at least ``cutoff_s`` seconds. A candidate that was planned, or has no plan,
-        gets a row in the list ``rows`` of the enclosing function."""
+        gets a row in the list ``rows`` of the enclosing function. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
+        """
         least = float(bounds.times([candidate])[0])
         if least >= cutoff_s:
             return None

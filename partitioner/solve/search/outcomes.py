@@ -22,13 +22,13 @@ _ROUNDING = 1e-12  # relative gap that counts as none
 
 @dataclass(frozen=True)
 class EvaluatedCandidate:
-    """The best plan of a candidate. ``step_time``: seconds of a step. ``memory``: bytes on the fullest rank.
-    ``payload``: data of the caller, such as the plan. ``breakdown``: kind of work, such as ``"compute"`` -> seconds of
-    a step.
+    """The best plan of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage). ``step_time``: seconds of a
+    step. ``memory``: bytes on the fullest rank. ``payload``: data of the caller, such as the plan. ``breakdown``: kind
+    of work, such as ``"compute"`` -> seconds of a step.
 
-    ``least``: lower bound in seconds on the candidate's plans (``None``: equal to ``step_time``). ``partly``: whether
-    this bound covers only the placements that were tried. ``unsure``: whether some plans of the candidate were not
-    tried, so that the search may still tighten its bound by other means.
+    ``least``: lower bound in seconds on the step times of the candidate's plans (``None``: equal to ``step_time``).
+    ``partly``: whether this bound covers only the placements that were tried. ``unsure``: whether some plans of the
+    candidate were not tried, so that the search may still tighten its bound by other means.
     """
 
     step_time: float
@@ -47,7 +47,7 @@ class EvaluatedCandidate:
 
 @dataclass
 class CandidateOutcome:
-    """The result of the search for one candidate.
+    """The result of the search for one candidate (mesh sizes, microbatch size, schedule and ZeRO stage).
 
     ``status``: ``"chosen"``, ``"solved"``, ``"bounded"`` (not solved) or ``"infeasible"``. ``bound``: lower bound in
     seconds on its step time. ``evaluated``: its best plan, or ``None``. ``loose``: whether a tighter bound can still be
@@ -87,16 +87,18 @@ class CandidateOutcome:
 
 
 def list_solved_candidates(rows: Mapping[MeshCandidate, CandidateOutcome]) -> dict[MeshCandidate, EvaluatedCandidate]:
-    """Return a dict from each candidate that has a plan to its plan, in increasing order of step time. ``rows``:
-    candidate -> outcome of the search for it."""
+    """Return candidate -> its best plan, for the candidates that have one, in increasing order of step time. ``rows``:
+    candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> outcome of the search for it.
+    """
     known = {candidate: row.evaluated for candidate, row in rows.items() if row.evaluated is not None}
     return dict(sorted(known.items(), key=lambda item: item[1].step_time))
 
 
 def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_off: CutOff | None = None) -> Certificate:
-    """Return the certificate of a search: rows of the candidates, best first, and the least lower bound. ``every``: the
-    outcomes of all candidates. ``objective``: step time of the best plan in seconds. ``cut_off``: why the search ended
-    early (``"time limit"`` or ``"interruption"``); ``None`` if it was completed.
+    """Return the certificate of a search, which says how near the best plan is to the optimum: a row for each
+    candidate, best first, and the least lower bound. ``every``: the outcomes of all candidates. ``objective``: step
+    time of the best plan in seconds. ``cut_off``: why the search ended early (``"time limit"`` or ``"interruption"``);
+    ``None`` if it was completed.
     """
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     bound, gap = bound_and_gap(objective, (row.bound for row in every if row.says))
@@ -114,8 +116,9 @@ def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_of
 
 
 def bound_and_gap(objective: float, bounds: Iterable[float]) -> tuple[float, float]:
-    """Return two numbers: the least of ``objective`` and ``bounds`` in seconds, and the gap between ``objective`` and
-    it as a fraction of ``objective``. A gap within rounding is 0.
+    """Return two numbers: a lower bound in seconds, which is the least of ``objective`` and ``bounds``, and the gap
+    between ``objective`` and this bound as a fraction of ``objective``. A gap within rounding is 0. ``objective``: step
+    time of the best plan in seconds. ``bounds``: lower bounds in seconds on the step times of all candidates.
     """
     bound = min([objective, *bounds])
     if objective - bound <= _ROUNDING * objective:
@@ -136,8 +139,9 @@ def _outcome_to_report(row: CandidateOutcome) -> Candidate:
 def build_candidate_report(
     candidate: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = ""
 ) -> Candidate:
-    """Return the row of the report on ``candidate``: step time and memory of its best plan ``evaluated``, or, if that
-    is ``None``, the ``reason`` in words why it has no plan."""
+    """Return the row of the report on ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): step time
+    and memory of its best plan ``evaluated``, or, if that is ``None``, the ``reason`` in words why it has no plan.
+    """
     breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(
         mesh=candidate.mesh,
@@ -157,7 +161,8 @@ def build_candidate_report(
 
 def build_refused_report(candidate: MeshCandidate, error: PartitionError) -> Candidate:
     """Return the row of the report on ``candidate``, which has no plan: the reason and the missing bytes of memory,
-    taken from ``error``."""
+    taken from ``error``. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     missing = error.missing_bytes if isinstance(error, CapacityError) else None
     return build_candidate_report(candidate, reason=getattr(error, "message", str(error))).model_copy(
         update={"missing": missing}

@@ -69,12 +69,13 @@ _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at fo
 
 @dataclass(frozen=True)
 class PlanSearchResult:
-    """Result of the search: the plan (``chosen``), its certificate, and the baselines (well-known layouts for
-    comparison), which may still be computed in the background.
+    """Result of the search: the plan (``chosen``), its certificate (how near it is to the optimum), and the baselines
+    (well-known layouts for comparison), which may still be computed in the background.
 
-    ``rows``: candidate -> its outcome. ``ahead``: the plan that was the best before schedules with several virtual
-    stages were tried, with its program, which a background process writes already; ``None`` if no such process was
-    started. ``lacking``: the memory shortage that made the search choose offload; empty if there was none.
+    ``rows``: candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> its outcome. ``ahead``: the plan that
+    was the best before schedules with several virtual stages were tried, with its program, which a background process
+    writes already; ``None`` if no such process was started. ``lacking``: the memory shortage that made the search
+    choose offload; empty if there was none.
     """
 
     chosen: SolvedCandidate
@@ -99,8 +100,10 @@ class PlanSearchResult:
 
 
 def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
-    """Return the search space of ``job``, from which its candidates are listed. ``bounds``: has sizes of the job's
-    model."""
+    """Return the search space of ``job``, from which its candidates (combinations of mesh sizes, microbatch size,
+    schedule and ZeRO stage) are listed. ``bounds``: knows the sizes of the job's model, such as the number of block
+    calls and the dims of its parameters.
+    """
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
     often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
@@ -240,8 +243,9 @@ class _CandidateAttempts:
         self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
     ) -> EvaluatedCandidate:
         """Return the best plan of ``candidate``. ``proven``: whether to compute a tight lower bound on its plans.
-        ``devices``: the device index of each rank; if ``None``, the placement is searched. Raises
-        :class:`PartitionError` if there is no plan."""
+        ``devices``: the device index of each rank; if ``None``, the placement is searched. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if there is no plan.
+        """
         is_complete = self.evaluator.placements.complete(candidate.grid)
         solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
         try:
@@ -273,9 +277,10 @@ def _search_candidates(
     hosts: bool,
 ) -> PlanSearchResult:
     """Search the candidates of one variant of the job with fixed kinds of offloaded data, and return the best plan.
-    ``evaluator``, ``bounds``: plan and bound its candidates. ``before``: candidate -> its outcome in an earlier search.
-    ``hosts``: whether offload was added because nothing fitted without it. ``request``: time limit, cutoff and
-    callbacks of the search."""
+    ``job``: the model, batch, cluster and constraints. ``evaluator``, ``bounds``: plan and bound its candidates.
+    ``before``: candidate -> its outcome in an earlier search. ``hosts``: whether offload was added because nothing
+    fitted without it. ``request``: time limit, cutoff and callbacks of the search.
+    """
     start, compare, deadline, emit = time.monotonic(), request.compare, request.deadline, request.emit
     space = space_of(job, bounds)
     candidates = list_candidates(space)
@@ -317,7 +322,9 @@ def _search_candidates(
 
         def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
             """Plan a candidate without a lower bound. If all placements would be tried, use the devices of a known plan
-            with the same mesh instead, or of one whose ranks of ``cp`` come from its ranks of ``tp`` or ``dp``."""
+            with the same mesh instead, or of one whose ranks of ``cp`` come from its ranks of ``tp`` or ``dp``.
+            ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+            """
             key = next((key for key in meshes_around(candidate) if key in devices), None)
             same = devices[key] if key is not None and evaluator.placements.complete(candidate.grid) else None
             found = attempts.evaluate(candidate, proven=False, devices=same)
@@ -382,7 +389,9 @@ def _slowest_first(found: EvaluatedCandidate) -> float:
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:
-    """Return the numbers of the search space that the certificate records, such as the number of block calls."""
+    """Return the numbers of the search space ``space`` that the certificate records, such as the number of block
+    calls.
+    """
     dims = tuple(sorted(space.dims))
     return Limits(
         calls=space.num_calls,

@@ -55,8 +55,10 @@ def smaller_clusters(topology: Topology) -> Iterator[Topology]:
 
 
 def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
-    """Yield parts of a topology of equal devices: one group of each level of links (such as a node), the largest first,
-    and last a single device. Only parts with more than ``num_devices / most_times`` devices are yielded."""
+    """Yield parts of ``topology``, which has equal devices: one group of each level of links (such as one node), the
+    largest first, and last a single device. A plan may be faster on such a part alone. Only parts with more than
+    ``num_devices / most_times`` devices are yielded.
+    """
     for kept in sorted({1, *(equal_levels(topology) or ())}, reverse=True):
         if kept == topology.num_devices or topology.num_devices >= most_times * kept:
             continue
@@ -67,9 +69,10 @@ def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
 
 
 def rounder_clusters(topology: Topology) -> Iterator[Topology]:
-    """Yield a copy of a topology of equal devices whose number of nodes is the next lower power of two. Batches,
-    layers and weight dims often divide by such numbers. Nothing is yielded if the number of nodes is a power of two
-    already."""
+    """Yield a copy of ``topology``, which has equal devices, whose number of nodes is the next lower power of two.
+    Batches, layers and weight dims often divide by such numbers. Nothing is yielded if the number of nodes is a power
+    of two already.
+    """
     nodes = 1 << (topology.num_nodes.bit_length() - 1)
     if nodes < topology.num_nodes and (fewer := with_nodes(topology, nodes)) is not None:
         yield fewer
@@ -126,8 +129,10 @@ def _list_smaller_clusters(topology: Topology, best_s: float, lower_bound_s: Cal
 
 
 def _bound_job_seconds(job: Job, space_of: SpaceOf) -> float:
-    """Return a lower bound in seconds on the step of every plan of ``job``. ``space_of``: returns the search space of a
-    job, given its bounds. Raises a :class:`PartitionError` if it has no candidates."""
+    """Return a lower bound in seconds on the step of every plan of ``job`` (the model, batch, cluster and constraints).
+    ``space_of``: returns the search space of a job, given an object that computes its lower bounds. Raises a
+    :class:`PartitionError` if it has no candidates.
+    """
     bounds = ModelBounds(job)
     return float(bounds.times(list_candidates(space_of(job, bounds))).min())
 

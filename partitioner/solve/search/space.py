@@ -33,8 +33,9 @@ def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
 
 
 def why_none(space: SearchSpace) -> PlanError | ConstraintError:
-    """Return the error to raise if the search space has no candidate. Its message lists the values that the user fixed,
-    and what sizes of the mesh have to satisfy."""
+    """Return the error to raise if the search space ``space`` has no candidate. Its message lists the values that the
+    user fixed, and what sizes of the mesh have to satisfy.
+    """
     asked = space.constraints
     if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
         return ConstraintError(asked.too_few(space.world_size))
@@ -151,8 +152,9 @@ class SearchSpace:
 
     @property
     def units(self) -> int:
-        """Return how many equal pieces of the batch can be distributed over ``dp``: its number of groups if samples
-        interact within groups, otherwise its number of samples."""
+        """Return how many equal pieces of the batch can be distributed over ``dp``: the number of groups if samples
+        interact within groups, otherwise the number of samples.
+        """
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
@@ -180,7 +182,7 @@ class SearchSpace:
 
     def allows(self, candidate: MeshCandidate) -> bool:
         """Return whether the microbatches of ``candidate`` can be distributed over its ranks of ``dp``, evenly or in
-        the numbers that the constraints fix.
+        the numbers that the constraints fix. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         given = self.constraints.data_shares
         if given is not None and (len(given), sum(given)) != (candidate.dp, candidate.parts(self.global_batch)):
@@ -229,7 +231,8 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
     ZeRO or ``dp_shard``.
 
     ``dp_shard`` is about the number of ranks that a node holds, or four times that, and so on. Small numbers gather
-    over few nodes, which starts sooner; large ones need less memory. ``space``: the search space.
+    over few nodes, which starts sooner; large ones need less memory. ``space``: the search space. ``candidate``: mesh
+    sizes, microbatch size, schedule and ZeRO stage.
     """
     pinned = space.constraints
     several = space.topology.num_nodes > 1
@@ -370,7 +373,9 @@ def even_chunks(space: SearchSpace, pp: int) -> list[int]:
 def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
     """Return variants of ``candidate`` under schedules with several virtual stages on a rank, without those that are as
     fast as another and need more memory. If consecutive steps may overlap, a schedule whose idle time the next step
-    fills is included too. ``space``: the search space."""
+    fills is included too. ``space``: the search space. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+    stage.
+    """
     choices = {"interleaved": even_chunks(space, candidate.pp), **_BESIDE}
     choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
     found = [(name, v) for name, several in choices.items() for v in several if v * candidate.pp <= space.num_calls]
@@ -380,7 +385,8 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
 def list_context_variants(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
     """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
     one with half of ``dp``. Sizes that the user fixed stay. Empty if a rank would have too few tokens. ``space``: the
-    search space."""
+    search space. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     pinned, cp = space.constraints, 2 * candidate.cp
     if pinned.cp is not None or space.length % (2 * cp) or space.length < _FEWEST_TOKENS * cp:
         return []
@@ -516,7 +522,7 @@ def find_baseline_candidates(
     The layout of Megatron-LM has ``tp`` as wide as a node, as few stages as fit in memory, and data parallelism over
     the other ranks (Narayanan et al. 2021, section 3). The microbatch size is the one with the least bound. ``times``:
     function that returns lower bounds in seconds on candidates. ``fits``: whether a candidate fits in memory.
-    ``space``: the search space.
+    ``space``: the search space. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     plain = [p for p in candidates if p.pp == p.tp == p.cp == 1 and not p.zero]
     inside = space.topology.devices_per_node if space.topology.num_nodes > 1 else space.world_size
@@ -538,7 +544,9 @@ def find_baseline_candidates(
 
 def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
     """Return a dict with one entry for the report: plain data parallelism over all ranks -> reason why the search does
-    not consider it. Empty if it is among ``candidates``, the candidates of the search. ``space``: the search space."""
+    not consider it. Empty if it is among ``candidates``, the candidates of the search. ``space``: the search space.
+    ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     size = space.constraints.group_size or 1
@@ -553,7 +561,8 @@ def find_least_bound_candidate(
 ) -> MeshCandidate | None:
     """Return the candidate of ``choices`` with the least lower bound on its step time among those that fit in memory,
     or among all if none fits. Return ``None`` if ``choices`` is empty. ``times``: function that returns lower bounds in
-    seconds on candidates. ``fits``: whether a candidate fits in memory.
+    seconds on candidates. ``fits``: whether a candidate fits in memory. ``choices``: combinations of mesh sizes,
+    microbatch size, schedule and ZeRO stage.
     """
     if not choices:
         return None

@@ -80,8 +80,9 @@ def list_uniform_clusters(topology: Topology) -> list[Topology]:
 
 
 def _find_node_bandwidth_shares(topology: Topology) -> list[float]:
-    """Return, for each node, the bandwidth of its best device to other nodes as a fraction of the full one. It is
-    below 1 if network cards are missing or slower."""
+    """Return, for each node of ``topology``, the bandwidth of its best device to other nodes as a fraction of the full
+    one. It is below 1 if network cards are missing or slower.
+    """
     best = np.zeros(topology.num_nodes)
     np.maximum.at(best, topology.node_of, topology.cards.left)
     found: list[float] = best.tolist()
@@ -89,8 +90,10 @@ def _find_node_bandwidth_shares(topology: Topology) -> list[float]:
 
 
 def _num_orders(shares: Sequence[float]) -> int:
-    """Return in how many distinct orders the numbers ``shares`` can be arranged; some number above the limit of orders
-    if there are very many values, for which counting is useless."""
+    """Return in how many distinct orders the numbers ``shares`` can be arranged. If there are very many values, return
+    some number above the limit up to which orders are enumerated, without counting. ``shares``: for each node, its
+    fraction of the full network bandwidth.
+    """
     if len(set(shares)) == 1:
         return 1
     if len(shares) > 2 * _MOST:
@@ -125,18 +128,23 @@ class UniformClusterBound:
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. The computation stops
         when it shows that the bound is below ``cutoff_s``, since the caller then cannot prune the candidate. Return 0
-        if devices differ so much that the bound would be loose."""
+        if devices differ so much that the bound would be loose. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
+        """
         return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
     def least(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``, as tight as it can be
-        computed; 0 means that there is no bound. Raises :class:`PartitionError` if the model cannot be sharded as the
-        candidate says."""
+        computed; 0 means that there is no bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        Raises :class:`PartitionError` if the model cannot be sharded as the candidate says.
+        """
         return self._bound_until(candidate, cutoff_s, 0.0)
 
     def _bound_until(self, candidate: MeshCandidate, cutoff_s: float, stop_s: float) -> float:
         """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. Stop refining it when
-        it falls below ``stop_s``; 0 means that there is no bound."""
+        it falls below ``stop_s``; 0 means that there is no bound. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
+        """
         if (
             self._evaluator.tries_all(candidate)
             or not self._level_sizes
@@ -191,7 +199,8 @@ class UniformClusterBound:
 
     def _build_uniform_evaluator(self, candidate: MeshCandidate, cutoff_s: float) -> PlacementEvaluator:
         """Return the object that finds the best plan of ``candidate`` on placements on the uniform cluster.
-        ``cutoff_s``: plans of at least this many seconds per step are of no interest.
+        ``cutoff_s``: plans of at least this many seconds per step are of no interest. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         evaluator, job = self._evaluator, self._uniform_job
         local, costs, states = evaluator.own(candidate)
@@ -204,7 +213,9 @@ class UniformClusterBound:
         )
 
     def _list_distinct_placements(self, candidate: MeshCandidate) -> list[PlacedMesh]:
-        """Return the placements of the candidate's mesh on the uniform clusters, one for each distinct cost."""
+        """Return the placements of the candidate's mesh on the uniform clusters, one for each distinct cost.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         key = tuple(candidate.grid.values())
         if key not in self._machines:
             every = list(self._list_all_placements(candidate))
@@ -213,7 +224,7 @@ class UniformClusterBound:
 
     def _list_all_placements(self, candidate: MeshCandidate) -> Iterator[PlacedMesh]:
         """Yield placements of the candidate's mesh on the uniform clusters, as topologies with the mesh laid over them.
-        Some may have equal costs.
+        Some may have equal costs. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         sizes = tuple(candidate.grid.get(axis, 1) for axis in AXES)
         nested = all_nestings(sizes, self._level_sizes)

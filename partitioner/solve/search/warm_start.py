@@ -32,7 +32,8 @@ _MOST_STEPS = 40  # greatest number of evaluated candidates while neighbours are
 @dataclass
 class WarmStart:
     """Generates the first candidates of a search. The caller evaluates each candidate of :meth:`list_first_candidates`
-    and reports the outcome with :meth:`tell` before it requests the next.
+    and reports the outcome with :meth:`tell` before it requests the next. A candidate is a combination of mesh sizes,
+    microbatch size, schedule and ZeRO stage.
 
     ``space``: the search space. ``candidates``: the candidates that may be evaluated. ``bounds``: quick lower bounds.
     ``standards``: the standard layouts of the report. ``deadline``: time (:func:`time.monotonic`) after which no more
@@ -49,13 +50,16 @@ class WarmStart:
 
     def tell(self, candidate: MeshCandidate, found: float | PartitionError) -> None:
         """Record the outcome of ``candidate``. ``found``: the seconds of a step of its best plan, or the error that
-        says why it has no plan."""
+        says why it has no plan. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         self._found[candidate] = found
 
     def list_first_candidates(self) -> Iterator[MeshCandidate]:
-        """Yield the candidates that the search evaluates first, so that it soon has a good plan: those of the standard
-        layouts of the report. For models with experts, textbook layouts with distributed experts follow, and then
-        neighbours of the plans found, because the search itself is slow to find good plans for them."""
+        """Yield the candidates (mesh sizes, microbatch size, schedule and ZeRO stage) that the search evaluates first,
+        so that it soon has a good plan: those of the standard layouts of the report, such as ZeRO-3. For models with
+        experts, textbook layouts with distributed experts follow, and then neighbours of the plans found, because the
+        search itself is slow to find good plans for them.
+        """
         for standard in self.standards:
             yield from self._first_that_fits(standard)
         if not self.space.experts:  # without experts the search itself finds good plans quickly
@@ -70,9 +74,10 @@ class WarmStart:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.cutoff_s)
 
     def _first_that_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
-        """Yield candidates of the layout ``standard`` one after the other, until the caller reports a plan for one. The
-        first is always yielded, because the report shows it; the others only if they may be better than the best plan
-        so far."""
+        """Yield candidates (mesh sizes, microbatch size, schedule and ZeRO stage) that have the well-known layout
+        ``standard``, such as ZeRO-3, one after the other, until the caller reports a plan for one. The first is always
+        yielded, because the report shows it; the others only if they may be better than the best plan so far.
+        """
         tried = 0
         for candidate in standard.candidates[: 1 if standard.excluded else None]:
             if tried and not self._is_worth(candidate):
@@ -84,7 +89,9 @@ class WarmStart:
 
     def _is_worth(self, candidate: MeshCandidate) -> bool:
         """Return whether ``candidate`` should be evaluated: it belongs to the candidates of the search, was not tried
-        yet, and may be better than the best plan so far by its quick lower bounds."""
+        yet, and may be better than the best plan so far by its quick lower bounds. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
         if candidate in self._found or candidate not in self.candidates:
             return False
         try:
@@ -95,8 +102,9 @@ class WarmStart:
         return bool(self.bounds.times([candidate])[0] < self._best_s)
 
     def _list_expert_layouts(self) -> Iterator[MeshCandidate]:
-        """Yield candidates with textbook layouts of a mixture of experts, with as few pipeline stages and as large a
-        microbatch as fit in memory."""
+        """Yield candidates (mesh sizes, microbatch size, schedule and ZeRO stage) with textbook layouts of a mixture of
+        experts, with as few pipeline stages and as large a microbatch as fit in memory.
+        """
         depths, pinned = 0, self.space.constraints
         for pp in list_divisors(self.space.world_size):
             room = self.space.world_size // pp
@@ -124,7 +132,9 @@ class WarmStart:
 
     def _estimate_fitting_microbatch(self, candidate: MeshCandidate, error: CapacityError) -> int:
         """Return a microbatch size that probably fits, given the shortage ``error`` of ``candidate``. It is assumed
-        that all memory except parameters, gradients and optimizer states is proportional to the microbatch size."""
+        that all memory except parameters, gradients and optimizer states is proportional to the microbatch size.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         room = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate)
         share = max(0.0, room) / max(1.0, room + error.missing_bytes)
         return min(candidate.microbatch_size - 1, max(1, int(candidate.microbatch_size * share)))
@@ -132,7 +142,9 @@ class WarmStart:
     def _climb_from_candidate(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
         """Yield neighbours of ``start``, a candidate that has a plan, one at a time; a neighbour differs in one number,
         such as ``tp``. When the caller reports a better plan for one, its neighbours follow instead. The iteration ends
-        if no neighbour is better, after a number of steps, or when time runs out."""
+        if no neighbour is better, after a number of steps, or when time runs out. ``start``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
+        """
         here = start
         while True:
             for candidate in self._list_neighbour_candidates(here):
@@ -149,7 +161,8 @@ class WarmStart:
 
     def _list_neighbour_candidates(self, candidate: MeshCandidate) -> Iterator[MeshCandidate]:
         """Yield candidates that differ from ``candidate`` in one number, such as the ZeRO stage, ``tp`` or the
-        microbatch size. Those with the same graphs on a rank come first, because they are quick to plan.
+        microbatch size. Those with the same graphs on a rank come first, because they are quick to plan. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if candidate.dp > 1:
             yield from (candidate.sharing(zero) for zero in (3, 2, 1, 0))

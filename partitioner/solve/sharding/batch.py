@@ -36,7 +36,7 @@ _WHOLE = 0.1  # an input with a batch dim that every rank reads whole: worth a f
 
 def batch_size(model: FoldedModel, global_batch: int | None) -> int:
     """Return the global batch size: ``global_batch`` if given, else the size of dim 0 of the first model input that has
-    a dim.
+    a dim. ``model``: the model as calls of blocks; equal layers share one block.
 
     Raise :class:`InputsError` if no input has a dim, or if that size is 0.
     """
@@ -108,7 +108,8 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
     """Return the operators of ``model`` that need no samples: in no call of their block do they depend on an input with
     a batch dim, but on weights, constants and random indices alone. ``batch``: the number of samples; a dim of this
-    size counts as a batch dim."""
+    size counts as a batch dim. ``model``: the model as calls of blocks; equal layers share one block.
+    """
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()
     for run in model.calls:
@@ -125,7 +126,8 @@ def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
 
 
 def _into_buffers(model: FoldedModel) -> frozenset[fx.Node]:
-    """Return the operators of ``model`` whose results are used only to update buffers of the model.
+    """Return the operators of ``model`` whose results are used only to update buffers of the model. ``model``: the
+    model as calls of blocks; equal layers share one block.
 
     They may run on the whole batch instead of being divided, because dividing them would make ranks exchange samples.
     Sums can be divided in any case, since they are accumulated over microbatches (``passes/shard/buffer_sums.py``).
@@ -140,7 +142,8 @@ def _into_buffers(model: FoldedModel) -> frozenset[fx.Node]:
 
 def _work(model: FoldedModel, alone: frozenset[fx.Node]) -> float:
     """Return the approximate work of all operators of ``model`` except those in ``alone``: FLOPs of matrix products
-    plus elements of results, times the number of calls.
+    plus elements of results, times the number of calls. ``model``: the model as calls of blocks; equal layers share one
+    block.
     """
     return sum(
         model.num_calls(name) * node_work(node)
@@ -152,8 +155,8 @@ def _work(model: FoldedModel, alone: frozenset[fx.Node]) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def node_work(node: fx.Node) -> float:
-    """Return the approximate work of an operator: its matrix-multiply FLOPs plus the number of elements of its results.
-    0 for a view.
+    """Return the approximate work of the operator ``node``: its matrix-multiply FLOPs plus the number of elements of
+    its results. 0 for a view.
     """
     if is_view(node):
         return 0.0

@@ -56,7 +56,7 @@ class LayoutRules:
 
     def check(self, model: FoldedModel) -> None:
         """Raise :class:`ShardingError` if a name in ``pins``, ``inputs`` or ``outputs`` is not a value, parameter or
-        buffer of ``model``.
+        buffer of ``model``. ``model``: the model as calls of blocks; equal layers share one block.
         """
         aliases = {a for state in model.states.values() for a in state.aliases}
         for what, names in (("pins", self.pins), ("inputs", self.inputs), ("outputs", self.outputs)):
@@ -84,9 +84,10 @@ def _list_zigzag_shards(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> l
 
 
 def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
-    """Return the layouts that the values of ``tie`` (values that must share one layout) may have. Raise
-    :class:`ShardingError` if ``rules`` leave none. ``num_ranks``: size of the mesh axis over which the model is
-    sharded."""
+    """Return the layouts that the values of ``tie`` (values that must share one layout) may have. ``model``: the model
+    as calls of blocks; equal layers share one block. Raise :class:`ShardingError` if ``rules`` leave none.
+    ``num_ranks``: size of the mesh axis over which the model is sharded.
+    """
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
     outputs = {o.value for o in model.outputs if o.value is not None}
@@ -147,9 +148,10 @@ def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
 def _restrict_layouts(
     options: list[Layout], limits: list[tuple[str, str, Collection[Layout]]], tie: LayoutTie, num_ranks: int
 ) -> list[Layout]:
-    """Return those ``options`` that all ``limits`` allow. ``limits``: triples of a tensor's name, the reason of the
-    limit in words, and the allowed layouts. Raise :class:`ShardingError` if none is left. ``tie``: the tensors, and
-    ``num_ranks``: size of the mesh axis, both for the message."""
+    """Return the layouts in ``options`` that all ``limits`` allow. ``limits``: triples of a tensor's name, the reason
+    of the limit in words, and the allowed layouts. Raise :class:`ShardingError` if none is left. ``tie``: the tensors,
+    and ``num_ranks``: size of the mesh axis, both for the message.
+    """
     left = [o for o in options if all(o in allowed for _, _, allowed in limits)]
     if not left:
         said = "; ".join(f"{name!r} is {why} {' or '.join(map(str, allowed))}" for name, why, allowed in limits)
@@ -171,8 +173,8 @@ MAX_WANTED = 6  # section layouts of one value that are passed on
 def list_operator_strategies(
     values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int, lengths: Collection[int] = NO_SIZES
 ) -> dict[fx.Node, list[Strategy]]:
-    """Return, for each operator of a block, its strategies: the ways to run it on ``num_ranks`` ranks, with the layouts
-    of its operands and results.
+    """Return, for each operator of a block, its strategies: the ways to run it on ``num_ranks`` ranks, each with the
+    layouts of its operands and results.
 
     ``operators``: the operators of the block. ``values``: its tensors. ``lengths``: sequence lengths; dims of these
     sizes may be sharded zigzag (each rank has a piece from the start and one from the end).
@@ -271,8 +273,8 @@ FLOPS: dict[str, Callable[[list[Shape], Shape], float]] = {
 
 
 def matmul_flops(node: fx.Node) -> float:
-    """Return the FLOPs (multiplications plus additions) of one call of a matrix product, convolution or attention; 0
-    for any other operator.
+    """Return the FLOPs (multiplications plus additions) of one call of ``node``, a matrix product, convolution or
+    attention; 0 for any other operator.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0.0

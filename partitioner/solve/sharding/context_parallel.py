@@ -96,8 +96,9 @@ def _solve_context_sharding(
 ) -> ShardingSolution:
     """Return the sharding of ``split`` over ``num_ranks`` ranks of ``cp`` at the least cost. ``batch``: which dim of
     each value indexes samples. ``tp``: ranks that also divide the attention heads. ``algorithm``: of every attention,
-    or ``None`` to choose. ``allowed``: whether an operator may use a strategy. Raise :class:`PlanError` if there is
-    none. ``costs``: prices of the shardings."""
+    or ``None`` to choose. ``allowed``: whether an operator may use a strategy. ``split``: the model as calls of blocks;
+    equal layers share one block. Raise :class:`PlanError` if there is none. ``costs``: prices of the shardings.
+    """
     check_algorithm(split, num_ranks, tp, algorithm)
     layouts = {i.value: _input_layouts(split.values[i.value], batch.values[i.value], num_ranks) for i in split.inputs}
     lengths = {split.values[name].shape[to.dim] for name, found in layouts.items() for to in found if to.is_shard}
@@ -127,7 +128,9 @@ def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layo
 
 
 def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:
-    """Yield the graph nodes of the fused attention operators of all blocks of ``model``."""
+    """Yield the graph nodes of the fused attention operators of all blocks of ``model``. ``model``: the model as calls
+    of blocks; equal layers share one block.
+    """
     for block in model.blocks.values():
         yield from (node for node in block.graph.nodes if node.op == "call_function" and is_attention(node))
 
@@ -135,7 +138,8 @@ def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:
 def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algorithm | None) -> None:
     """Raise :class:`PlanError` if some attention of ``model`` cannot run by ``algorithm`` over ``num_ranks`` ranks.
     ``tp``: number of ranks that share the attention heads. The message names the attention, the reason and an
-    alternative."""
+    alternative. ``model``: the model as calls of blocks; equal layers share one block.
+    """
     if algorithm is None or num_ranks == 1:
         return
     found = list(list_fused_attentions(model))
@@ -276,7 +280,8 @@ def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
 
 def algorithms_of(model: FoldedModel, sharding: ShardingSolution) -> dict[str, int]:
     """Return algorithm name -> number of attention calls of the model, most frequent first. The key ``"whole"`` counts
-    calls that use none of the algorithms. ``sharding``: the sharding over ``cp``.
+    calls that use none of the algorithms. ``sharding``: the sharding over ``cp``. ``model``: the model as calls of
+    blocks; equal layers share one block.
     """
     counts: dict[str, int] = {}
     for name, block in model.blocks.items():
@@ -289,7 +294,8 @@ def algorithms_of(model: FoldedModel, sharding: ShardingSolution) -> dict[str, i
 
 def _check_divided(model: FoldedModel, solution: ShardingSolution) -> None:
     """Raise :class:`PlanError` if the sharding ``solution`` divides less than half of the work of the model's matrix
-    products. The message names the largest product that is not divided.
+    products. The message names the largest product that is not divided. ``model``: the model as calls of blocks; equal
+    layers share one block.
     """
     if solution.matmul_sharded >= _LEAST_DIVIDED:
         return

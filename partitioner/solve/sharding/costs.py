@@ -290,7 +290,8 @@ def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Grou
     describes, with a large penalty for matrix products and weights that are not divided over the ranks. On ``cp`` the
     penalty also applies to all other results, because that axis exists to divide their memory.
 
-    ``device``: the device type. ``precision``: number format of most products, such as ``"bf16"``.
+    ``device``: the device type. ``precision``: number format of most products, such as ``"bf16"``. ``model``: the model
+    as calls of blocks; equal layers share one block.
     """
     products = [(often, node) for often, node in _list_weighted_operators(model) if matmul_flops(node)]
     flops = sum(often * matmul_flops(node) for often, node in products)
@@ -312,7 +313,8 @@ def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Grou
 
 def _list_weighted_operators(model: FoldedModel) -> Iterator[tuple[int, fx.Node]]:
     """Yield (count, operator) for every operator in the blocks of ``model``; the count is how many calls in the model
-    execute the operator's block."""
+    execute the operator's block. ``model``: the model as calls of blocks; equal layers share one block.
+    """
     for name, block in model.blocks.items():
         often = model.num_calls(name)
         yield from ((often, node) for node in block.graph.nodes if node.op == "call_function")

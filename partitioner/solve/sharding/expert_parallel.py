@@ -30,15 +30,19 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
 
 def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:
     """Return a dict from block name to the expert regions of the block: the parts of its graph in which the experts of
-    a mixture compute rows. Blocks without such parts are left out. ``apart``: mesh axes along which ranks will hold
-    different experts; an operator that communicates over one of them ends a region."""
+    a mixture compute rows (tokens). Blocks of ``model`` without such parts are left out. ``apart``: mesh axes along
+    which ranks will hold different experts; an operator that communicates over one of them ends a region. ``model``:
+    the model as calls of blocks; equal layers share one block.
+    """
     found = {name: find_regions(block, apart) for name, block in model.blocks.items()}
     return {name: regions for name, regions in found.items() if regions}
 
 
 def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]]) -> dict[str, tuple[int, int]]:
     """Return a dict from the name of each parameter and buffer of experts in ``model`` to (the dim that indexes
-    experts, the number of experts). ``regions``: block name -> the parts of its graph in which experts compute."""
+    experts, the number of experts). ``regions``: block name -> the parts of its graph in which experts compute.
+    ``model``: the model as calls of blocks; equal layers share one block.
+    """
     found: dict[str, tuple[int, int]] = {}
     for call in model.calls:
         bound = dict(zip(model.blocks[call.block].states, call.states, strict=True))
@@ -126,9 +130,9 @@ def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> All
 def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> ShardingSolution:
     """Return a sharding of the batch over ranks that allows ranks with different samples to hold different experts.
 
-    This is the given sharding ``batch`` if it allows that; otherwise one with the experts' rows divided over the ranks,
-    or whole on each of them. If there is none, return ``batch``. ``samples``: number of samples of the batch.
-    ``model``: the model on the whole batch.
+    This is the given sharding ``batch`` if it allows that; otherwise one with the experts' rows (tokens) divided over
+    the ranks, or with all rows on each of them. If there is none, return ``batch``. ``samples``: number of samples of
+    the batch. ``model``: the model on the whole batch, as calls of blocks.
     """
     if can_spread_experts(model, batch):
         return batch
@@ -140,7 +144,9 @@ def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> S
 
 def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
     """Return whether ranks with different parts of the batch of ``model`` may hold different experts. That is the case
-    if the sharding ``batch`` divides the experts' work only by rows (tokens), or if every rank has all rows."""
+    if the sharding ``batch`` divides the experts' work only by rows (tokens), or if every rank has all rows. ``model``:
+    the model as calls of blocks; equal layers share one block.
+    """
     ways = [way(*_find_expert_row_dims(model)) for way in (_by_rows, _all_rows)]
     for name, regions in regions_of(model).items():
         chosen = batch.blocks[name].strategies
@@ -153,7 +159,7 @@ def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
 
 def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[FoldedModel, dict[str, Layout]]:
     """Return ``model`` with its experts distributed over ``ep`` ranks, and name -> layout over ``ep`` of the parameters
-    and buffers that are distributed.
+    and buffers that are distributed. ``model``: the model as calls of blocks; equal layers share one block.
 
     ``model`` is already sharded over ``tp`` ranks; each expert is shared by ``etp`` ranks (0: ``tp``). Raise
     :class:`PlanError` if the graph does not allow it.

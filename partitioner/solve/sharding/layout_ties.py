@@ -106,7 +106,9 @@ class LayoutTie:
 
 def tied_values(model: FoldedModel) -> list[LayoutTie]:
     """Return the groups of inputs of ``model`` and outputs of its blocks that must share one layout, because calls of
-    one block read or return them at the same place. The groups are in order of first appearance."""
+    one block read or return them at the same place. The groups are in order of first appearance. ``model``: the model
+    as calls of blocks; equal layers share one block.
+    """
     pairs: list[tuple[str, Port | None]] = [(i.value, None) for i in model.inputs]
     for call in model.calls:
         pairs += [(value, (call.block, "input", i)) for i, value in enumerate(call.inputs)]
@@ -116,7 +118,9 @@ def tied_values(model: FoldedModel) -> list[LayoutTie]:
 
 def tied_states(model: FoldedModel) -> list[LayoutTie]:
     """Return the groups of states (parameters and buffers) of ``model`` that must share one layout, because calls of
-    one block read them at the same place. The groups are in order of first appearance."""
+    one block read them at the same place. The groups are in order of first appearance. ``model``: the model as calls of
+    blocks; equal layers share one block.
+    """
     pairs: list[tuple[str, Port | None]] = [(name, None) for name in model.states]
     for call in model.calls:
         pairs += [(name, (call.block, "state", i)) for i, name in enumerate(call.states)]

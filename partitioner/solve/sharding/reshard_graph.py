@@ -174,7 +174,9 @@ def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]
 
 
 def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
-    """Return a table of costs that forbids pairs of choices: infinity where ``mask`` is true and 0 elsewhere."""
+    """Return a table of costs with the shape of ``mask``: infinity, which forbids the pair of choices, where ``mask``
+    is true, and 0 elsewhere.
+    """
     return np.where(mask, np.inf, 0.0)
 
 

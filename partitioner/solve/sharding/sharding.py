@@ -121,7 +121,8 @@ def solve_sharding(
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
     """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``: layouts of tensors and strategies
-    of operators. ``costs``: prices of the choices.
+    of operators. ``costs``: prices of the choices. ``model``: the model as calls of blocks; equal layers share one
+    block.
 
     ``rules``: layouts that the caller fixes. Unless it is named, the loss is a partial sum on the axis ``data`` and
     replicated on others. On ``data``, parameters and buffers are not sharded, and tensors between blocks may be partial
@@ -140,15 +141,15 @@ def sharding_problem(
 ) -> ShardingProblem:
     """Return the problem of finding the cheapest sharding of ``model``, for two or more ranks. ``axis``: name of the
     mesh axis, such as ``"tp"``. ``num_ranks``: its size. ``costs``: prices of the choices. ``rules``: layouts fixed by
-    the caller.
+    the caller. ``model``: the model as calls of blocks; equal layers share one block.
     """
     return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, rules))
 
 
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:
-    """Return ``rules``, layouts that the caller fixed, with those added that the mesh axis ``axis`` requires: of the
-    loss, and on the axis ``data`` of parameters, buffers and tensors between blocks. ``model``: the model to shard.
-    Raise ``ShardingError`` if a name is not in the model.
+    """Return ``rules``, layouts that the caller fixed, together with those that the mesh axis ``axis`` requires: of the
+    loss, and on the axis ``data`` also of parameters, buffers and tensors between blocks. ``model``: the model to
+    shard, as calls of blocks. Raise ``ShardingError`` if a name is not in the model.
     """
     outputs = dict(rules.outputs)
     if model.loss is not None:
@@ -377,7 +378,9 @@ def _measure_sharded_work(
 
 def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolution:
     """Return the sharding of ``model`` over one rank, in which everything is replicated, with its cost by ``costs``.
-    ``axis``: name of the mesh axis, such as ``"tp"``."""
+    ``axis``: name of the mesh axis, such as ``"tp"``. ``model``: the model as calls of blocks; equal layers share one
+    block.
+    """
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     blocks: dict[str, BlockSharding] = {}
     for name, block in model.blocks.items():

@@ -182,8 +182,8 @@ class _Costs:
     def taken(
         self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
     ) -> dict[tuple[int, ...], float]:
-        """Simulate the cuts in the rows of ``cuts`` (the index of the first call of each stage, followed by the number
-        of calls), and return cuts -> step time in seconds, fastest first.
+        """Simulate a step of the schedule for each row of ``cuts`` (the index of the first call of each stage, followed
+        by the number of calls), and return cuts -> step time in seconds, fastest first.
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
         ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the

@@ -159,9 +159,10 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """Return a copy of this problem in which every call recomputes its cheap operators (selective recomputation),
-        with the costs that follow. Return ``None`` if the problem does not allow that, or if no call has such
-        operators."""
+        """Return a copy of this problem in which every block call recomputes its cheap operators in backward (selective
+        recomputation), with the costs that follow. Return ``None`` if the problem does not allow that, or if no call
+        has such operators.
+        """
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None

@@ -200,8 +200,8 @@ class Segments:
         return table
 
     def _tabulate_distinct_bytes(self, items: Sequence[Sequence[Item]]) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items of the calls ``start:stop``.
-        ``items``: for each call, its pairs of name and bytes.
+        """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items (such as values or
+        parameters) of the calls ``start:stop``. ``items``: for each call, its items as pairs of name and bytes.
         """
         places, counted = _index_first_occurrences([[name for name, _ in own] for own in items])
         sizes = np.array([size for own in items for _, size in own], dtype=np.float64)
@@ -256,8 +256,8 @@ def _build_cached_segments(calls: tuple[Holding, ...], local: frozenset[str]) ->
 
 
 def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
-    """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items of the calls ``start:stop``, for
-    ``n`` calls.
+    """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items (such as parameters) that the
+    calls ``start:stop`` read, for a model of ``n`` calls.
 
     ``places``, ``sizes``: for each item that a call reads, the flat index ``start * n + call`` and the bytes of the
     item. ``start`` is the earliest start of a sequence in which no call before ``call`` reads the item.
@@ -270,8 +270,9 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
 
 
 def _index_first_occurrences(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find, for each item that a call reads, the earliest start of a sequence of calls in which no earlier call reads
-    the item, so that sums over a sequence count shared items once. ``names``: for each call, the names of its items.
+    """Find, for each item (such as a parameter) that a call reads, the earliest start of a sequence of calls in which
+    no earlier call reads the item, so that sums over a sequence count shared items once. ``names``: for each call, the
+    names of its items.
 
     Return two parallel arrays: flat indices ``start * calls + call``, and the position of the item in the concatenated
     ``names``. The start is the call after the previous call that has the item. An item that one call names twice is

@@ -33,8 +33,9 @@ _HOW = {
 
 
 def check_room(takes: str, needed: float, room: float) -> None:
-    """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room`` bytes. ``takes``: the start of the error
-    message, which names what needs the memory."""
+    """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room``, the bytes of memory that there are. ``takes``:
+    the start of the error message, which names what needs the memory.
+    """
     if (missing := math.ceil(needed - room)) > 0:
         text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
         raise CapacityError(text, missing_bytes=missing, at_least=True)
@@ -158,7 +159,9 @@ class StageSplit:
 
 
 class NoneLeft(CapacityError):
-    """Error that is raised if every cut into stages that fits in memory has a stage that the problem forbids."""
+    """Error that is raised if every cut of the block calls into pipeline stages that fits in memory has a stage that
+    the problem forbids.
+    """
 
 
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:

@@ -73,10 +73,12 @@ class StageTables:
 
     @cached_property
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
-        """Return two lists with one entry for each stage: a table whose entry ``[start, stop]`` is the seconds per
-        microbatch (forward, backward, recomputation and waits) of the block calls ``start:stop``, and a mask ``[start,
-        stop]`` that says which of them recompute selectively, which means cheap operators only, because this is
-        required or takes less time. The second list is empty if selective recomputation is not allowed."""
+        """Return two lists with one entry for each pipeline stage. The first has tables whose entry ``[start, stop]``
+        is the seconds per microbatch (forward, backward, recomputation and waits) of the block calls ``start:stop``.
+        The second has masks whose entry ``[start, stop]`` says whether these calls recompute selectively, which means
+        cheap operators only, because this is required or takes less time; it is empty if selective recomputation is not
+        allowed.
+        """
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
         times = [table for stages in chunks for table in self._tabulate_segment_times(stages)]
@@ -367,7 +369,8 @@ class StageTables:
         self, stage: int | Counts, whole: Table, half: Table, gone: Table | float = 0.0
     ) -> Table:
         """Return the largest total bytes of activations of the microbatches that a stage holds at a time, over all
-        moments of the schedule. The arguments in bytes are tables, and so is the result.
+        moments of the schedule. ``whole``, ``half``, ``gone`` and the result are tables of bytes of one shape, with an
+        entry for each sequence of block calls.
 
         ``stage``: index of the stage, or an array of indices. ``whole``: bytes of a microbatch whose backward has not
         begun. ``half``: bytes of a microbatch between the two halves of its backward. ``gone``: bytes that one of the

@@ -74,11 +74,12 @@ def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, cap
 
 
 def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False) -> Iterator[list[StagePlan]]:
-    """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then with one
-    more such call each time: the one that frees the most bytes per second of recomputation.
+    """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then each time
+    with one more such call, which is the one that frees the most bytes per second of recomputation.
 
-    ``in_part``: the other calls are recomputed selectively. Nothing is yielded if the problem requires full
-    recomputation, or allows no call to be recomputed. ``tables``: seconds and bytes of all possible stages.
+    ``in_part``: the other calls are recomputed selectively (only cheap operators). Nothing is yielded if the problem
+    requires full recomputation, or allows no call to be recomputed. ``tables``: seconds and bytes of all possible
+    stages.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
@@ -105,9 +106,9 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
 
 
 def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
-    """Yield variants of ``plans`` (the virtual stages of a rank): first without recomputation, then with one more
-    virtual stage recomputed selectively each time. Stages that hold more microbatches come first, since they free more
-    memory.
+    """Yield variants of ``plans`` (the virtual stages of a rank): first without recomputation, then each time with one
+    more virtual stage recomputed selectively (only cheap operators). Stages that hold more microbatches come first,
+    since they free more memory.
 
     Nothing is yielded if selective recomputation is not allowed, or if it is required for all stages. ``tables``:
     seconds and bytes of all possible stages.
@@ -335,8 +336,9 @@ def set_scheduled_in_flight(
 
 
 def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks) -> StageSplit | None:
-    """Return ``split`` with the same cuts and enough recomputation for every rank to fit in memory; ``None`` if some
-    rank cannot fit. ``ranks``: the virtual stages of each rank. ``tables``: seconds and bytes of all possible stages.
+    """Return ``split``, a cut into virtual stages, with the same cuts and enough recomputation for every rank to fit in
+    memory; ``None`` if some rank cannot fit. ``ranks``: the virtual stages of each rank. ``tables``: seconds and bytes
+    of all possible stages.
     """
     stages = list(split.stages)
     for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):

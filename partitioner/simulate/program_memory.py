@@ -52,7 +52,7 @@ def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
     """Return the bytes of temporary data at one moment of a step, by kind: ``saved`` values and activations,
     ``flowing`` gradients of values, ``recomputed`` activations, ``working`` memory, ``gathered`` parameters.
     ``moment``: the bytes of each kind that the program holds then, without working memory. ``working``: bytes of
-    working memory of the block that runs at this moment.
+    working memory of the block (such as a layer) that runs at this moment.
     """
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}
@@ -74,9 +74,9 @@ def _find_fullest_moment(
     facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]
 ) -> tuple[MemoryMoment, int]:
     """Return the moment of peak memory on a rank of one pipeline stage (its temporary bytes by kind), and the bytes of
-    working memory of the block that runs then. ``facts``: figures derived from the program, such as the bytes of its
-    values. ``stage``: index of the stage. ``instructions``: those of the stage. ``needs``: bytes of working memory of
-    each block call of the stage.
+    working memory of the block (such as a layer) that runs then. ``facts``: figures derived from the program, such as
+    the bytes of its values. ``stage``: index of the stage. ``instructions``: those of the stage. ``needs``: bytes of
+    working memory of each block call of the stage.
 
     If the instructions contain repeated sections, one and two repetitions are followed first. The whole list is
     followed only if the second repetition has a higher peak.
@@ -137,7 +137,7 @@ def _drop_sizes(program: Program, names: Collection[str]) -> Program:
 
 def _sum_moment_bytes(found: tuple[MemoryMoment, int]) -> int:
     """Return the bytes of temporary data at one moment of a step, all kinds together. ``found``: a pair: the bytes of
-    each kind that the program holds then, and the bytes of working memory of the block that runs.
+    each kind that the program holds then, and the bytes of working memory of the block (such as a layer) that runs.
     """
     moment, working = found
     return moment.saved + moment.gradients + moment.recomputed + moment.gathered + working

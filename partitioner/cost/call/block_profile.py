@@ -61,7 +61,7 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can overlap with the
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One GPU kernel of a block, and its role in the block.
+    """One GPU kernel of a block (such as a layer), and its role in the block.
 
     - ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix product or an attention. ``again``:
       selective recomputation runs it a second time in backward. ``ring``: if its operator is an attention over a
@@ -86,9 +86,9 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Table of the kernels of a block: the fields of :class:`Kernel` and :class:`KernelRow` as arrays of shape
-    ``[kernels]``. ``kinds`` and ``precisions`` list the distinct names; ``kind`` and ``precision`` hold an index into
-    them for each kernel.
+    """Table of the kernels of a block (such as a layer): the fields of :class:`Kernel` and :class:`KernelRow` as arrays
+    of shape ``[kernels]``. ``kinds`` and ``precisions`` list the distinct names; ``kind`` and ``precision`` hold an
+    index into them for each kernel.
     """
 
     kinds: tuple[str, ...]
@@ -115,8 +115,8 @@ class KernelTable:
 
     @staticmethod
     def of(rows: Sequence[KernelRow]) -> KernelTable:
-        """Return ``rows``, the kernels of a block, as a table: arrays with one entry for each kernel, in the same
-        order.
+        """Return ``rows``, the kernels of a block (such as a layer), as a table: arrays with one entry for each kernel,
+        in the same order.
         """
         kernels = [row.kernel for row in rows]
         kinds = list(dict.fromkeys(k.kind for k in kernels))
@@ -148,7 +148,7 @@ class KernelTable:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective of the block over a mesh axis.
+    """A collective of the block (such as a layer) over a mesh axis.
 
     - ``way``: 0 forward, 1 backward. ``op``: name of the collective. ``axis``: name of the mesh axis.
     - ``nbytes``: bytes of its operand. ``from_part``: the operand is one rank's part of the tensor, as in an
@@ -170,7 +170,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StateRead:
-    """A parameter or buffer that a block reads.
+    """A parameter or buffer that a block (such as a layer) reads.
 
     ``name``: its name in the block. ``nbytes``: its bytes in the block's graph, which has one rank's shapes before
     ZeRO. ``gradient_bytes``: the bytes of its accumulated gradient; 0 if it has none. ``expert``: it belongs to
@@ -194,7 +194,7 @@ class StateRead:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """Kernels, collectives, parameters and buffers of one call of a block.
+    """Kernels, collectives, parameters and buffers of one call of a block (such as a layer).
 
     - ``kernels``: the table of GPU kernels. ``exchanges``: the collectives. ``states``: the parameters and buffers that
       the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it runs backward).
@@ -237,7 +237,7 @@ def asked_by(
 
 
 class _BlockProfiler:
-    """Collects the kernels and collectives of a block's operators.
+    """Collects the kernels and collectives of a block's operators. A block is a piece of the model, such as a layer.
 
     ``train``: the block has a backward. ``fp8``: products with weights are in fp8. ``again``: the nodes that selective
     recomputation runs a second time, in backward. ``fused_casts``: the preceding kernels write operands in fp8.
@@ -273,8 +273,8 @@ class _BlockProfiler:
         self.routing, self.among_experts = 0, False
 
     def read(self) -> BlockProfile:
-        """Collect the kernels and collectives of every operator of the block, and return them with the parameters and
-        buffers that the block reads.
+        """Collect the kernels and collectives of every operator of the block (such as a layer), and return them with
+        the parameters and buffers that the block reads.
         """
         for node in self.block.graph.nodes:
             if node.op == "call_function":
@@ -403,7 +403,7 @@ class _BlockProfiler:
     ) -> None:
         """Append ``kernels``, those that run ``node``, to the block's list of kernels. ``way``: 0 forward, 1 backward.
         ``operands``: the tensors that ``node`` reads. ``ring``: if ``node`` is an attention over a sharded sequence,
-        its index among those of the block, else -1.
+        its index among those of the block, else -1. A block is a piece of the model, such as a layer.
         """
         expert, product = node in self.region.products, any(k.flops for k in kernels)
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
@@ -491,10 +491,10 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Return how much longer the host needs to launch the linear layers of ``block`` if Transformer Engine runs them
-    and not torch, as a dict: first matrix product of a layer -> number of operator launches that would take this
-    additional time. Products that read the same value are one layer. ``region``: the products of experts, which are
-    left out.
+    """Return how much longer the host needs to launch the linear layers of ``block`` (a piece of the model, such as a
+    layer) if Transformer Engine runs them and not torch, as a dict: first matrix product of a layer -> number of
+    operator launches that would take this additional time. Products that read the same value are one layer. ``region``:
+    the products of experts, which are left out.
 
     One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
     NVIDIA/TransformerEngine issue 2053).
@@ -510,7 +510,9 @@ def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, floa
 
 
 def learned_nodes(block: Block) -> set[fx.Node]:
-    """Return the parameters and buffers of ``block``, and all nodes that are computed from these alone."""
+    """Return the parameters and buffers of ``block`` (a piece of the model, such as a layer), and all nodes that are
+    computed from these alone.
+    """
     states = set(block.states)
     found = {node for node in block.placeholders if node.name in states}
     for node in block.graph.nodes:
@@ -522,7 +524,8 @@ def learned_nodes(block: Block) -> set[fx.Node]:
 def node_operands(
     node: fx.Node, states: set[str], learned: Container[fx.Node], copied: bool = False
 ) -> tuple[list[Operand], list[Operand]]:
-    """Return two lists: the tensors that ``node`` reads and the tensors that it computes.
+    """Return two lists: the tensors that ``node`` reads and the tensors that it computes. A block is a piece of the
+    model, such as a layer.
 
     ``states``: names of the block's parameters and buffers. ``learned``: nodes computed from these alone. ``copied``:
     whether elements that ``expand`` repeated count as repeated (``Operand.repeats``) even if a later reshape copied
@@ -569,7 +572,8 @@ def gradient_bytes_of(placeholder: fx.Node) -> int:
 
 def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
     """Return a list with the kernel that adds a parameter's gradient to that of earlier microbatches. It is empty if
-    ``placeholder`` is no parameter or has no gradient. ``states``: names of the block's parameters and buffers.
+    ``placeholder`` is no parameter or has no gradient. ``states``: names of the block's parameters and buffers. A block
+    is a piece of the model, such as a layer.
     """
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []

@@ -49,15 +49,15 @@ Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
 
 def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the nodes of ``block`` that selective recomputation runs a second time, in backward. ``sent``: nodes whose
-    values come from other ranks; these are never recomputed.
+    """Return the nodes of ``block`` (a piece of the model, such as a layer) that selective recomputation runs a second
+    time, in backward. ``sent``: nodes whose values come from other ranks; these are never recomputed.
     """
     return find_recomputed_nodes(block, "selective", sent)
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """Cost of one microbatch through one call of a block on one rank.
+    """Cost of one microbatch through one call of a block (such as a layer) on one rank.
 
     Fields that end in ``_comm_s`` are seconds of collectives; other ``_s`` fields are seconds without collectives.
 
@@ -102,7 +102,9 @@ class CallCost:
     slim: CallCost | None = None
 
     def paced(self, factor: float) -> CallCost:
-        """Return this cost of a block call with all seconds multiplied by ``factor``; bytes and FLOPs stay."""
+        """Return this cost of a block call (such as a layer) with all seconds multiplied by ``factor``; bytes and FLOPs
+        stay.
+        """
         if factor == 1:
             return self
         return replace(
@@ -118,22 +120,23 @@ class CallCost:
         )
 
     def at_least(self, forward_s: float, backward_s: float) -> CallCost:
-        """Return this cost of a block call with ``forward_s`` and ``backward_s`` raised to at least the given seconds.
-        The part of the backward for gradients of inputs takes at least half of the given ``backward_s``.
+        """Return this cost of a block call (such as a layer) with ``forward_s`` and ``backward_s`` raised to at least
+        the given seconds. The part of the backward for gradients of inputs takes at least half of the given
+        ``backward_s``.
         """
         back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
     def selective(self) -> CallCost:
-        """Return this cost of a block call as it is under selective recomputation, in which backward recomputes the
-        activations that are quick to compute.
+        """Return this cost of a block call (such as a layer) as it is under selective recomputation, in which backward
+        recomputes the activations that are quick to compute.
         """
         return self.slim if self.slim is not None else self._selective_cost
 
     @cached_property
     def _selective_cost(self) -> CallCost:
-        """Return this cost of a block call with the saved bytes, working bytes and seconds that it has under selective
-        recomputation.
+        """Return this cost of a block call (such as a layer) with the saved bytes, working bytes and seconds that it
+        has under selective recomputation.
         """
         return replace(
             self,
@@ -158,8 +161,8 @@ class CallCost:
 
     @cached_property
     def recompute_s(self) -> float:
-        """Return the seconds that full recomputation of the block adds to the backward of one microbatch: those of its
-        forward, without work that backward does anyway.
+        """Return the seconds that full recomputation of the block (such as a layer) adds to the backward of one
+        microbatch: those of its forward, without work that backward does anyway.
         """
         return self.forward_total_s - self.forward_only_s
 
@@ -176,17 +179,18 @@ def call_costs(
     train: bool = True,
     spread: Spread = NO_SPREAD,
 ) -> CallCost:
-    """Return the cost of one call of ``block``, a local graph (one rank's shapes, with its collectives), on ``device``.
-    ``groups``: mesh axis -> the group of ranks over which collectives of that axis run; collectives over other axes
-    cost nothing. ``train``: whether the call has a backward and saves activations for it. ``spread``: how expert
-    parallelism and ZeRO-3 distribute the call over ranks.
+    """Return the cost of one call of ``block`` (a piece of the model, such as a layer), a local graph (one rank's
+    shapes, with its collectives), on ``device``. ``groups``: mesh axis -> the group of ranks over which collectives of
+    that axis run; collectives over other axes cost nothing. ``train``: whether the call has a backward and saves
+    activations for it. ``spread``: how expert parallelism and ZeRO-3 distribute the call over ranks.
     """
     return CallWork(block, train).cost(device, groups, spread)
 
 
 @dataclass(frozen=True)
 class _Computed:
-    """Seconds and FLOPs of the kernels of one block call on one device type. Pairs are (forward, backward).
+    """Seconds and FLOPs of the kernels of one block call (such as a layer) on one device type. Pairs are (forward,
+    backward).
 
     ``seconds``: of all kernels. ``weights``: seconds of backward kernels that compute gradients of weights.
     ``products``: seconds of matrix products. ``rings``: seconds of each attention over a sharded sequence. ``again``:
@@ -204,8 +208,8 @@ class _Computed:
 
 
 class CallWork:
-    """The work of one call of ``block``, from which :meth:`cost` computes seconds and bytes for any device type and
-    groups of ranks.
+    """The work of one call of ``block`` (a piece of the model, such as a layer), from which :meth:`cost` computes
+    seconds and bytes for any device type and groups of ranks.
 
     ``train``: the call has a backward. ``again``: a function from the block and the values that come from other ranks
     to the nodes that selective recomputation runs a second time, in backward. Kernel times are cached by device and by
@@ -220,7 +224,8 @@ class CallWork:
 
     def asked(self, fp8: bool, profile: ExecutionProfile = OURS) -> BlockProfile:
         """Return the kernels and collectives of the block (cached). ``fp8``: products with weights run in fp8.
-        ``profile``: how the training framework runs casts and experts.
+        ``profile``: how the training framework runs casts and experts. A block is a piece of the model, such as a
+        layer.
         """
         key = fp8, profile.fused_casts, profile.expert_kernels, profile.current_scaling
         if key not in self._asked:
@@ -248,14 +253,16 @@ class CallWork:
 
     @cached_property
     def has_experts(self) -> bool:
-        """Return whether the block contains experts, so that its cost depends on their distribution over ranks."""
+        """Return whether the block (such as a layer) contains experts, so that its cost depends on their distribution
+        over ranks.
+        """
         found = expert_region(self.block)  # the full `asked` may never be needed, and takes long to compute
         return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
-        """Return the cost of one call of the block on a rank with device type ``device``. ``groups``: mesh axis -> the
-        group of ranks over which collectives of that axis run. ``spread``: how expert parallelism and ZeRO-3 distribute
-        the call over ranks.
+        """Return the cost of one call of the block (such as a layer) on a rank with device type ``device``. ``groups``:
+        mesh axis -> the group of ranks over which collectives of that axis run. ``spread``: how expert parallelism and
+        ZeRO-3 distribute the call over ranks.
         """
         profile, train = spread.profile, self.train
         asked = self.asked(spread.fp8, profile)
@@ -306,8 +313,9 @@ class CallWork:
         return self._build_call_cost(asked, spread, computed, halves, comm, forward_only_s)
 
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
-        """Return the seconds and FLOPs of the kernels of the block on ``device``, from the cache if they are there.
-        ``asked``: the block's kernels and collectives. ``spread``: how experts are distributed over ranks.
+        """Return the seconds and FLOPs of the kernels of the block (such as a layer) on ``device``, from the cache if
+        they are there. ``asked``: the block's kernels and collectives. ``spread``: how experts are distributed over
+        ranks.
         """
         even = spread.profile.even_experts
         experts = spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
@@ -325,11 +333,11 @@ class CallWork:
         comm: list[float],
         forward_only_s: float,
     ) -> CallCost:
-        """Return the complete cost of a call. ``asked``: kernels and collectives of the block. ``spread``: how expert
-        parallelism and ZeRO-3 distribute the call over ranks. ``halves``: three durations in seconds without
-        collectives: forward, backward for inputs, backward for weights. ``comm``: two durations in seconds of
-        collectives: forward, backward. ``computed``: seconds and FLOPs of the kernels. ``forward_only_s``: seconds of
-        the forward that full recomputation does not repeat.
+        """Return the complete cost of a call. ``asked``: kernels and collectives of the block (such as a layer).
+        ``spread``: how expert parallelism and ZeRO-3 distribute the call over ranks. ``halves``: three durations in
+        seconds without collectives: forward, backward for inputs, backward for weights. ``comm``: two durations in
+        seconds of collectives: forward, backward. ``computed``: seconds and FLOPs of the kernels. ``forward_only_s``:
+        seconds of the forward that full recomputation does not repeat.
         """
         regather = self.train and spread.profile.regather
         apart = spread.ep > 1
@@ -361,7 +369,7 @@ class CallWork:
 
     @cached_property
     def _input_output_bytes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return two tuples: the bytes of each input of the block, and the bytes of each output."""
+        """Return two tuples: the bytes of each input of the block (such as a layer), and the bytes of each output."""
         placeholders = {n.name: n for n in self.block.placeholders}
         ahead = [placeholders[name] for name in self.block.inputs]
         of_inputs, of_outputs = ([float(n.meta["val"].nbytes) for n in nodes] for nodes in (ahead, self.block.outputs))
@@ -372,7 +380,7 @@ class CallWork:
         return tuple(self.train and needs_gradient(n) for n in self.block.outputs)
 
     def _find_saved_bytes(self, regather: bool, selective: bool, apart: bool) -> SavedBytes:
-        """Return the bytes and inputs that one call of the block keeps from forward to backward.
+        """Return the bytes and inputs that one call of the block (such as a layer) keeps from forward to backward.
 
         ``regather``: activations that were gathered over ``tp`` are not kept but gathered a second time in backward.
         ``selective``: results that selective recomputation computes in backward are not kept. ``apart``: experts are
@@ -391,7 +399,7 @@ def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> f
     """Return the number of operators that the host launches in one part of a block call (``half`` 0: forward, 1:
     backward for inputs, 2: backward for weights). Operators in recorded CUDA graphs do not count. ``asked``: kernels
     and operators of the block. ``spread``: how experts are distributed over ranks. The number is a fraction if a rank
-    holds a fraction of an expert.
+    holds a fraction of an expert. A block is a piece of the model, such as a layer.
     """
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.profile.expert_kernels == "each" and asked.held:
@@ -402,7 +410,8 @@ def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> f
 def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
     """Return the number of operators that the host launches once per expert, added up over the experts of a rank.
     ``half``: the part of a block call (0: forward, 1: backward for inputs, 2: backward for weights). ``asked``: kernels
-    and operators of the block. ``spread``: how experts are distributed over ranks.
+    and operators of the block. ``spread``: how experts are distributed over ranks. A block is a piece of the model,
+    such as a layer.
     """
     return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
 
@@ -413,8 +422,8 @@ def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: D
     deepseek-v3-gb200-optimization, section 3.1). 0 if one kernel serves all experts, if CUDA graphs contain the
     kernels, or if each expert's rows are padded to a fixed number.
 
-    ``asked``: kernels and operators of the block. ``spread``: how experts are distributed over ranks. ``device_s``:
-    seconds that the device takes for these kernels.
+    ``asked``: kernels and operators of the block (such as a layer). ``spread``: how experts are distributed over ranks.
+    ``device_s``: seconds that the device takes for these kernels.
     """
     profile = spread.profile
     if profile.expert_kernels != "each" or profile.graphs == "all" or profile.even_experts == "padded":
@@ -423,8 +432,8 @@ def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: D
 
 
 def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _Computed:
-    """Return the seconds and FLOPs of the kernels in ``asked``, the profile of a block, on ``device``, as one rank runs
-    them. ``spread``: how experts are distributed over ranks.
+    """Return the seconds and FLOPs of the kernels in ``asked``, the profile of a block (such as a layer), on
+    ``device``, as one rank runs them. ``spread``: how experts are distributed over ranks.
     """
     columns = _spread_columns(asked.kernels, spread)
     seconds = kernel_times(columns, device)
@@ -454,7 +463,8 @@ def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
     """Return ``columns``, the table of a block's kernels, as one rank runs them if experts are distributed as in
     ``spread``. Each rank of ``ep`` has a part of the experts' weights, and its experts get rows (tokens) of all these
     ranks. The expected imbalance of load between experts is included. If ``spread.divided``, the graph of the block has
-    only one rank's experts already, and the weights and rows are not divided a second time.
+    only one rank's experts already, and the weights and rows are not divided a second time. A block is a piece of the
+    model, such as a layer.
     """
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():
@@ -491,8 +501,8 @@ def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType,
 
 
 def compute_exchange_seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
-    """Return the seconds of ``exchange``, one collective of a block, on ``device``; 0 if its mesh axis is not in
-    ``groups`` (axis -> group of ranks) or has one rank.
+    """Return the seconds of ``exchange``, one collective of a block (such as a layer), on ``device``; 0 if its mesh
+    axis is not in ``groups`` (axis -> group of ranks) or has one rank.
     """
     group = groups.get(exchange.axis)
     if group is None or group.size == 1:

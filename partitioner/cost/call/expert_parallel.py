@@ -64,8 +64,8 @@ class Spread:
 
     @property
     def without_experts(self) -> Spread:
-        """Return this distribution with all fields for experts reset to their defaults, as it applies to a block
-        without experts.
+        """Return this distribution with all fields for experts reset to their defaults, as it applies to a block (such
+        as a layer) without experts.
         """
         return replace(
             self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False
@@ -73,7 +73,9 @@ class Spread:
 
     @property
     def of_experts(self) -> float:
-        """Return the fraction, from 0 to 1, of the expert weights in a block's graph that one rank holds."""
+        """Return the fraction, from 0 to 1, of the expert weights in a block's graph that one rank holds. A block is a
+        piece of the model, such as a layer.
+        """
         return 1.0 if self.divided else self.expert_tensor / self.ep
 
 
@@ -94,7 +96,7 @@ def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float6
 
 @dataclass(frozen=True)
 class ExpertProducts:
-    """The matrix products of the experts of one block.
+    """The matrix products of the experts of one block (such as a layer).
 
     ``products``: the nodes of these products. ``entries``: the nodes whose values are sent to the experts. ``exits``:
     the nodes whose values come back from them. ``states``: the names of the experts' weights. ``known``: whether the
@@ -129,8 +131,9 @@ class ExpertProducts:
 
 
 def expert_region(block: Block) -> ExpertProducts:
-    """Return the products of experts in ``block``, the values that enter the first of them and those that leave the
-    last. Empty if the block has no experts."""
+    """Return the products of experts in ``block`` (a piece of the model, such as a layer), the values that enter the
+    first of them and those that leave the last. Empty if the block has no experts.
+    """
     found = find_regions(block)
     if found:
         return ExpertProducts(
@@ -183,7 +186,7 @@ def _count_row_copies(node: fx.Node) -> float:
 def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
     """Return the seconds of sending tokens to their experts and back, for one pass (forward or backward). ``region``:
     the products of the block's experts. ``spread``: how the experts are distributed over ranks. 0 if each rank has all
-    experts, or if the graph contains these collectives already.
+    experts, or if the graph contains these collectives already. A block is a piece of the model, such as a layer.
     """
     if spread.ep == 1 or spread.divided:
         return 0.0

@@ -17,8 +17,9 @@ _SHOWN = 3  # products that a note names
 
 
 def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozenset[fx.Node]:
-    """Return the matrix products of ``block`` that run in fp8: the nodes that are fp8 operators already and, if
-    ``asked`` (the user requested fp8 and the model is not converted yet), the products that will be converted.
+    """Return the matrix products of ``block`` (a piece of the model, such as a layer) that run in fp8: the nodes that
+    are fp8 operators already and, if ``asked`` (the user requested fp8 and the model is not converted yet), the
+    products that will be converted.
 
     ``region``: the products of experts. With ``asked`` they are included if the planner can distribute them, although
     the runtime does not execute them in fp8.
@@ -32,7 +33,8 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozen
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
     """Return the nodes in ``products`` (matrix products of ``block``) that are the first to read their operands. Only
     for them a cast of the operand to fp8 is counted: software such as Transformer Engine casts an operand once, so of
-    the projections to queries, keys and values, which read one operand, the later two reuse the cast of the first.
+    the projections to queries, keys and values, which read one operand, the later two reuse the cast of the first. A
+    block is a piece of the model, such as a layer.
     """
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():
@@ -181,8 +183,9 @@ def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
 
 
 def _left_out(block: Block) -> Iterator[tuple[int, str]]:
-    """Yield the matrix products with weights of ``block`` that are not in fp8, as pairs (index of the weight among the
-    block's parameters and buffers, reason)."""
+    """Yield the matrix products with weights of ``block`` (a piece of the model, such as a layer) that are not in fp8,
+    as pairs (index of the weight among the block's parameters and buffers, reason).
+    """
     states, short = list(block.states), products_in_fp8(block, True, expert_region(block))
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
@@ -195,7 +198,7 @@ def _left_out(block: Block) -> Iterator[tuple[int, str]]:
 
 def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str]) -> str:
     """Return the reason why the product ``node`` does not run in fp8, for a note to the user. ``states``: the names of
-    the block's parameters and buffers.
+    the block's parameters and buffers. A block is a piece of the model, such as a layer.
     """
     product = product_of(node, states)
     if product is None:

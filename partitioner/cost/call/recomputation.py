@@ -41,10 +41,11 @@ _COPIES = frozenset(
 
 
 def find_recomputed_nodes(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the operators of ``block`` that backward runs a second time, so that their results are not kept. ``how``:
-    ``"scores"`` (attention scores only), ``"selective"`` (also other results that take many bytes and little time) or
-    ``"alternate"`` (also every second matrix product). The graph must mark which nodes need gradients. ``sent``: values
-    that come from other ranks when the block is executed; they are never recomputed.
+    """Return the operators of ``block`` (a piece of the model, such as a layer) that backward runs a second time, so
+    that their results are not kept. ``how``: ``"scores"`` (attention scores only), ``"selective"`` (also other results
+    that take many bytes and little time) or ``"alternate"`` (also every second matrix product). The graph must mark
+    which nodes need gradients. ``sent``: values that come from other ranks when the block is executed; they are never
+    recomputed.
     """
     scores = find_score_nodes(block)
     if how == "scores":

@@ -83,7 +83,7 @@ _INTO_BUFFERS = frozenset(("linear", "mm", "addmm", "matmul"))
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Memory of one call of a block, in bytes.
+    """Memory of one call of a block (such as a layer), in bytes.
 
     ``inside``: tensors that the block computes and keeps for backward. ``inputs``: for each input, whether it is kept.
     ``working``: largest temporary memory, in forward or backward, in addition to what is kept; the block's outputs
@@ -97,8 +97,8 @@ class SavedBytes:
 
 
 def find_score_nodes(block: Block) -> frozenset[fx.Node]:
-    """Return the operators of ``block`` whose results are attention scores, which selective recomputation (Korthikanti
-    et al. 2022) runs a second time in backward. A fused attention has none.
+    """Return the operators of ``block`` (a piece of the model, such as a layer) whose results are attention scores,
+    which selective recomputation (Korthikanti et al. 2022) runs a second time in backward. A fused attention has none.
 
     Scores are products of two activations that have more elements than both together, and results of this size that are
     computed from them. Operators that depend on no input and no parameter and are combined with scores, such as those
@@ -122,7 +122,7 @@ def find_score_nodes(block: Block) -> frozenset[fx.Node]:
 
 def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
     """Return the operators from which ``scores`` (nodes of attention scores) are computed and that depend on no input
-    of the block and on no parameter.
+    of the block (such as a layer) and on no parameter.
     """
     free: set[fx.Node] = set()
     placeholders = {
@@ -143,8 +143,9 @@ def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozens
 
 
 def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
-    """Return the all-gathers of activations in ``block``. Backward can repeat them, so their results are not needed in
-    memory until then."""
+    """Return the all-gathers of activations in ``block`` (a piece of the model, such as a layer). Backward can repeat
+    them, so their results are not needed in memory until then.
+    """
     states = set(block.states)
     return frozenset(
         node
@@ -156,9 +157,9 @@ def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
 
 
 def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> SavedBytes:
-    """Return the bytes that one call of ``block`` keeps for backward, and those that it needs while it runs. ``train``:
-    whether there is a backward; otherwise nothing is kept. ``without``: nodes whose results are not kept but computed a
-    second time in backward.
+    """Return the bytes that one call of ``block`` (a piece of the model, such as a layer) keeps for backward, and those
+    that it needs while it runs. ``train``: whether there is a backward; otherwise nothing is kept. ``without``: nodes
+    whose results are not kept but computed a second time in backward.
     """
     states = set(block.states)
     saved: dict[Value, int] = {}
@@ -262,9 +263,9 @@ def size_of(value: Value) -> int:
 
 
 def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
-    """Return two numbers of bytes: the largest memory that a forward of ``block`` needs besides all tensors in
-    ``saved`` (value -> bytes), and the part of it that is still allocated afterwards, which belongs to outputs that are
-    not saved. A value is a pair (node, index of its result).
+    """Return two numbers of bytes: the largest memory that a forward of ``block`` (a piece of the model, such as a
+    layer) needs besides all tensors in ``saved`` (value -> bytes), and the part of it that is still allocated
+    afterwards, which belongs to outputs that are not saved. A value is a pair (node, index of its result).
     """
     nodes = [n for n in block.graph.nodes if n.op == "call_function"]
     last: dict[Value, int] = {}
@@ -301,7 +302,8 @@ def _compute_scratch_bytes(node: fx.Node) -> int:
 
 
 def _backward_peak(block: Block) -> int:
-    """Return the largest number of bytes of gradients that exist at the same time in a backward of ``block``.
+    """Return the largest number of bytes of gradients that exist at the same time in a backward of ``block`` (a piece
+    of the model, such as a layer).
 
     A parameter's gradient is added to an accumulation buffer, which is not counted here. That of a product's weight is
     computed directly into the buffer (``runtime/execute/codegen.py``) and takes no further memory. That of another
@@ -339,9 +341,10 @@ _AT_ONCE = frozenset("convolution conv1d conv2d conv3d".split())
 
 
 def carried_bytes(block: Block) -> int:
-    """Return the bytes that one call of ``block`` holds between the two halves of its backward (first gradients of
-    inputs, later gradients of weights): values and gradients that the second half reads. Inputs, parameters and buffers
-    of the block are not counted. The graph must mark which nodes need gradients."""
+    """Return the bytes that one call of ``block`` (a piece of the model, such as a layer) holds between the two halves
+    of its backward (first gradients of inputs, later gradients of weights): values and gradients that the second half
+    reads. Inputs, parameters and buffers of the block are not counted. The graph must mark which nodes need gradients.
+    """
     through = _depends_on_inputs(block)
     read: set[Value] = set()
     gradients: set[fx.Node] = set()
@@ -362,8 +365,8 @@ def carried_bytes(block: Block) -> int:
 
 
 def _depends_on_inputs(block: Block) -> set[fx.Node]:
-    """Return the set of nodes through which the gradient of an input of the block flows: nodes that need a gradient and
-    are computed from an input that needs one.
+    """Return the set of nodes through which the gradient of an input of the block (such as a layer) flows: nodes that
+    need a gradient and are computed from an input that needs one.
     """
     inputs = set(block.inputs)
     through = {node for node in block.placeholders if node.name in inputs and needs_gradient(node)}
@@ -407,7 +410,8 @@ def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
 
 def _same_gradient(node: fx.Node, outputs: Collection[fx.Node]) -> fx.Node:
     """Return the last node after ``node`` whose gradient equals that of ``node``, or ``node`` itself. Views, additions
-    and all-reduces pass a gradient on unchanged. The search stops at ``outputs``, the block's outputs.
+    and all-reduces pass a gradient on unchanged. The search stops at ``outputs``, the block's outputs. A block is a
+    piece of the model, such as a layer.
     """
     while node not in outputs:
         users = [user for user in node.users if user.op == "call_function" and needs_gradient(user)]

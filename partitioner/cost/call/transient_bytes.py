@@ -33,8 +33,8 @@ NOTHING_SENT = Scattering()
 
 
 class AtEnds(NamedTuple):
-    """Bytes of memory of a block call if it is the first or the last call of a pipeline stage, where gathered weights
-    and gradients overlap with other memory in a special way.
+    """Bytes of memory of a block call (such as a layer) if it is the first or the last call of a pipeline stage, where
+    gathered weights and gradients overlap with other memory in a special way.
 
     ``last``: if it is the last call, all temporary bytes during its backward: its working memory, gathered weights and
     gradients. ``lingering``: if it is the first call, bytes of its gradients that are still being sent while the next
@@ -53,9 +53,9 @@ NOTHING_MORE = AtEnds()
 def passing_bytes(
     cost: CallCost, names: Collection[str], states: StateCosts, scattering: Scattering, is_last: bool, several: bool
 ) -> tuple[GatheredBytes, AtEnds]:
-    """Return the bytes of gathered weights and of gradients that one call of a block holds temporarily because ZeRO
-    shards its parameters. The first result holds for any position of the call in a pipeline stage; the second holds if
-    it is the first or the last call of a stage.
+    """Return the bytes of gathered weights and of gradients that one call of a block (such as a layer) holds
+    temporarily because ZeRO shards its parameters. The first result holds for any position of the call in a pipeline
+    stage; the second holds if it is the first or the last call of a stage.
 
     ``cost``: the cost of the call. ``names``: names of the parameters that the call reads. ``states``: name -> cost of
     a parameter. ``scattering``: the bytes of the rank's gradient buckets. ``is_last``: the call may be the model's
@@ -64,9 +64,10 @@ def passing_bytes(
     """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """Return a pair for the block call: ``own``, and its bytes if it is the first or last call of the stage.
-        ``own``: its bytes of gathered weights and gradients at any position in a stage. ``copied``: bytes of the copy
-        from which its gradients are sent. ``lingers``: its gradients are still being sent during the next microbatch.
+        """Return a pair for the block call (such as a layer): ``own``, and its bytes if it is the first or last call of
+        the stage. ``own``: its bytes of gathered weights and gradients at any position in a stage. ``copied``: bytes of
+        the copy from which its gradients are sent. ``lingers``: its gradients are still being sent during the next
+        microbatch.
         """
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
@@ -97,8 +98,9 @@ def _get_gradient_bytes(state: StateCost | None) -> float:
 
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
-    """Return, for each of several consecutive block calls, the bytes of gathered weights and unsharded gradients on the
-    rank while this call runs, those of its neighbours included. ``calls``: for each call, its own bytes of them.
+    """Return, for each of several consecutive block calls (such as layers), the bytes of gathered weights and unsharded
+    gradients on the rank while this call runs, those of its neighbours included. ``calls``: for each call, its own
+    bytes of them.
 
     A call needs its own weights and gradients. In forward, the next call's weights are gathered at the same time. In
     backward, the previous call's weights are gathered and the next call's gradients are reduced. ``in_turns``: the rank

@@ -14,7 +14,7 @@ from partitioner.topology.hardware import DeviceType
 
 
 class GatheredBytes(NamedTuple):
-    """Bytes of the whole (unsharded) weights and gradients of a block call under ZeRO-3.
+    """Bytes of the whole (unsharded) weights and gradients of a block call (such as a layer) under ZeRO-3.
 
     ``whole``: bytes while the call runs: its gathered weights and its gradients. ``weights``: bytes of its gathered
     weights while the call before or after it runs. ``sent``: bytes of its gradients that are still being
@@ -30,16 +30,17 @@ NONE_GATHERED = GatheredBytes()
 
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
-    """Return two numbers: the bytes of ``state``, a parameter or buffer that a block reads, and the bytes of its
-    gradient, as one rank has them before ZeRO shards them. ``spread``: how experts are distributed over ranks.
+    """Return two numbers: the bytes of ``state``, a parameter or buffer that a block (such as a layer) reads, and the
+    bytes of its gradient, as one rank has them before ZeRO shards them. ``spread``: how experts are distributed over
+    ranks.
     """
     return state.sizes(spread.profile.short_gradients, spread.of_experts if state.expert else 1.0)
 
 
 def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, float]:
-    """Return the seconds of the ZeRO-3 collectives of a block call as a pair (forward, backward). Forward gathers the
-    weights. Backward gathers them again and reduce-scatters the gradients. ``states``: the parameters and buffers that
-    the call reads. ``spread``: the groups over which they are sharded.
+    """Return the seconds of the ZeRO-3 collectives of a block call (such as a layer) as a pair (forward, backward).
+    Forward gathers the weights. Backward gathers them again and reduce-scatters the gradients. ``states``: the
+    parameters and buffers that the call reads. ``spread``: the groups over which they are sharded.
 
     Small parameters are not sharded and need no collective, except in a framework that shards and gathers each
     parameter by itself.
@@ -62,10 +63,10 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
 
 
 def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
-    """Return three durations in seconds of the copies on ``device`` that ZeRO-3 adds to a block call: weights in
-    forward, weights in backward, and gradients. ``states``: the parameters and buffers that the call reads. ``spread``:
-    the groups of ranks over which they are sharded. Tensors that one collective moves together lie in its buffer rank
-    by rank, so weights are copied out of it and gradients into it.
+    """Return three durations in seconds of the copies on ``device`` that ZeRO-3 adds to a block call (such as a layer):
+    weights in forward, weights in backward, and gradients. ``states``: the parameters and buffers that the call reads.
+    ``spread``: the groups of ranks over which they are sharded. Tensors that one collective moves together lie in its
+    buffer rank by rank, so weights are copied out of it and gradients into it.
     """
     if spread.shards.size == 1 or spread.profile.gather == "parameter":
         return 0.0, 0.0, 0.0
@@ -79,7 +80,7 @@ def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType
 
 
 def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> GatheredBytes:
-    """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a block call.
+    """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a block call (such as a layer).
 
     ``sizes``: for each sharded parameter, its bytes and the bytes of its gradient. ``spread``: the groups over which
     they are sharded. ``saved``: bytes of saved activations, which are counted elsewhere. Backward frees these while it

@@ -49,8 +49,8 @@ from partitioner.topology.hosts import BOUNDLESS
 def stage_estimates(
     problem: StageProblem, split: StageSplit, names: Sequence[Sequence[str]], held: Sequence[Sequence[StateCost]]
 ) -> tuple[StageEstimate, ...]:
-    """Return one :class:`StageEstimate` for each stage of ``split``: its block calls, its seconds in a step, and its
-    peak memory in bytes by component. The components add up to the peak of one rank.
+    """Return one :class:`StageEstimate` for each stage of ``split``: its block calls (such as layers), its seconds in a
+    step, and its peak memory in bytes by component. The components add up to the peak of one rank.
 
     ``names``: for each stage, the names of the parameters and buffers that it reads. ``held``: for each stage, the
     costs of its parameters and buffers; costs that differ in bytes alone are summed to one. ``split``: the block calls
@@ -89,8 +89,8 @@ def stage_estimates(
 def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
     """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches between
     their forward and backward, and offloaded parameters and optimizer states. ``stage``: the plan of the stage, with
-    the number of these microbatches. ``calls``: the block calls of the stage. ``held``: the costs of its parameters and
-    buffers.
+    the number of these microbatches. ``calls``: the block calls (such as layers) of the stage. ``held``: the costs of
+    its parameters and buffers.
     """
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
@@ -109,9 +109,9 @@ def _estimate_peak_memory(
     bytes that no other component explains (communication buffers) are ``"buffers"``; components of 0 bytes are left
     out.
 
-    ``number``: index of the stage. ``calls``: its block calls. ``held``: the costs of its parameters and buffers.
-    ``coming``: bytes of gradients that are not allocated before their first reduction. ``problem``: the block calls of
-    the model with their costs, to be cut into pipeline stages.
+    ``number``: index of the stage. ``calls``: its block calls (such as layers). ``held``: the costs of its parameters
+    and buffers. ``coming``: bytes of gradients that are not allocated before their first reduction. ``problem``: the
+    block calls of the model with their costs, to be cut into pipeline stages.
     """
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["residuals"] = sum(cost.lost for cost in held)
@@ -240,8 +240,8 @@ def stage_problem(
 def _in_part(asked: Asked | None) -> Recompute | None:
     """Return the recomputation that a stage of the problem may choose: ``asked``, the user's constraint, but
     ``"selective"`` in place of ``"scores"`` and ``"alternate"``. These three differ only in the operators that backward
-    runs a second time, and the costs of the block calls are computed for the right ones already. ``None``: the choice
-    is free.
+    runs a second time, and the costs of the block calls (such as layers) are computed for the right ones already.
+    ``None``: the choice is free.
     """
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
@@ -263,8 +263,8 @@ def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], 
 def _build_stage_paces(
     by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
 ) -> tuple[Pace, ...]:
-    """Return, for each stage, the costs of all block calls on its devices, and the summed cost of the calls that every
-    stage runs.
+    """Return, for each stage, the costs of all block calls (such as layers) on its devices, and the summed cost of the
+    calls that every stage runs.
 
     ``by_stage``: for each stage, a dict from block name to the cost of a call on its devices. ``placed``: the block
     name of each call that belongs to one stage. ``everywhere``: the block names of the calls that every stage runs.
@@ -282,7 +282,8 @@ def _build_stage_paces(
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
     """Return ``paces`` (for each virtual stage, the costs of all block calls on its devices) for ranks with several
     virtual stages. A rank runs the calls that all stages need only once, so their cost (``overhead``) is set to zero in
-    all its virtual stages but the first. ``ranks``: the rank of each virtual stage.
+    all its virtual stages but the first. ``ranks``: the rank of each virtual stage. A block is a piece of the model,
+    such as a layer.
     """
     without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
@@ -291,9 +292,9 @@ def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
-    """Return the summed cost of the block calls with these ``costs``, which every stage runs, as one call: the sums of
-    their forward seconds and FLOPs. Its working bytes are the sum of all bytes that the calls occupy (temporary,
-    outputs, parameters and gathered parameters), because it has no other fields for them.
+    """Return the summed cost of the block calls (such as layers) with these ``costs``, which every stage runs, as one
+    call: the sums of their forward seconds and FLOPs. Its working bytes are the sum of all bytes that the calls occupy
+    (temporary, outputs, parameters and gathered parameters), because it has no other fields for them.
     """
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
@@ -318,11 +319,11 @@ def estimate_step(
 ) -> Estimate:
     """Return the estimate of one training step for the stages in ``split``.
 
-    ``problem``: the block calls of the model with their costs. ``machine``: the devices and links that the mesh is laid
-    over. ``constraints``: the choices that the user fixed; ``None``: none. ``states``: the cost of each parameter and
-    buffer by name. ``model_flops``: FLOPs of the whole unsharded model for the global batch. ``schedule``: name or
-    table of the pipeline schedule. ``chunks``: number of virtual stages of each rank, for schedules that allow several
-    numbers.
+    ``problem``: the block calls (such as layers) of the model with their costs. ``machine``: the devices and links that
+    the mesh is laid over. ``constraints``: the choices that the user fixed; ``None``: none. ``states``: the cost of
+    each parameter and buffer by name. ``model_flops``: FLOPs of the whole unsharded model for the global batch.
+    ``schedule``: name or table of the pipeline schedule. ``chunks``: number of virtual stages of each rank, for
+    schedules that allow several numbers.
 
     ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
 
@@ -424,9 +425,9 @@ def _compute_contended_seconds(
 
     ``updates``: for each stage, seconds of its update if each rank has a core of its own. ``chunks``: number of virtual
     stages of each rank; ``None``: the number that the schedule fixes. Collectives get no further slowdown: their
-    measured times contain it already. ``problem``: the block calls of the model with their costs, to be cut into
-    pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh
-    is laid over.
+    measured times contain it already. ``problem``: the block calls (such as layers) of the model with their costs, to
+    be cut into pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``: the devices and links
+    that the mesh is laid over.
     """
     if not machine.topology.concurrent:
         return 0.0
@@ -445,8 +446,8 @@ def _compute_contended_seconds(
 
 def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTime:
     """Return the time of one microbatch in a virtual stage, divided into computation and communication. ``stage``:
-    index of the virtual stage in ``problem``, the block calls with their costs. ``plan``: the block calls of this
-    stage.
+    index of the virtual stage in ``problem``, the block calls (such as layers) with their costs. ``plan``: the block
+    calls of this stage.
     """
     phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
     costs = [pace.costs[place] for place in plan.places]
@@ -459,8 +460,8 @@ def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePl
 
 
 def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
-    """Return the seconds of collectives inside a stage's block calls for one microbatch, forward and backward.
-    ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    """Return the seconds of collectives inside a stage's block calls (such as layers) for one microbatch, forward and
+    backward. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
     """
     pace = problem.pace(stage.number)
     costs = [pace.costs[place] for place in stage.places]
@@ -469,9 +470,9 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
-    """Return the names of the parameters and buffers that the block calls of ``stage`` read, each once. ``states``: the
-    cost of each parameter and buffer by name; names that are not in it are left out. ``problem``: the block calls of
-    the model with their costs.
+    """Return the names of the parameters and buffers that the block calls (such as layers) of ``stage`` read, each
+    once. ``states``: the cost of each parameter and buffer by name; names that are not in it are left out. ``problem``:
+    the block calls of the model with their costs.
     """
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
@@ -491,9 +492,9 @@ def how_reduced(
     simplest is chosen.
 
     ``split``: the stages. ``states``: the cost of each parameter and buffer by name. ``chunks``: number of virtual
-    stages of each rank; ``None``: the number that the schedule fixes. ``problem``: the block calls of the model with
-    their costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid over.
-    ``constraints``: the choices that the user fixed.
+    stages of each rank; ``None``: the number that the schedule fixes. ``problem``: the block calls (such as layers) of
+    the model with their costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid
+    over. ``constraints``: the choices that the user fixed.
     """
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
@@ -533,8 +534,8 @@ def _followed_tail(
 
     ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
     buffers. ``how``: the reduction scheme. ``chunks``: number of virtual stages of each rank. ``problem``: the block
-    calls of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of each pipeline
-    stage. ``machine``: the devices and links that the mesh is laid over.
+    calls (such as layers) of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of
+    each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
     """
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []
@@ -563,9 +564,9 @@ def _reduction_tail(
 
     ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
     buffers. ``how``: the reduction scheme. ``owned``: if each parameter is whole on one owner rank, for each stage a
-    dict (axes over which ZeRO shards -> number of parameters); otherwise empty. ``problem``: the block calls of the
-    model with their costs. ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that
-    the mesh is laid over.
+    dict (axes over which ZeRO shards -> number of parameters); otherwise empty. ``problem``: the block calls (such as
+    layers) of the model with their costs. ``split``: the block calls of each pipeline stage. ``machine``: the devices
+    and links that the mesh is laid over.
 
     A stage reduces its gradients while the stages in front of it still run their last backwards, which hides these
     seconds. With ``overlap_steps`` nothing is hidden, because the stage begins the next step in this time.
@@ -611,16 +612,16 @@ def _reduction_tail(
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
     """Return the seconds that a step needs at its start to sum numbers over the global batch that the first forward
     reads, such as the number of targets. 0 if there are several stages: only the last stage reads the sums, and it
-    waits for its first input at that time anyway. ``problem``: the block calls of the model with their costs.
-    ``machine``: the devices and links that the mesh is laid over.
+    waits for its first input at that time anyway. ``problem``: the block calls (such as layers) of the model with their
+    costs. ``machine``: the devices and links that the mesh is laid over.
     """
     return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
 
 
 def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
     """Return the seconds of the all-reduce, over ``dp`` and ``cp``, of the sums over the global batch that the model
-    reads, such as the number of targets; 0 if it reads none. ``problem``: the block calls of the model with their
-    costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid over.
+    reads, such as the number of targets; 0 if it reads none. ``problem``: the block calls (such as layers) of the model
+    with their costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid over.
     """
     if not problem.total_bytes:
         return 0.0
@@ -633,8 +634,8 @@ def _compute_tied_seconds(
     """Return the seconds of summing the gradients of tied weights (weights that several stages read) over the stages
     that read them. Nothing hides this time: it lies between the end of the pipeline and the other gradient reductions.
     ``held``: for each stage, the names of its parameters and buffers. ``states``: the cost of each parameter and buffer
-    by name. ``problem``: the block calls of the model with their costs. ``machine``: the devices and links that the
-    mesh is laid over.
+    by name. ``problem``: the block calls (such as layers) of the model with their costs. ``machine``: the devices and
+    links that the mesh is laid over.
     """
     often = Counter(name for names in held for name in names)
     return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)

@@ -385,8 +385,8 @@ def compute_gradient_reduction(
 
     With ``overlap`` the buckets are small, so that the first ones are sent during the backward. Without, each
     combination of axes has one bucket. Under ZeRO-1 and ZeRO-2 the reduction is a reduce-scatter and, in the next step,
-    an all-gather. Under ZeRO-3 both are part of the block calls and not counted here. The shards that a reduce-scatter
-    leaves are all-reduced over the remaining axes (replicas, ``tp``).
+    an all-gather. Under ZeRO-3 both are part of the block calls (such as layers) and not counted here. The shards that
+    a reduce-scatter leaves are all-reduced over the remaining axes (replicas, ``tp``).
     """
     sizes: Sizes = {}
     last_level: dict[tuple[str, ...], bool] = {}

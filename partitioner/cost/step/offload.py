@@ -59,9 +59,9 @@ def _hosted_calls(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> list[CallCost]:
-    """Return ``costs``, one for each of the block calls ``calls``, with the transfers to and from host memory added.
-    ``host``: the part of a host that a rank has. ``offload``: the kinds of data in host memory. ``states``: cost of
-    each parameter and buffer by name. ``train``: whether there is a backward.
+    """Return ``costs``, one for each of the block calls (such as layers) ``calls``, with the transfers to and from host
+    memory added. ``host``: the part of a host that a rank has. ``offload``: the kinds of data in host memory.
+    ``states``: cost of each parameter and buffer by name. ``train``: whether there is a backward.
     """
     reads = Counter(name for call in calls for name in set(call.inputs))
     made: dict[tuple[object, ...], CallCost] = {}  # equal calls share one object
@@ -83,7 +83,7 @@ def _hosted_calls(
 def _add_call_transfers(
     cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float
 ) -> CallCost:
-    """Return ``cost``, that of a block call, with its transfers to and from host memory added.
+    """Return ``cost``, that of a block call (such as a layer), with its transfers to and from host memory added.
 
     ``host``: the part of a host that a rank has. ``passing``: bytes of parameters that come from the host for each
     call. ``whole``: bytes that these occupy on the device while the call runs. ``once``: for each input of the call,

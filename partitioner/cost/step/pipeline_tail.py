@@ -45,8 +45,8 @@ _MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated buc
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
     """Return a lower bound in seconds on the optimizer's update, over all ways to cut the model into stages. It divides
     the bytes of the update equally over all pipeline ranks and takes the fastest device for each. ``states``: the cost
-    of each parameter and buffer by name. ``problem``: the block calls of the model with their costs. ``machine``: the
-    devices and links that the mesh is laid over.
+    of each parameter and buffer by name. ``problem``: the block calls (such as layers) of the model with their costs.
+    ``machine``: the devices and links that the mesh is laid over.
     """
     if not problem.train:
         return 0.0
@@ -64,7 +64,8 @@ def run_tails(
     within_s: float,
 ) -> list[Table]:
     """Return, for each stage of ``problem``, a table of lower bounds on the seconds from the end of the pipeline to the
-    end of the step. The entry ``[start, stop]`` is for a stage that consists of the block calls ``start:stop``.
+    end of the step. The entry ``[start, stop]`` is for a stage that consists of the block calls ``start:stop`` (such as
+    layers).
 
     An entry is infinite if a model in which the stage consists of these calls certainly takes more than ``within_s``
     seconds for a step, or if the other calls cannot be divided over the other stages. ``states``: the cost of each
@@ -117,7 +118,7 @@ def _least_tied(
 ) -> float:
     """Return a lower bound in seconds on summing the gradients of tied weights (weights that several block calls read)
     over the ranks that hold them. It counts each weight on the least number of ranks that must hold one of these calls,
-    however the model is cut.
+    however the model is cut. A block is a piece of the model, such as a layer.
 
     ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table whose entry
     ``[start, stop]`` is infinite if the stage may not consist of the calls ``start:stop``. ``ranks``: the rank of each
@@ -146,8 +147,8 @@ def _least_tied(
 
 def _on_the_way(tables: Sequence[Table]) -> list[Table]:
     """Return ``tables``, one for each stage, with more entries set to infinity. An entry ``[start, stop]``, for a stage
-    of the block calls ``start:stop``, becomes infinite if the stages in front cannot hold exactly the calls before
-    ``start``, or the stages behind cannot hold exactly those from ``stop`` on.
+    of the block calls ``start:stop`` (such as layers), becomes infinite if the stages in front cannot hold exactly the
+    calls before ``start``, or the stages behind cannot hold exactly those from ``stop`` on.
     """
     some = [np.isfinite(table) for table in tables]
     ends = np.arange(len(some[0]))
@@ -170,9 +171,9 @@ def _get_update_seconds(cost: StateCost) -> float:
 
 def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> Table:
     """Return a table whose entry ``[start, stop]`` is the seconds of one backward, with recomputation, of the block
-    calls ``start:stop`` on the stage with index ``stage``. ``times``: the same table for the total seconds of a
-    microbatch; where it is infinite, the result is infinite. ``tables``: seconds and bytes of all sequences of
-    consecutive calls.
+    calls ``start:stop`` (such as layers) on the stage with index ``stage``. ``times``: the same table for the total
+    seconds of a microbatch; where it is infinite, the result is infinite. ``tables``: seconds and bytes of all
+    sequences of consecutive calls.
     """
     forward, _ = tables.seconds(stage)
     before, after = tables.transfers(stage)
@@ -182,7 +183,7 @@ def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> 
 
 class _ReductionTails:
     """Lower bounds on the time of gradient reductions that computation does not hide, for stages of consecutive block
-    calls.
+    calls (such as layers).
 
     ``tables``: seconds and bytes of all sequences of consecutive calls. ``states``: the cost of each parameter and
     buffer by name. ``machine``: devices and groups of ranks.
@@ -212,8 +213,8 @@ class _ReductionTails:
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the seconds by which gradient reductions end after the
-        pipeline if the stage with index ``stage`` consists of the block calls ``start:stop``. A negative value means
-        that they end before the pipeline does.
+        pipeline if the stage with index ``stage`` consists of the block calls ``start:stop`` (such as layers). A
+        negative value means that they end before the pipeline does.
 
         ``windows``: the same table for the seconds of the backward; infinite for calls that are not allowed. ``ahead``:
         for each index of the first call of this stage, the most seconds that one backward takes on all stages in front
@@ -255,8 +256,8 @@ class _ReductionTails:
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
         """Return one number of seconds for each pair of ``starts`` and ``stops``: how long gradient reductions run
         after the last backward, under the fastest reduction scheme, if the stage with index ``stage`` consists of the
-        block calls ``start:stop``. They are simulated bucket by bucket. On stage 0, the seconds by which gathers of
-        updated parameters delay the first forward are added.
+        block calls ``start:stop`` (such as layers). They are simulated bucket by bucket. On stage 0, the seconds by
+        which gathers of updated parameters delay the first forward are added.
 
         Results are cached: calls with equal costs share one, and so do stages with equal groups and devices.
         """
@@ -284,8 +285,8 @@ class _ReductionTails:
         return found
 
     def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
-        """Return the properties of a stage on which the delay by gradient reductions depends besides its block calls,
-        as a key for a cache. ``stage``: index of the stage.
+        """Return the properties of a stage on which the delay by gradient reductions depends besides its block calls
+        (such as layers), as a key for a cache. ``stage``: index of the stage.
 
         The tuple has: whether it is the first stage, whether it runs its backwards in two halves (for inputs, for
         weights), the slowdown of computation beside collectives, and its devices and groups of ranks.
@@ -300,9 +301,9 @@ class _ReductionTails:
         return self._described[stage]
 
     def _number_equal_calls(self, stage: int) -> tuple[int, ...]:
-        """Return one number for each block call. Calls get the same number if they have equal seconds on the stage with
-        index ``stage`` and equal parameters and buffers. A call that shares a parameter or buffer with another call has
-        a number of its own.
+        """Return one number for each block call (such as a layer). Calls get the same number if they have equal seconds
+        on the stage with index ``stage`` and equal parameters and buffers. A call that shares a parameter or buffer
+        with another call has a number of its own.
         """
         pace = self.tables.pace_number(stage)
         if pace not in self._equal_calls:
@@ -326,9 +327,9 @@ class _ReductionTails:
         return self._reducers[stage]
 
     def _bound_call_reductions(self, reducer: Reducer) -> NDArray[np.float64]:
-        """Return, for each block call, a lower bound in seconds on reducing the gradients that its backward completes,
-        as an array. The array has one more entry, 0, for a stage that starts behind the last call. ``reducer``:
-        computes the seconds of gradient collectives.
+        """Return, for each block call (such as a layer), a lower bound in seconds on reducing the gradients that its
+        backward completes, as an array. The array has one more entry, 0, for a stage that starts behind the last call.
+        ``reducer``: computes the seconds of gradient collectives.
         """
         calls = self.tables.problem.calls
         found = np.zeros(len(calls) + 1)

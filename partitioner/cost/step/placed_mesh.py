@@ -122,7 +122,7 @@ class PlacedMesh:
     @cached_property
     def groups(self) -> dict[str, Group]:
         """Return the slowest group of ranks along each mesh axis with more than one rank (axis -> group). Costs of
-        collectives inside blocks are computed with them.
+        collectives inside blocks are computed with them. A block is a piece of the model, such as a layer.
         """
         return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
@@ -231,8 +231,8 @@ class PlacedMesh:
 
     @property
     def spread(self) -> Spread:
-        """Return how expert parallelism and ZeRO-3 distribute block calls over ranks. Each communication group in the
-        result is the slowest of all pipeline stages.
+        """Return how expert parallelism and ZeRO-3 distribute block calls (such as layers) over ranks. Each
+        communication group in the result is the slowest of all pipeline stages.
         """
         used = (
             self.ep,
@@ -245,7 +245,9 @@ class PlacedMesh:
         return self.compute_once(("spread", *used), self._build_spread)
 
     def _build_spread(self) -> Spread:
-        """Return how expert parallelism and ZeRO-3 distribute block calls over the ranks of this mesh."""
+        """Return how expert parallelism and ZeRO-3 distribute block calls (such as layers) over the ranks of this
+        mesh.
+        """
         tp = self.mesh.get("tp", 1)
         plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and not self.profile.differences:

@@ -40,7 +40,9 @@ class CallCostCache:
 
     @cached_property
     def _communication_axes(self) -> frozenset[str]:
-        """Return the mesh axes over which some block has a collective."""
+        """Return the mesh axes over which some block has a collective. A block is a piece of the model, such as a
+        layer.
+        """
         nodes = [
             n for block in self.blocks.values() for n in block.graph.nodes if collective_name(n.target) is not None
         ]
@@ -48,7 +50,9 @@ class CallCostCache:
 
     @cached_property
     def _call_works(self) -> dict[str, CallWork]:
-        """Return, for each block name, the object that computes the costs of the block's calls on any device."""
+        """Return, for each block name, the object that computes the costs of the block's calls on any device. A block
+        is a piece of the model, such as a layer.
+        """
         for block in self.blocks.values():
             key = SameObject(block)
             if key not in self.works:
@@ -64,7 +68,8 @@ class CallCostCache:
 
     def at(self, seat: RankProfile, spread: Spread = NO_SPREAD) -> Costs:
         """Return block name -> cost of one call on a rank with the profile ``seat`` (device type, speed, groups).
-        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks.
+        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks. A block is a piece of the model,
+        such as a layer.
         """
         seat = replace(
             seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._communication_axes)
@@ -82,7 +87,8 @@ class CallCostCache:
     def of_stage(self, seats: tuple[RankProfile, ...], spread: Spread = NO_SPREAD) -> Costs:
         """Return, by block name, the cost of one call on a stage whose ranks have the profiles ``seats`` (device type,
         speed, groups). The slowest rank counts, since ranks wait for each other in collectives. ``spread``: how expert
-        parallelism and ZeRO-3 distribute the calls over ranks. Equal arguments give one dict.
+        parallelism and ZeRO-3 distribute the calls over ranks. Equal arguments give one dict. A block is a piece of the
+        model, such as a layer.
         """
         key = seats, spread
         if key not in self._of_stage:
@@ -92,7 +98,8 @@ class CallCostCache:
 
     def by_stage(self, machine: PlacedMesh) -> tuple[Costs, ...]:
         """Return, for each pipeline stage of ``machine`` (a topology with the mesh laid over it), a dict from block
-        name to the cost of one call. The slowest rank of a stage counts.
+        name to the cost of one call. The slowest rank of a stage counts. A block is a piece of the model, such as a
+        layer.
         """
         spread = machine.spread
         different = {id(seats): seats for seats in machine.seats}
@@ -102,7 +109,8 @@ class CallCostCache:
     def by_pipeline(self, machine: PlacedMesh) -> tuple[Costs, ...]:
         """Return a dict from block name to the cost of one call, for each stage of each distinct ``dp`` replica of
         ``machine`` (a topology with the mesh laid over it), as one flat tuple: replica after replica, and in each the
-        stages in order. Ranks of different replicas do not wait for each other.
+        stages in order. Ranks of different replicas do not wait for each other. A block is a piece of the model, such
+        as a layer.
         """
         spread = machine.spread
         return tuple(self.of_stage(seats, spread) for replica in machine.distinct_pipelines for seats in replica)
@@ -111,7 +119,7 @@ class CallCostCache:
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
     """Return, by block name, a cost of one call with the least seconds of any of ``costs``, as a lower bound for ranks
     of all kinds. Each of ``costs`` maps a block name to the cost of a call on one kind of rank. In the result, the
-    seconds of collectives are included in those of computation.
+    seconds of collectives are included in those of computation. A block is a piece of the model, such as a layer.
     """
     return {
         name: replace(
@@ -130,7 +138,7 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
 def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
     """Return, by block name, a cost of one call in which each field of seconds is the largest of all ``costs``. Each of
     ``costs`` maps a block name to the cost of a call on one kind of rank. This is the cost on a stage whose ranks wait
-    for each other in each collective.
+    for each other in each collective. A block is a piece of the model, such as a layer.
     """
     if len(costs) == 1:
         return costs[0]
@@ -152,7 +160,7 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
     """Return, by block name, the cost of one call on a stage whose ranks do not wait for each other: the forward of the
     rank whose forward takes longest, and the backward of the rank whose backward takes longest, each with its own
     seconds of computation and of collectives. Each of ``costs`` maps a block name to the cost of a call on one kind of
-    rank.
+    rank. A block is a piece of the model, such as a layer.
     """
     if len(costs) == 1:
         return costs[0]

@@ -29,9 +29,9 @@ _FORWARD, _WHOLE, _WEIGHTS = (KINDS.index(kind) for kind in "FBW")
 class RankEnds:
     """The parameters that a rank gathers at the start of a step, and the gradients that it reduces at the end.
 
-    ``problem``: the block calls of the model with their costs. ``plan``: the block calls of the rank, by virtual stage.
-    ``buckets``: its gradient buckets (gradients that are reduced together). ``slowdown``: factor on the time of
-    computation and of a collective while both run. ``first_s``: seconds of work before its first forward.
+    ``problem``: the block calls (such as layers) of the model with their costs. ``plan``: the block calls of the rank,
+    by virtual stage. ``buckets``: its gradient buckets (gradients that are reduced together). ``slowdown``: factor on
+    the time of computation and of a collective while both run. ``first_s``: seconds of work before its first forward.
     ``every_backward``: gradients are scattered during each backward (ZeRO-2), not only during the last.
     """
 
@@ -114,7 +114,7 @@ class _Lane:
 
     def first_forward(self, run: StagePlan, seconds: float) -> None:
         """Simulate the first forward of the virtual stage ``run``, which takes ``seconds``. Each of its block calls
-        waits for the gather of the parameters that it reads.
+        (such as layers) waits for the gather of the parameters that it reads.
         """
         costs = self.ends.problem.pace(run.number).costs
         work = {place: costs[place].forward_total_s for place in range(run.start, run.stop)}
@@ -125,8 +125,8 @@ class _Lane:
             self.clock.compute(of_call)
 
     def backward(self, run: StagePlan, seconds: float, weights: bool, is_last: bool) -> None:
-        """Simulate a backward of the virtual stage ``run``, from its last block call to its first. It takes ``seconds``
-        without collectives. Begin the reduction of each bucket once its gradients are complete.
+        """Simulate a backward of the virtual stage ``run``, from its last block call (such as a layer) to its first. It
+        takes ``seconds`` without collectives. Begin the reduction of each bucket once its gradients are complete.
 
         ``weights``: only the half of the backward that computes gradients of weights. ``is_last``: no backward of this
         virtual stage follows; otherwise gradients are only scattered.

@@ -27,10 +27,10 @@ _NOTHING = CommunicationTime(0.0)
 class GradientBucket:
     """Gradients that are reduced together, and the time of their collectives.
 
-    ``place``: index, in the model, of the first block call that reads one of their parameters. Backward runs calls in
-    reverse order, so the gradients are complete once this call's backward has run. ``scatter``: time of the
-    reduce-scatter to shards. ``rest``: time of the all-reduce of the gradients or, after a reduce-scatter, of the
-    shards. ``gather_s``: seconds of gathering the updated parameters.
+    ``place``: index, in the model, of the first block call (such as a layer) that reads one of their parameters.
+    Backward runs calls in reverse order, so the gradients are complete once this call's backward has run. ``scatter``:
+    time of the reduce-scatter to shards. ``rest``: time of the all-reduce of the gradients or, after a reduce-scatter,
+    of the shards. ``gather_s``: seconds of gathering the updated parameters.
     """
 
     place: int
@@ -49,9 +49,10 @@ def stage_buckets(
     """Return the gradient buckets of a stage (gradients that are reduced together) in the order in which its backward
     completes them.
 
-    ``plan``: the block calls of the stage. ``states``: cost of each parameter and buffer by name. ``reducer``: computes
-    the seconds of collectives. ``last_levels``: axes of a reduce-scatter -> whether no other data-parallel reduction
-    follows. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    ``plan``: the block calls (such as layers) of the stage. ``states``: cost of each parameter and buffer by name.
+    ``reducer``: computes the seconds of collectives. ``last_levels``: axes of a reduce-scatter -> whether no other
+    data-parallel reduction follows. ``problem``: the block calls of the model with their costs, to be cut into pipeline
+    stages.
     """
     found = [
         bucket for group in _group_bucket_members(problem, plan, states, reducer) for bucket in _fill_buckets(*group)
@@ -59,7 +60,7 @@ def stage_buckets(
 
     def priced(members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
         """Return the bucket of ``members``, with the time of its collectives. A member is a pair (index of the first
-        block call that reads the parameter, cost of the parameter).
+        block call that reads the parameter, cost of the parameter). A block is a piece of the model, such as a layer.
         """
         cost = members[0][1]
         gradients = sum(c.gradient for _, c in members)
@@ -84,7 +85,8 @@ def _group_bucket_members(
     fill a bucket. A gradient is a pair (index of the first block call that reads the parameter, cost of the parameter);
     the list is in the order in which the backward completes them. ``plan``: the block calls of the stage. ``states``:
     the cost of each parameter and buffer by name. ``reducer``: computes the seconds of collectives. ``problem``: the
-    block calls of the model with their costs, to be cut into pipeline stages.
+    block calls of the model with their costs, to be cut into pipeline stages. A block is a piece of the model, such as
+    a layer.
     """
     together: dict[object, list[tuple[int, StateCost]]] = {}
     known: set[str] = set()
@@ -115,7 +117,8 @@ def _group_bucket_members(
 
 def _fill_buckets(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
     """Yield the gradients ``members`` in consecutive lists (buckets). A bucket ends as soon as its gradients have at
-    least ``limit`` bytes. A member is a pair (index of a block call, cost of a parameter).
+    least ``limit`` bytes. A member is a pair (index of a block call, cost of a parameter). A block is a piece of the
+    model, such as a layer.
     """
     filling: list[tuple[int, StateCost]] = []
     size = 0.0
@@ -140,11 +143,11 @@ def gathered_seconds(
     """Return the seconds by which gathers of updated parameters and other work delay the end of the first forward of a
     stage.
 
-    The gathers begin with the step and run at the same time as the forward; each block call waits for the gather of its
-    own parameters. ``first_s``: seconds of other work before the forward. ``idle_s``: seconds in which the stage waits
-    for its first input, during which gathers delay nothing. ``plan``: the block calls of the stage. ``buckets``: its
-    gradient buckets, whose parameters are gathered together. ``slowdown``: factor on the time of computation and of a
-    collective while both run. ``problem``: the block calls of the model with their costs.
+    The gathers begin with the step and run at the same time as the forward; each block call (such as a layer) waits for
+    the gather of its own parameters. ``first_s``: seconds of other work before the forward. ``idle_s``: seconds in
+    which the stage waits for its first input, during which gathers delay nothing. ``plan``: the block calls of the
+    stage. ``buckets``: its gradient buckets, whose parameters are gathered together. ``slowdown``: factor on the time
+    of computation and of a collective while both run. ``problem``: the block calls of the model with their costs.
     """
     gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
@@ -228,10 +231,10 @@ def reduction_delays(
 ) -> Delays:
     """Return the seconds that the gradient reductions of a stage add to its last backward.
 
-    ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the time of
-    computation and of a collective while both run. ``by_halves``: the schedule splits each backward in two halves, and
-    only the half for gradients of weights runs last. ``problem``: the block calls of the model with their costs, to be
-    cut into pipeline stages.
+    ``plan``: the block calls (such as layers) of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on
+    the time of computation and of a collective while both run. ``by_halves``: the schedule splits each backward in two
+    halves, and only the half for gradients of weights runs last. ``problem``: the block calls of the model with their
+    costs, to be cut into pipeline stages.
     """
     run = plan.runs[0]  # the virtual stage whose backwards end last
     clock = RankClock(slowdown)
@@ -266,9 +269,9 @@ def reduction_delays(
 
 
 def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
-    """Return, for each block call of the virtual stage ``run`` (index of the call -> seconds), the seconds of its
-    backward with recomputation. ``plan``: the stage to which ``run`` belongs. ``problem``: the block calls of the model
-    with their costs, to be cut into pipeline stages.
+    """Return, for each block call (such as a layer) of the virtual stage ``run`` (index of the call -> seconds), the
+    seconds of its backward with recomputation. ``plan``: the stage to which ``run`` belongs. ``problem``: the block
+    calls of the model with their costs, to be cut into pipeline stages.
     """
     costs, work = problem.pace(plan.number).costs, {}
     for place in range(run.start, run.stop):

@@ -64,8 +64,8 @@ class BlockCallTime:
     spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
-        """Return a lower bound in seconds on one call of a block on one rank, for the fraction ``share`` of the batch
-        and with the work divided over ``tp`` ranks.
+        """Return a lower bound in seconds on one call of a block (such as a layer) on one rank, for the fraction
+        ``share`` of the batch and with the work divided over ``tp`` ranks.
 
         ``several``: 1 if the microbatch has more than one sample, else 0; with one sample some copies may not be
         needed. ``ep``: number of ranks that share the experts. All weights are counted as if they were divided over
@@ -152,7 +152,9 @@ class Works:
         return [self._bound_blocks_on_device(device) for device in self.types]
 
     def _bound_blocks_on_device(self, device: DeviceType) -> dict[str, BlockWork]:
-        """Return, for each block name, lower bounds on the seconds and bytes of one call on ``device``."""
+        """Return, for each block name, lower bounds on the seconds and bytes of one call on ``device``. A block is a
+        piece of the model, such as a layer.
+        """
         how = self.fp8, self.how, self.fused_casts
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 
@@ -165,11 +167,12 @@ def block_work(
     how: Remade | None = None,
     fused_casts: bool = False,
 ) -> BlockWork:
-    """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
-    ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with weights are in fp8.
-    ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8, so that no separate
-    cast is needed. ``how``: the kind of selective recomputation (``"scores"``, ``"selective"``, ``"alternate"``), whose
-    operators then cost no time and no memory; ``None``: nothing is recomputed."""
+    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
+    graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
+    weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8,
+    so that no separate cast is needed. ``how``: the kind of selective recomputation (``"scores"``, ``"selective"``,
+    ``"alternate"``), whose operators then cost no time and no memory; ``None``: nothing is recomputed.
+    """
     found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
     once = _copy_block_graph(block)
     if not read_heads_once(once):
@@ -180,11 +183,12 @@ def block_work(
 def _block_work(
     block: Block, device: DeviceType, train: bool, fp8: bool, how: Remade | None, fused_casts: bool
 ) -> BlockWork:
-    """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
-    ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with weights are in fp8.
-    ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8. ``how``: the kind of
-    selective recomputation (``"scores"``, ``"selective"``, ``"alternate"``), whose operators then cost nothing;
-    ``None``: nothing is recomputed."""
+    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
+    graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
+    weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8.
+    ``how``: the kind of selective recomputation (``"scores"``, ``"selective"``, ``"alternate"``), whose operators then
+    cost nothing; ``None``: nothing is recomputed.
+    """
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
     short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()
@@ -239,9 +243,11 @@ def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) 
 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
-    """Return a lower bound on the bytes that one call of ``block`` keeps for backward, whether or not it recomputes
-    selectively: for each kind of bytes the smaller number of both cases. ``how``: the kind of selective recomputation;
-    ``None``: the case without recomputation is the only one. ``train``: whether the call has a backward."""
+    """Return a lower bound on the bytes that one call of ``block`` (a piece of the model, such as a layer) keeps for
+    backward, whether or not it recomputes selectively: for each kind of bytes the smaller number of both cases.
+    ``how``: the kind of selective recomputation; ``None``: the case without recomputation is the only one. ``train``:
+    whether the call has a backward.
+    """
     kept = kept_by(block, train)
     if how is None or not train:
         return kept
@@ -309,10 +315,11 @@ class DeviceKinds:
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
-        """Return lower bounds on the forward and the backward seconds of one call of each block with one microbatch:
-        two arrays of shape ``[blocks, candidates]``. ``blocks``: block name -> its work on one device type.
-        ``candidates``: mesh sizes and schedules. The blocks are in the order of ``self.often``, which counts the calls
-        of each."""
+        """Return lower bounds on the forward and the backward seconds of one call of each block (such as a layer) with
+        one microbatch: two arrays of shape ``[blocks, candidates]``. ``blocks``: block name -> its work on one device
+        type. ``candidates``: mesh sizes and schedules. The blocks are in the order of ``self.often``, which counts the
+        calls of each.
+        """
         fields = ("cp", "tp", "ep", "microbatch_size")
         cp, tp, ep, size = (np.array([getattr(p, a) for p in candidates], dtype=np.float64) for a in fields)
         share, several = size / self.samples / cp, (size > 1).astype(np.float64)
@@ -325,16 +332,18 @@ class DeviceKinds:
         return found[0], found[1]
 
     def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Return lower bounds on the forward plus backward seconds of one microbatch in each block on every device
-        type, shape ``[kinds, blocks, candidates]``. Blocks are in the order of ``self.often``, device types in the
-        order of the topology. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return lower bounds on the forward plus backward seconds of one microbatch in each block (such as a layer) on
+        every device type, shape ``[kinds, blocks, candidates]``. Blocks are in the order of ``self.often``, device
+        types in the order of the topology. ``candidates``: combinations of mesh sizes, microbatch size, schedule and
+        ZeRO stage.
         """
         return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the backward seconds of one microbatch through all block calls on the slowest device type, for each of
-        the mesh candidates, shape ``[candidates]``. No backward takes longer, so no more of the gradient reduction can
-        be hidden behind it. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the backward seconds of one microbatch through all block calls (such as layers) on the slowest device
+        type, for each of the mesh candidates, shape ``[candidates]``. No backward takes longer, so no more of the
+        gradient reduction can be hidden behind it. ``candidates``: combinations of mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
@@ -343,8 +352,8 @@ class DeviceKinds:
 
     def speeds(self, candidates: Sequence[MeshCandidate]) -> Matrix:
         """Return the relative speed of each device type, shape ``[kinds, candidates]``. The best type has speed 1.
-        Speeds are upper bounds: the greatest over all blocks, forward and backward. ``candidates``: combinations of
-        mesh sizes, microbatch size, schedule and ZeRO stage.
+        Speeds are upper bounds: the greatest over all blocks (such as layers), forward and backward. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         best = np.maximum(np.concatenate(self.seconds(self.works.best, candidates)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, candidates)), _TINY_S) for paced in self.works.paced]

@@ -155,7 +155,8 @@ class ModelBounds:
 
     def with_job(self, job: PlannedJob) -> ModelBounds:
         """Return a copy of these bounds for another job, ``job``, with the same model, batch and topology but other
-        constraints, so that the work of blocks need not be computed again."""
+        constraints, so that the work of blocks (such as layers) need not be computed again.
+        """
         other = copy(self)
         other.job = job
         return other
@@ -187,23 +188,25 @@ class ModelBounds:
 
     @cached_property
     def _cuttable_blocks(self) -> list[str]:
-        """Return the name of the block of each call that can be distributed over stages, in order."""
+        """Return the name of the block (such as a layer) of each call that can be distributed over stages, in order."""
         return [c.block for c in self.model.calls if not c.shared and not c.prologue]
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
         """Return a counter from block name to how often the block is called. Calls that run before the pipeline starts,
-        and calls that every stage runs itself, are not counted, because they cannot be distributed over stages."""
+        and calls that every stage runs itself, are not counted, because they cannot be distributed over stages. A block
+        is a piece of the model, such as a layer.
+        """
         return Counter(self._cuttable_blocks)
 
     def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
         """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``.
 
         It is the sum of three terms: the pipeline, whose slowest stage takes at least an even share of the work and at
-        least as long as the largest block call; the part of the gradient reduction that the backward cannot hide (with
-        a single stage); and the optimizer's update. ``shared``: whether to assume the even share alone. The bound is
-        then lower, but a caller may add times that need not fall on the stage with the largest call. ``candidates``:
-        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        least as long as the largest block call (such as a layer); the part of the gradient reduction that the backward
+        cannot hide (with a single stage); and the optimizer's update. ``shared``: whether to assume the even share
+        alone. The bound is then lower, but a caller may add times that need not fall on the stage with the largest
+        call. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
@@ -230,10 +233,10 @@ class ModelBounds:
         """Return a lower bound in seconds on the time of the pipeline in a step of each candidate, shape
         ``[candidates]``; gradient reduction and update come on top.
 
-        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls, by candidate.
-        ``largest``: seconds of the largest call, by candidate. The slowest stage takes at least an even share of the
-        work, and at least as long as the largest call. ``candidates``: combinations of mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers), by
+        candidate. ``largest``: seconds of the largest call, by candidate. The slowest stage takes at least an even
+        share of the work, and at least as long as the largest call. ``candidates``: combinations of mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
@@ -248,8 +251,8 @@ class ModelBounds:
     def _shared_out(self, candidates: Sequence[MeshCandidate], seconds: NDArray[np.float64]) -> Vector:
         """Return a lower bound in seconds on the pipelines of each candidate, shape ``[candidates]``, for devices that
         differ in speed. It holds for any division of the work among the devices, in proportion to their speed or not.
-        ``seconds``: the time of each block for one microbatch on each device type, shape ``[kinds, blocks,
-        candidates]``. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``seconds``: the time of each block (such as a layer) for one microbatch on each device type, shape ``[kinds,
+        blocks, candidates]``. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         found = np.zeros(len(candidates))
         for place, (candidate, of_kind) in enumerate(zip(candidates, np.moveaxis(seconds, 2, 0), strict=True)):
@@ -318,10 +321,10 @@ class ModelBounds:
         its stages: all computation, and the part of the gradient reduction that the last backward cannot hide, divided
         evenly over the stages. A stage can begin to reduce its gradients at the start of its last backward.
 
-        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls, by candidate. The
-        gradient reduction counts as 0 with a single stage, with several virtual stages on a rank, or if all placements
-        are known; other bounds are tighter there. ``candidates``: combinations of mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers), by
+        candidate. The gradient reduction counts as 0 with a single stage, with several virtual stages on a rank, or if
+        all placements are known; other bounds are tighter there. ``candidates``: combinations of mesh sizes, microbatch
+        size, schedule and ZeRO stage.
         """
 
         def reduced(candidate: MeshCandidate) -> float:
@@ -440,9 +443,9 @@ class ModelBounds:
 
     def refine(self, candidate: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
         """Return a lower bound in seconds on the step time of ``candidate``. Unlike the quicker bound of :meth:`times`,
-        it considers memory and how block calls can be cut into stages, so it is at least as tight. ``floor``: known
-        lower bounds on each block's seconds, such as those of an actual sharding; ``None``: those of unsharded blocks.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        it considers memory and how block calls (such as layers) can be cut into stages, so it is at least as tight.
+        ``floor``: known lower bounds on each block's seconds, such as those of an actual sharding; ``None``: those of
+        unsharded blocks. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
 
         Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist, since even a problem without
         collectives has no solution.
@@ -460,7 +463,8 @@ class ModelBounds:
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
         """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. They assume that
-        ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding.
+        ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding. A block is
+        a piece of the model, such as a layer.
 
         ``floor``: known lower bounds on each block's seconds, or ``None``. ``speed``: the speed of the fastest stage
         relative to the best device type; ``None``: it is computed for the candidate. ``how``: ``cutoff_s`` (stop when
@@ -487,15 +491,17 @@ class ModelBounds:
         return self._calls[key]
 
     def check_microbatch(self, candidate: MeshCandidate) -> None:
-        """Raise :class:`CapacityError` if one block call with one microbatch of ``candidate`` needs more memory than
-        any device has. The check is quick. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Raise :class:`CapacityError` if one block call (such as a layer) with one microbatch of ``candidate`` needs
+        more memory than any device has. The check is quick. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage.
         """
         needed = self.layer_bytes(candidate)
         check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(candidate))
 
     def layer_bytes(self, candidate: MeshCandidate) -> float:
         """Return a lower bound on the bytes that a rank of ``candidate`` needs while one microbatch runs through the
-        block call that needs most. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        block call (such as a layer) that needs most. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
         """
         kept = "activations" not in (self.job.constraints.offload or ())
         key = (kept, candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
@@ -513,7 +519,8 @@ class ModelBounds:
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
         """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``, over all cuts of
-        the block calls into stages. Every stage is given the greatest memory that it has on any placement.
+        the block calls (such as layers) into stages. Every stage is given the greatest memory that it has on any
+        placement.
 
         ``model``: the graphs of one rank. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
         parameter or buffer on a rank. ``how``: ``cutoff_s`` (stop when the bound reaches this many seconds) and
@@ -576,7 +583,7 @@ class ModelBounds:
         """Return a lower bound in seconds on the forward of one microbatch of ``candidate`` through all stages, on the
         fastest devices. ``floor``: known lower bounds on each block's seconds, which are used where they are tighter
         than those of the unsharded block; ``None``: none are known. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        schedule and ZeRO stage. A block is a piece of the model, such as a layer.
         """
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
@@ -585,10 +592,10 @@ class ModelBounds:
 
     def with_floor(self, candidates: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
-        stage. ``floor``: lower bounds on the seconds of each block in them. ``shared``: whether to drop the assumption
-        that a stage takes at least as long as the largest block call. The bound is then lower, but a caller may add
-        times that need not fall on that stage. ``candidates``: combinations of mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        stage. ``floor``: lower bounds on the seconds of each block (such as a layer) in them. ``shared``: whether to
+        drop the assumption that a stage takes at least as long as the largest block call. The bound is then lower, but
+        a caller may add times that need not fall on that stage. ``candidates``: combinations of mesh sizes, microbatch
+        size, schedule and ZeRO stage.
         """
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())

@@ -38,16 +38,16 @@ class ActivationBytes:
         self._sizes, self._seconds = np.cumsum(pairs[:, order], axis=1)
 
     def within(self, seconds: float) -> float:
-        """Return the greatest number of activation bytes of one microbatch that block calls can have which together
-        take at most ``seconds`` seconds. Any calls may be chosen, also fractions of them (a fractional knapsack
-        problem), so this is an upper bound for the calls of one rank.
+        """Return the greatest number of activation bytes of one microbatch that block calls (such as layers) can have
+        which together take at most ``seconds`` seconds. Any calls may be chosen, also fractions of them (a fractional
+        knapsack problem), so this is an upper bound for the calls of one rank.
         """
         return float(np.interp(seconds, [0.0, *self._seconds], [0.0, *self._sizes]))
 
 
 @dataclass(frozen=True)
 class MicrobatchMemory:
-    """Lower bounds on the activation bytes of one microbatch through all block calls.
+    """Lower bounds on the activation bytes of one microbatch through all block calls (such as layers).
 
     ``whole``: bytes of each call without recomputation. ``inputs``: bytes of each call with full recomputation, which
     saves only inputs of calls. ``again``: how bytes can be freed by recomputing calls: pairs (seconds of recomputation

@@ -51,15 +51,16 @@ class BlockLowerBound:
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
         """Return a copy of these lower bounds in which ``change`` was applied to every dict of seconds: that of
         ``seconds`` and those of ``of_kind``. ``change``: function from such a dict (block name -> pair of forward and
-        backward seconds) to the new dict.
+        backward seconds) to the new dict. A block is a piece of the model, such as a layer.
         """
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
 @dataclass(frozen=True)
 class _WeightReads:
-    """Bytes of weights that a call of a block reads. ``experts``: a pair for the weights of experts: bytes of the
-    weights, bytes of their gradients. ``others``: the same pair for all other weights."""
+    """Bytes of weights that a call of a block (such as a layer) reads. ``experts``: a pair for the weights of experts:
+    bytes of the weights, bytes of their gradients. ``others``: the same pair for all other weights.
+    """
 
     experts: tuple[float, float]
     others: tuple[float, float]
@@ -85,10 +86,10 @@ class Gathers:
         self._scatters: dict[tuple[object, ...], float] = {}
 
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """Return lower bounds on the seconds of each block of ``candidate`` that include the gathers of weights and
-        scatters of gradients under ZeRO-3. ``floor``: lower bounds without these, or ``None`` if none are known. The
-        result is ``floor`` itself if the candidate does not gather weights. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        """Return lower bounds on the seconds of each block (such as a layer) of ``candidate`` that include the gathers
+        of weights and scatters of gradients under ZeRO-3. ``floor``: lower bounds without these, or ``None`` if none
+        are known. The result is ``floor`` itself if the candidate does not gather weights. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         gathers, copies = self.floor(candidate)
         if not gathers:
@@ -111,16 +112,17 @@ class Gathers:
         )
 
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
-        """Return the seconds of a block and of the part of its ZeRO-3 collectives that computation does not hide.
-        ``seconds``: those of the block alone. ``gathers_s``: those of the collectives. ``seconds`` may contain other
-        communication, which hides nothing; counting it as if it did keeps the result a lower bound."""
+        """Return the seconds of a block (such as a layer) and of the part of its ZeRO-3 collectives that computation
+        does not hide. ``seconds``: those of the block alone. ``gathers_s``: those of the collectives. ``seconds`` may
+        contain other communication, which hides nothing; counting it as if it did keeps the result a lower bound.
+        """
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
         """Return two dicts from block name to a pair of seconds (forward, backward): lower bounds on the ZeRO-3
         collectives, and on copying gathered weights. Forward gathers the weights; backward gathers them again and
         scatters gradients. Both dicts are empty if the candidate does not shard weights. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        microbatch size, schedule and ZeRO stage. A block is a piece of the model, such as a layer.
         """
         if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
@@ -135,7 +137,8 @@ class Gathers:
     def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
         """Return a dict from block name to a lower bound on the seconds (forward, backward) of copies that ZeRO-3 makes
         under ``candidate``: of weights out of the buffers of gathers, and of gradients into those of scatters. Kernel
-        launches are not included."""
+        launches are not included. A block is a piece of the model, such as a layer.
+        """
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
@@ -210,7 +213,7 @@ class Gathers:
         """Return a dict from block name to a lower bound on the seconds (forward, backward) of the ZeRO-3 collectives
         of ``candidate`` over the fastest group. ``shards``: the possible groups that share weights. ``experts``: the
         possible groups that share experts' weights. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
+        stage. A block is a piece of the model, such as a layer.
         """
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
@@ -230,9 +233,10 @@ class Gathers:
 
 
 def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:
-    """Return the bytes of the weights, and of their gradients, that the block called ``name`` reads, without small
-    weights that ZeRO-3 does not shard. ``experts``: names of the experts' parameters. ``short_gradients``: a gradient
-    is no larger than its parameter. ``model``: the model as calls of blocks."""
+    """Return the bytes of the weights, and of their gradients, that the block (such as a layer) called ``name`` reads,
+    without small weights that ZeRO-3 does not shard. ``experts``: names of the experts' parameters.
+    ``short_gradients``: a gradient is no larger than its parameter. ``model``: the model as calls of blocks.
+    """
     block = model.blocks[name]
     placeholders = {node.name: node for node in block.placeholders}
     names = next((call.states for call in model.calls if call.block == name), ())

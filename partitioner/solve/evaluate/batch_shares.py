@@ -95,8 +95,9 @@ class BatchSharing:
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
         """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines on the
-        placement ``machine`` with a given cut into stages. ``calls``: for each stage, the indices of its block calls in
-        the model of one rank."""
+        placement ``machine`` with a given cut into stages. ``calls``: for each stage, the indices of its block calls
+        (such as layers) in the model of one rank.
+        """
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
         for seats in machine.distinct_pipelines:
@@ -110,7 +111,8 @@ class BatchSharing:
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
         """Return, for each pipeline stage, a dict from block name to the cost of a call on the placement ``machine``,
-        by which the cut into stages is chosen. ``shares``: the number of microbatches of each rank of ``dp``.
+        by which the cut into stages is chosen. ``shares``: the number of microbatches of each rank of ``dp``. A block
+        is a piece of the model, such as a layer.
 
         All pipelines get the same cut. If they differ in speed, the costs of a pipeline with fewer microbatches are
         scaled down, as if it had spread the same total time over as many microbatches as the pipeline with the most.
@@ -182,7 +184,7 @@ class BatchSharing:
         """Return a lower bound in seconds on running ``num_microbatches`` microbatches in total on all pipelines (one
         for each rank of ``dp``). ``of_stages``: for each kind of pipeline and each of its stages, in this order, the
         costs of calls by block name. ``different``: the distinct dicts in ``of_stages``, by their ``id``. ``counts``:
-        the number of pipelines of each kind.
+        the number of pipelines of each kind. A block is a piece of the model, such as a layer.
         """
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [
@@ -194,22 +196,25 @@ class BatchSharing:
         return pipelines.least(work, num_microbatches, plain=is_formula(self.candidate.schedule))
 
     def _compute_stage_seconds(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
-        """Return, for each stage of one pipeline, the seconds that all block calls of one microbatch would take on it.
-        ``seats``: for each stage, the distinct profiles of its ranks (device, speed and groups). ``machine``: the
-        placement, a topology with the mesh laid over it."""
+        """Return, for each stage of one pipeline, the seconds that all block calls (such as layers) of one microbatch
+        would take on it. ``seats``: for each stage, the distinct profiles of its ranks (device, speed and groups).
+        ``machine``: the placement, a topology with the mesh laid over it.
+        """
         costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
         return [max(sum(self._sum_call_seconds(of)), _TINY_S) for of in costs]
 
     def _sum_call_seconds(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
-        """Return (forward seconds, backward seconds) of one microbatch through all block calls of the model. ``of``:
-        block name -> cost of a call."""
+        """Return (forward seconds, backward seconds) of one microbatch through all block calls (such as layers) of the
+        model. ``of``: block name -> cost of a call.
+        """
         ahead, back = (sum(n * getattr(of[b], name) for b, n in self._calls_by_block.items()) for name in _TOTALS)
         return ahead, back if self.job.train else 0.0
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return how often a microbatch in the pipeline calls each block, without the calls that run before the
-        pipeline starts and those that every stage runs itself."""
+        """Return how often a microbatch in the pipeline calls each block (such as a layer), without the calls that run
+        before the pipeline starts and those that every stage runs itself.
+        """
         return Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
 
     @property

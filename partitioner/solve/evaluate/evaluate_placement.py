@@ -39,9 +39,9 @@ _POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor
 
 class PlacementResult(NamedTuple):
     """The best plan on one placement (an assignment of ranks to devices). ``problem``: the problem of cutting block
-    calls into pipeline stages, with the costs of the calls. ``split``: its solution, the calls of each stage.
-    ``estimate``: the estimated time and memory of a step. ``data_shares``: the number of microbatches of each rank of
-    ``dp``; empty if all ranks have equally many.
+    calls (such as layers) into pipeline stages, with the costs of the calls. ``split``: its solution, the calls of each
+    stage. ``estimate``: the estimated time and memory of a step. ``data_shares``: the number of microbatches of each
+    rank of ``dp``; empty if all ranks have equally many.
     """
 
     problem: StageProblem
@@ -51,7 +51,7 @@ class PlacementResult(NamedTuple):
 
     @property
     def calls(self) -> list[list[int]]:
-        """Return, for each pipeline stage, the indices of its block calls in the model of one rank."""
+        """Return, for each pipeline stage, the indices of its block calls (such as layers) in the model of one rank."""
         parts = ([(part.start, part.stop) for part in stage.parts or (stage,)] for stage in self.split.stages)
         return [[call.index for pair in pairs for call in self.problem.calls[slice(*pair)]] for pairs in parts]
 
@@ -74,7 +74,8 @@ def split_of(
     improved: bool = True,
     cutoff_s: float = math.inf,
 ) -> StageSplit:
-    """Return the best cut of the block calls of ``problem`` into stages under the candidate's schedule.
+    """Return the best cut of the block calls (such as layers) of ``problem`` into stages under the candidate's
+    schedule.
 
     ``proven``: whether to compute a tight lower bound too. ``improved``: whether to search also for cuts that fill the
     pipeline better. Both matter only for schedules that are simulated. ``cutoff_s``: cuts that take at least this many
@@ -242,9 +243,9 @@ class PlacementEvaluator:
         self, machine: PlacedMesh, shares: Shares
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
         """Return three values for the placement ``machine`` (a topology with the mesh laid over it): the problem of
-        cutting block calls into pipeline stages on these devices, with the costs of the calls; a dict from the name of
-        each parameter and buffer to its cost; and the number of microbatches of each rank of ``dp`` (empty if all have
-        equally many). ``shares``: the requested number of microbatches of each rank of ``dp``.
+        cutting block calls (such as layers) into pipeline stages on these devices, with the costs of the calls; a dict
+        from the name of each parameter and buffer to its cost; and the number of microbatches of each rank of ``dp``
+        (empty if all have equally many). ``shares``: the requested number of microbatches of each rank of ``dp``.
         """
         job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
@@ -318,8 +319,8 @@ class PlacementEvaluator:
         return self._dressed[key]
 
     def _set_microbatches_in_flight(self, problem: StageProblem) -> StageProblem:
-        """Return a copy of ``problem``, the problem of cutting block calls into pipeline stages, with the numbers of
-        microbatches whose activations each stage holds under a schedule that is simulated.
+        """Return a copy of ``problem``, the problem of cutting block calls (such as layers) into pipeline stages, with
+        the numbers of microbatches whose activations each stage holds under a schedule that is simulated.
         """
         candidate = self.candidate
         if is_formula(candidate.schedule):

@@ -250,15 +250,15 @@ class CandidateEvaluator:
         """Announce which lower bounds on the seconds of blocks (``floors``) and which solutions of sharding problems
         (``shardings``) the search will request, so that a second process can compute them ahead. Both are pairs of a
         candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in samples, approximately
-        in order of use.
+        in order of use. A block is a piece of the model, such as a layer.
         """
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
     def wish(self, candidate: MeshCandidate, size: int) -> None:
-        """Announce that the lower bound on the blocks of ``candidate`` will be needed soon, so that the second process
-        computes it before other announced results. ``size``: samples of the microbatch for which the bound is computed.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Announce that the lower bound on the blocks (such as layers) of ``candidate`` will be needed soon, so that
+        the second process computes it before other announced results. ``size``: samples of the microbatch for which the
+        bound is computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
@@ -266,7 +266,7 @@ class CandidateEvaluator:
         """Yield a task for each lower bound on blocks that is not known yet and that a second process can compute
         ahead: (key of the bound, cache key of the sharded graphs from which it is computed, function that computes it).
         ``floors``: pairs of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in
-        samples.
+        samples. A block is a piece of the model, such as a layer.
         """
         for candidate, size in floors:
             if size == candidate.microbatch_size or self._is_at_best(candidate):
@@ -278,7 +278,7 @@ class CandidateEvaluator:
         """Return two values: a cache key that is equal for candidates whose lower bounds on blocks are equal, and the
         arguments with which these bounds are computed: (candidate, microbatch size in samples, whether all samples of a
         rank are one microbatch). ``size``: samples of the microbatch for which the bounds are computed. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage.
+        mesh sizes, microbatch size, schedule and ZeRO stage. A block is a piece of the model, such as a layer.
         """
         whole = self._is_whole(candidate, size)
         if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
@@ -291,7 +291,7 @@ class CandidateEvaluator:
     def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
         """Return three values for ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): the graphs of
         one rank; block name -> lower bound on the cost of a call on any placement; and name -> cost of a parameter or
-        buffer of a rank.
+        buffer of a rank. A block is a piece of the model, such as a layer.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
         in this way.
@@ -304,7 +304,7 @@ class CandidateEvaluator:
         their ZeRO stage and need at least as much memory: the graphs of one rank, block name -> lower bound on the cost
         of a call without ZeRO, and name -> cost of a parameter or buffer. Return ``None`` if devices differ in speed,
         because the ZeRO stage then also decides how the batch may be divided. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        size, schedule and ZeRO stage. A block is a piece of the model, such as a layer.
         """
         if self._has_mixed_speeds:
             return None
@@ -353,7 +353,8 @@ class CandidateEvaluator:
         """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements of
         ``candidate``. If not all possible placements are known, return instead one dict for each device type, with the
         best groups that any placement could have, so that lower bounds still hold. ``costs``: the cache from which call
-        costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. A block is a piece of the
+        model, such as a layer.
         """
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
@@ -364,7 +365,8 @@ class CandidateEvaluator:
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """Return, for each device type, a dict from block name to the cost of a call of ``candidate`` on a rank whose
         groups (of tensor parallelism and other axes) are the fastest that any placement could have. ``costs``: the
-        cache from which call costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        cache from which call costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. A
+        block is a piece of the model, such as a layer.
         """
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
@@ -383,10 +385,10 @@ class CandidateEvaluator:
         return len(self.job.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
-        """Return whether the lower bounds on the block calls of ``candidate`` are for the same kind of rank (device and
-        groups) as the one that its sharding is optimized for. Only then can a bound for one microbatch size be scaled
-        to another, because no other sharding costs less. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
+        """Return whether the lower bounds on the block calls (such as layers) of ``candidate`` are for the same kind of
+        rank (device and groups) as the one that its sharding is optimized for. Only then can a bound for one microbatch
+        size be scaled to another, because no other sharding costs less. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         if self.placements.complete(candidate.grid):
             return True
@@ -396,9 +398,9 @@ class CandidateEvaluator:
         )
 
     def _compute_block_bound(self, candidate: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
-        """Return lower bounds on the seconds of each block of ``candidate`` for microbatches of ``size`` samples;
-        ``None`` if the model cannot be sharded in this way. ``whole``: whether all samples of a rank are one
-        microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return lower bounds on the seconds of each block (such as a layer) of ``candidate`` for microbatches of
+        ``size`` samples; ``None`` if the model cannot be sharded in this way. ``whole``: whether all samples of a rank
+        are one microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         wanted = self._wanted(candidate, size, whole)
         try:
@@ -413,7 +415,7 @@ class CandidateEvaluator:
     def _bound_block_seconds(self, local: LocalModel, costs: Costs) -> Seconds:
         """Return block name -> least forward and backward seconds of a call, for the blocks of the whole model.
         ``costs``: the costs of the blocks of ``local``, the model of one rank. Calls are matched by module path,
-        because the two models may have different blocks.
+        because the two models may have different blocks. A block is a piece of the model, such as a layer.
         """
         least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
@@ -431,7 +433,7 @@ class CandidateEvaluator:
         """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` for microbatches of
         ``size`` samples, from which lower bounds on blocks are computed, and the number of microbatches of a rank.
         ``whole``: whether all samples of a rank are one microbatch. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        schedule and ZeRO stage. A block is a piece of the model, such as a layer.
         """
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1

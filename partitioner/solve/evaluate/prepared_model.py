@@ -99,18 +99,19 @@ class PreparedModel:
         return self._known[key]
 
     def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
-        """Store ``folded``, the model as calls of blocks, as if it were the result of capturing the model with
-        ``global_batch`` samples on any device type, and return this object. No capture is then made for that batch. The
-        nodes of ``folded`` must be marked with the gradients that they need."""
+        """Store ``folded``, the model as calls of blocks (such as layers), as if it were the result of capturing the
+        model with ``global_batch`` samples on any device type, and return this object. No capture is then made for that
+        batch. The nodes of ``folded`` must be marked with the gradients that they need.
+        """
         batch = batch_size(folded, global_batch)
         work = folded, shard_batch(folded, batch), batch
         self._known |= {(global_batch, None, device): work for device in DEVICES}
         return self
 
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
-        """Return three values: the model for groups of samples as calls of blocks, the layouts that split its batch,
-        and the global batch size. Its graphs are for one group of ``size`` samples, and its loss is that group's part
-        of the mean over all groups.
+        """Return three values: the model for groups of samples as calls of blocks (such as layers), the layouts that
+        split its batch, and the global batch size. Its graphs are for one group of ``size`` samples, and its loss is
+        that group's part of the mean over all groups.
 
         ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: the
         user's; with them it is checked that the batch is a whole number of groups. ``device``: the device type to

@@ -224,7 +224,7 @@ class BestFirstSearch:
             before: the outcomes of an earlier search with fewer constraints, whose bounds hold here, too.
 
         Raises :class:`CapacityError` if no candidate fits in memory, the one of the candidate with the least shortage;
-        and :class:`PlanError` if no candidate has a plan for other reasons, or none takes less than ``cutoff_s`` seconds.
+        and :class:`PlanError` if no candidate has a plan for other reasons, or none takes less than ``cutoff_s``.
         """
         deadline = time.monotonic() + self.time_limit_s
         self._open_candidates(candidates, left_out or {}, before or {})

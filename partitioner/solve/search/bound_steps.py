@@ -432,16 +432,17 @@ class BoundCascade:
         )
 
     def _of_all(self, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """Return lower bounds on the seconds of each block for one microbatch of ``candidate``, with the weight gathers
-        of ZeRO-3. They come from the sharding solved for the largest microbatch with these mesh sizes. ``None`` means
-        that there is no bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return lower bounds on the seconds of each block (such as a layer) for one microbatch of ``candidate``, with
+        the weight gathers of ZeRO-3. They come from the sharding solved for the largest microbatch with these mesh
+        sizes. ``None`` means that there is no bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
         """
         return self._gathers.beside(self._of_largest(self.family(candidate)), candidate)
 
     def _of_largest(self, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """Return lower bounds on the seconds of each block for one microbatch of ``candidate``, scaled from the
-        sharding solved for the largest microbatch with these mesh sizes; ``None`` if there is no bound. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return lower bounds on the seconds of each block (such as a layer) for one microbatch of ``candidate``,
+        scaled from the sharding solved for the largest microbatch with these mesh sizes; ``None`` if there is no bound.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if (
             not self._scales or candidate.tp == candidate.cp == candidate.ep == 1

@@ -102,7 +102,7 @@ class PlanSearchResult:
 def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
     """Return the search space of ``job``, from which its candidates (combinations of mesh sizes, microbatch size,
     schedule and ZeRO stage) are listed. ``bounds``: knows the sizes of the job's model, such as the number of block
-    calls and the dims of its parameters.
+    calls (such as layers) and the dims of its parameters.
     """
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
@@ -389,8 +389,8 @@ def _slowest_first(found: EvaluatedCandidate) -> float:
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:
-    """Return the numbers of the search space ``space`` that the certificate records, such as the number of block
-    calls.
+    """Return the numbers of the search space ``space`` that the certificate records, such as the number of block calls
+    (such as layers).
     """
     dims = tuple(sorted(space.dims))
     return Limits(

@@ -200,10 +200,10 @@ def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
 
     ``tp`` divides a dim of some weight. Unless it is fixed, it is at most 8 or the number of devices of the largest
     node, whichever is more (two nodes if the constraint ``ahead`` is set). The microbatch size divides the batch, and
-    every rank of ``dp`` has at least one microbatch. Every stage has at least one block call. Features that can be
-    estimated but not executed are included only if the constraints ask for them. Raises :class:`ConstraintError` for
-    constraints that cannot hold and :class:`PlanError` if no candidate is left. ``space``: the devices, the batch, the
-    constraints and the sizes of the model.
+    every rank of ``dp`` has at least one microbatch. Every stage has at least one block call (such as a layer).
+    Features that can be estimated but not executed are included only if the constraints ask for them. Raises
+    :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no candidate is left. ``space``:
+    the devices, the batch, the constraints and the sizes of the model.
     """
     pinned = space.constraints
     pinned.check(space.world_size, space.global_batch, space.dims)

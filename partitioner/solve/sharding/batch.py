@@ -80,9 +80,9 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
 def of_groups(model: FoldedModel, group: GroupModel, count: int) -> tuple[FoldedModel, ShardingSolution]:
     """Return a model for ``count`` groups of samples, and the sharding that splits the batch into these groups.
 
-    ``model`` is the graph of one group, as calls of blocks; ``group`` says which dims of its inputs and outputs index
-    samples. The returned model has the same graph and the inputs of all ``count`` groups. The sharding splits nothing
-    inside a group; the gradient of every trained parameter is a partial sum over groups.
+    ``model`` is the graph of one group, as calls of blocks (such as layers); ``group`` says which dims of its inputs
+    and outputs index samples. The returned model has the same graph and the inputs of all ``count`` groups. The
+    sharding splits nothing inside a group; the gradient of every trained parameter is a partial sum over groups.
     """
     layouts = {i.value: _dim_layout(group.inputs[i.path]) for i in model.inputs}
     layouts |= {o.value: group.outputs[o.path] for o in model.outputs if o.value is not None}
@@ -213,7 +213,7 @@ class BatchCosts:
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
         """Return the cost of ``layout`` for a tensor that blocks pass on to each other, in units without a dimension.
-        ``spec``: its whole shape and dtype.
+        ``spec``: its whole shape and dtype. A block is a piece of the model, such as a layer.
 
         A shard costs slightly more on a later dim, so that the first of two possible batch dims is chosen. An input
         with a batch dim costs more if it is not sharded.

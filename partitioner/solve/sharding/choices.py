@@ -113,9 +113,9 @@ def state_options(
 ) -> list[Layout]:
     """Return the layouts that the states of ``tie`` (parameters or buffers that must share one layout) may have.
 
-    ``model``: the model as calls of blocks. ``num_ranks``: size of the mesh axis. ``rules``: layouts that the caller
-    fixes. ``trained``: whether the states receive gradients. ``asked``: layouts that shard a dim in several sections
-    (such as the query, key and value parts of one weight), for which some operator has a use. Raise
+    ``model``: the model as calls of blocks (such as layers). ``num_ranks``: size of the mesh axis. ``rules``: layouts
+    that the caller fixes. ``trained``: whether the states receive gradients. ``asked``: layouts that shard a dim in
+    several sections (such as the query, key and value parts of one weight), for which some operator has a use. Raise
     :class:`ShardingError` if ``rules`` leave no layout.
     """
     options = [REPLICATED, *_list_dim_shards(tie, num_ranks)]
@@ -173,8 +173,8 @@ MAX_WANTED = 6  # section layouts of one value that are passed on
 def list_operator_strategies(
     values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int, lengths: Collection[int] = NO_SIZES
 ) -> dict[fx.Node, list[Strategy]]:
-    """Return, for each operator of a block, its strategies: the ways to run it on ``num_ranks`` ranks, each with the
-    layouts of its operands and results.
+    """Return, for each operator of a block (such as a layer), its strategies: the ways to run it on ``num_ranks``
+    ranks, each with the layouts of its operands and results.
 
     ``operators``: the operators of the block. ``values``: its tensors. ``lengths``: sequence lengths; dims of these
     sizes may be sharded zigzag (each rank has a piece from the start and one from the end).

@@ -50,7 +50,8 @@ from partitioner.topology.hardware import DeviceType
 @dataclass
 class TensorCosts:
     """Prices in seconds per microbatch, by which shardings over the ranks of ``group`` are compared: of operators,
-    changes of layout, states (parameters and buffers), and tensors that are kept between blocks.
+    changes of layout, states (parameters and buffers), and tensors that are kept between blocks. A block is a piece of
+    the model, such as a layer.
 
     - ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
       sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a
@@ -173,7 +174,7 @@ class TensorCosts:
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
         """Return the seconds that it costs to keep a tensor between blocks in ``layout`` until the backward: a rank
         writes its part to memory once and reads it once. Return ``math.inf`` for a shard if sequence parallelism is
-        forbidden. ``spec``: whole shape and dtype of the tensor.
+        forbidden. ``spec``: whole shape and dtype of the tensor. A block is a piece of the model, such as a layer.
         """
         if layout.is_shard and self.sequence_parallel is False:
             return math.inf

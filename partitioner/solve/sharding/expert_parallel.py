@@ -81,8 +81,10 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
 
 def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """Return two dicts about the blocks of ``model``: operator of experts that works row by row (a row is a token) ->
-    dim of rows of its results; and node that is computed from experts' parameters alone -> dim that indexes experts."""
+    """Return two dicts about the blocks (such as layers) of ``model``: operator of experts that works row by row (a row
+    is a token) -> dim of rows of its results; and node that is computed from experts' parameters alone -> dim that
+    indexes experts.
+    """
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}
     for regions in regions_of(model).values():
@@ -132,7 +134,7 @@ def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> S
 
     This is the given sharding ``batch`` if it allows that; otherwise one with the experts' rows (tokens) divided over
     the ranks, or with all rows on each of them. If there is none, return ``batch``. ``samples``: number of samples of
-    the batch. ``model``: the model on the whole batch, as calls of blocks.
+    the batch. ``model``: the model on the whole batch, as calls of blocks (such as layers).
     """
     if can_spread_experts(model, batch):
         return batch

@@ -25,9 +25,9 @@ Port = tuple[str, PortKind, int]  # block, kind, place
 
 @dataclass(frozen=True)
 class ValueReader:
-    """An operator (``node``) that reads a value of a block, with the indices (``positions``) of the value among its
-    operands. If ``node`` is ``None``, the value is an output of the block, and ``positions`` are its indices among the
-    outputs.
+    """An operator (``node``) that reads a value of a block (such as a layer), with the indices (``positions``) of the
+    value among its operands. If ``node`` is ``None``, the value is an output of the block, and ``positions`` are its
+    indices among the outputs.
     """
 
     node: fx.Node | None
@@ -36,8 +36,8 @@ class ValueReader:
 
 @dataclass(frozen=True)
 class BlockValue:
-    """A tensor inside a block: the result with the index ``index`` of the node ``source``, with the operators and
-    outputs that read it (``readers``). A placeholder has one result.
+    """A tensor inside a block (such as a layer): the result with the index ``index`` of the node ``source``, with the
+    operators and outputs that read it (``readers``). A placeholder has one result.
 
     ``operator.getitem`` is not counted as an operator; the tensor that it selects is a result of its producer.
     ``spec``: its shape and dtype. ``grad``: whether a gradient flows back through the value.
@@ -51,14 +51,16 @@ class BlockValue:
 
 
 def operators_of(block: Block) -> list[fx.Node]:
-    """Return the operators of ``block`` for which a strategy must be chosen: every ``call_function`` node but
-    ``getitem``, in graph order.
+    """Return the operators of ``block`` (a piece of the model, such as a layer) for which a strategy must be chosen:
+    every ``call_function`` node but ``getitem``, in graph order.
     """
     return [n for n in block.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
 
 
 def values_of(block: Block) -> list[BlockValue]:
-    """Return every value of ``block`` that an operator or an output reads, in graph order."""
+    """Return every value of ``block`` (a piece of the model, such as a layer) that an operator or an output reads, in
+    graph order.
+    """
     origin: dict[fx.Node, tuple[fx.Node, int]] = {}
     carries: dict[tuple[fx.Node, int], bool] = {}
     for node in block.graph.nodes:
@@ -93,7 +95,8 @@ def values_of(block: Block) -> list[BlockValue]:
 @dataclass(frozen=True)
 class LayoutTie:
     """Tensors between blocks, or parameters and buffers, that must share one layout because different calls of one
-    block (such as the calls of a repeated layer) read or return them at the same place.
+    block (such as the calls of a repeated layer) read or return them at the same place. A block is a piece of the
+    model, such as a layer.
 
     ``names``: their names. ``ports``: the places, each a tuple of the block's name, a kind (``"input"``, ``"state"`` or
     ``"output"``) and an index among the block's inputs, states or outputs. ``spec``: their common shape and dtype.
@@ -130,7 +133,7 @@ def tied_states(model: FoldedModel) -> list[LayoutTie]:
 def _group_connected_ports(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
     """Group names that share a port (an input, state or output of a block), directly or over other names, and return
     for each group its names and its ports, in order of first appearance. ``pairs``: a name and a port that it passes
-    through, or ``None`` for no port.
+    through, or ``None`` for no port. A block is a piece of the model, such as a layer.
     """
     parent: dict[str | Port, str | Port] = {}
 

@@ -21,6 +21,7 @@ from partitioner.solve.sharding.sharding import ShardingSolution
 @dataclass(frozen=True)
 class LocalModel:
     """The blocks that one rank runs for one microbatch, and the layouts of its tensors over ``tp``, ``cp`` and ``ep``.
+    A block is a piece of the model, such as a layer.
 
     ``model``: the blocks with the shapes of one rank; parameters, buffers and inputs have their global shapes.
     ``sharding``: layouts over ``tp``. ``context``: layouts over ``cp``; ``None`` if ``cp`` is 1. ``experts``: name of a
@@ -64,7 +65,8 @@ def build_local_model(
     context: ShardingSolution | None,
     known: dict[Hashable, Block],
 ) -> LocalModel:
-    """Return the model of one rank: ``split`` sharded over ``tp`` by ``solution``.
+    """Return the model of one rank: ``split`` sharded over ``tp`` by ``solution``. A block is a piece of the model,
+    such as a layer.
 
     ``split``: the model of one microbatch, already sharded over ``cp`` by ``context`` if that is not ``None``.
     ``known``: a cache of sharded blocks, to which this function adds; solutions with equal layouts share blocks.
@@ -84,9 +86,9 @@ def build_local_model(
 
 
 def unmark_stopped(block: Block) -> Block:
-    """Set ``node.meta["grad"]`` (whether a gradient flows through the node) of ``block`` to false for nodes that depend
-    on detached values alone, and return ``block``. This corrects marks after sharding: nodes that replace an operator
-    inherit its mark, even those that no gradient reaches.
+    """Set ``node.meta["grad"]`` (whether a gradient flows through the node) of ``block`` (a piece of the model, such as
+    a layer) to false for nodes that depend on detached values alone, and return ``block``. This corrects marks after
+    sharding: nodes that replace an operator inherit its mark, even those that no gradient reaches.
     """
     for node in block.graph.nodes:
         if node.op == "call_function" and node.meta.get("grad"):

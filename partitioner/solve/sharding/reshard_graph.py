@@ -138,7 +138,7 @@ def add_reshard_costs(
 
     ``reshards``: the costs of changes of layout. ``name``: a text for error messages. ``value``: (shape and dtype of
     the value, whether it has a gradient). ``weight``: the factor on all costs, which is how many calls execute the
-    block of the value.
+    block (such as a layer) of the value.
     """
     made, made_of = _index_distinct_items(source.layouts)
     asked = [_index_distinct_items(a.layouts) for a in askers]

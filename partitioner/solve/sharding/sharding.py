@@ -79,12 +79,15 @@ class ShardingCosts(Protocol):
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
         """Return the cost of keeping or sending a tensor between blocks in ``layout``. The unit is the same for all
-        methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype."""
+        methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype. A block is a
+        piece of the model, such as a layer.
+        """
 
 
 @dataclass(frozen=True)
 class ShardingSolution:
-    """The layouts and strategies that the solver chose on one mesh axis.
+    """The layouts and strategies that the solver chose on one mesh axis. A block is a piece of the model, such as a
+    layer.
 
     ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: block name -> strategies and layouts.
     ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding, for the axes ``tp`` and ``cp``
@@ -149,7 +152,8 @@ def sharding_problem(
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:
     """Return ``rules``, layouts that the caller fixed, together with those that the mesh axis ``axis`` requires: of the
     loss, and on the axis ``data`` also of parameters, buffers and tensors between blocks. ``model``: the model to
-    shard, as calls of blocks. Raise ``ShardingError`` if a name is not in the model.
+    shard, as calls of blocks. Raise ``ShardingError`` if a name is not in the model. A block is a piece of the model,
+    such as a layer.
     """
     outputs = dict(rules.outputs)
     if model.loss is not None:
@@ -232,8 +236,9 @@ class ShardingProblem:
         return solve_assignment(replace(problem, costs=costs), time_limit_s=time_limit_s, settle=True)
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
-        """Add to the assignment problem a node for each operator of ``block``; the choices of the node are the
-        strategies of the operator. ``name``: the name of the block. ``values``: the tensors in the block.
+        """Add to the assignment problem a node for each operator of ``block`` (a piece of the model, such as a layer);
+        the choices of the node are the strategies of the operator. ``name``: the name of the block. ``values``: the
+        tensors in the block.
         """
         found = list_operator_strategies(values, operators_of(block), self.num_ranks, self.rules.lengths)
         weight = self.weights[name]
@@ -261,7 +266,8 @@ class ShardingProblem:
 
     def _state_options(self, tie: LayoutTie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
         """Return the layouts that the parameters or buffers of ``tie`` (which must share one layout) may have.
-        ``values``: block name -> tensors in the block, with the operators that read them.
+        ``values``: block name -> tensors in the block, with the operators that read them. A block is a piece of the
+        model, such as a layer.
         """
         trained, asked = False, dict[Layout, None]()
         for name, _, place in tie.ports:
@@ -274,8 +280,8 @@ class ShardingProblem:
         return state_options(self.model, tie, self.num_ranks, self.rules, trained, asked)
 
     def _connect_value_readers(self, name: str, value: BlockValue) -> None:
-        """Add to the assignment problem the costs of converting ``value``, a tensor in a block, from the layout in
-        which a node produces it to the layouts in which other nodes read it. ``name``: name of the block.
+        """Add to the assignment problem the costs of converting ``value``, a tensor in a block (such as a layer), from
+        the layout in which a node produces it to the layouts in which other nodes read it. ``name``: name of the block.
         """
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
@@ -306,9 +312,9 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield a node of the assignment problem, as reader of ``value``, for each output of the block that ``value``
-        is. The choices of the node are the layouts of the group of tensors that must share one layout with this output.
-        ``name``: name of the block.
+        """Yield a node of the assignment problem, as reader of ``value``, for each output of the block (such as a
+        layer) that ``value`` is. The choices of the node are the layouts of the group of tensors that must share one
+        layout with this output. ``name``: name of the block.
         """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
@@ -360,7 +366,9 @@ def _measure_sharded_work(
 ) -> tuple[float, dict[str, float]]:
     """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
     operator name -> fraction of compute time. ``chosen``: block name -> strategy of each operator. ``costs``: prices of
-    the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks."""
+    the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks. A block is a piece of the model,
+    such as a layer.
+    """
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}
     for name, strategies in chosen.items():

@@ -43,8 +43,9 @@ _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
 @dataclass(frozen=True)
 class RankedCuts:
-    """The result of a search for cuts of the block calls into stages. ``cuts``: those that were tried, as pairs (step
-    time in seconds, cuts), fastest first. ``bound``: a lower bound in seconds on the step time under any cuts.
+    """The result of a search for cuts of the block calls (such as layers) into stages. ``cuts``: those that were tried,
+    as pairs (step time in seconds, cuts), fastest first. ``bound``: a lower bound in seconds on the step time under any
+    cuts.
 
     The cuts in a pair are a tuple: the index of the first call of each stage, followed by the number of calls.
     """
@@ -56,9 +57,9 @@ class RankedCuts:
 def better_cuts(
     tables: StageTables, timetable: Timetable, start: Sequence[int], cutoff_s: float = math.inf, *, quick: bool = False
 ) -> RankedCuts:
-    """Search cuts of the block calls into virtual stages with a shorter step time, starting from the cuts ``start``
-    (the index of the first call of each stage, followed by the number of calls). Return all cuts that were tried,
-    fastest first, with a lower bound in seconds over all cuts.
+    """Search cuts of the block calls (such as layers) into virtual stages with a shorter step time, starting from the
+    cuts ``start`` (the index of the first call of each stage, followed by the number of calls). Return all cuts that
+    were tried, fastest first, with a lower bound in seconds over all cuts.
 
     ``tables``: seconds and bytes of all possible stages. ``timetable``: the order of actions of the schedule. In the
     results, each virtual stage alone fits on its rank, but all virtual stages of a rank together may not fit; the
@@ -123,8 +124,8 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> RankedCuts:
-    """Simulate all possible cuts of the block calls into stages and return the fastest ones. The bound is the step time
-    of the best.
+    """Simulate all possible cuts of the block calls (such as layers) into stages and return the fastest ones. The bound
+    is the step time of the best.
 
     ``costs``: seconds of all possible stages. ``timetable``: the order of actions of the schedule. ``calls``,
     ``stages``: the numbers of calls and of stages. ``how``: options of the simulation: ``train`` (there is a backward)
@@ -145,7 +146,7 @@ def _all_cuts(calls: int, stages: int) -> Places:
 
 
 class _Costs:
-    """Seconds of every sequence of consecutive block calls on every virtual stage.
+    """Seconds of every sequence of consecutive block calls (such as layers) on every virtual stage.
 
     ``of_stage`` has one array for each stage, of shape ``[5, calls + 1, calls + 1]``. The first dim is forward,
     backward for inputs, backward for weights, wait for values and wait for gradients; the others are the first call and
@@ -198,8 +199,10 @@ class _Costs:
         return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
 
     def bands(self, most: float) -> _Bands:
-        """Return the seconds of those sequences of consecutive block calls that take at most ``most`` seconds per
-        microbatch and fit in memory, as two arrays that are indexed by the end and the length of the sequence."""
+        """Return the seconds of those sequences of consecutive block calls (such as layers) that take at most ``most``
+        seconds per microbatch and fit in memory, as two arrays that are indexed by the end and the length of the
+        sequence.
+        """
         size = self.of_stage[0].shape[-1]
         total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])
         length = np.arange(size)[None, :] - np.arange(size)[:, None]
@@ -215,8 +218,8 @@ class _Costs:
 
 @dataclass(frozen=True)
 class _Bands:
-    """Seconds of sequences of consecutive block calls, indexed by the call after the last and by the number of calls
-    minus one.
+    """Seconds of sequences of consecutive block calls (such as layers), indexed by the call after the last and by the
+    number of calls minus one.
 
     ``seconds``: shape ``[stages, 5, calls + 1, width]``; the second dim is forward, backward for inputs, backward for
     weights, wait for values and wait for gradients. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the stage

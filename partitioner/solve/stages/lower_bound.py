@@ -33,7 +33,7 @@ _LONG, _SEVERAL = (
 
 @dataclass(frozen=True)
 class LeastTime:
-    """Lower bounds in seconds per microbatch that hold for all cuts of the block calls into stages.
+    """Lower bounds in seconds per microbatch that hold for all cuts of the block calls (such as layers) into stages.
 
     ``slowest_s``: on the time of the slowest stage. ``total_s``: on the sum of the times of all stages. ``forward_s``:
     the part of ``total_s`` that is forward. ``backward_s``: the seconds of backward with recomputation if there is a

@@ -55,8 +55,8 @@ class StageCall:
 
 @dataclass(frozen=True)
 class Pace:
-    """The costs of all block calls on the devices of one stage, for clusters whose stages have devices of different
-    speeds. Of these costs only the seconds are used; bytes are taken from the calls of the problem.
+    """The costs of all block calls (such as layers) on the devices of one stage, for clusters whose stages have devices
+    of different speeds. Of these costs only the seconds are used; bytes are taken from the calls of the problem.
 
     ``costs``: the cost of each call, in the order of the problem. ``overhead``: the cost of the calls that every stage
     runs in addition.
@@ -68,8 +68,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class StageProblem:
-    """The problem of cutting block calls into pipeline stages: the calls in order, the stages' memory and links, and
-    the schedule.
+    """The problem of cutting block calls (such as layers) into pipeline stages: the calls in order, the stages' memory
+    and links, and the schedule.
 
     - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next. ``tp``, ``dp``:
       sizes of these mesh axes. ``microbatch_size``: number of samples of a microbatch. ``train``: calls have a
@@ -159,9 +159,9 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """Return a copy of this problem in which every block call recomputes its cheap operators in backward (selective
-        recomputation), with the costs that follow. Return ``None`` if the problem does not allow that, or if no call
-        has such operators.
+        """Return a copy of this problem in which every block call (such as a layer) recomputes its cheap operators in
+        backward (selective recomputation), with the costs that follow. Return ``None`` if the problem does not allow
+        that, or if no call has such operators.
         """
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
@@ -174,7 +174,9 @@ class StageProblem:
 
     @property
     def last_repeated(self) -> int:
-        """Return the index after the last call of a block that occurs several times, or the number of calls if there is
-        none. Only calls before this index are recomputed if the constraint ``recompute`` is ``"full"``."""
+        """Return the index after the last call of a block (such as a layer) that occurs several times, or the number of
+        calls if there is none. Only calls before this index are recomputed if the constraint ``recompute`` is
+        ``"full"``.
+        """
         places = [k for k, repeats in enumerate(self.repeated) if repeats]
         return places[-1] + 1 if places else len(self.calls)

@@ -80,9 +80,9 @@ def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()
 
 
 class Segments:
-    """Tables of the bytes that every sequence of consecutive block calls keeps, uses and transfers, computed when they
-    are first used. The entry ``[i, j]`` of a table is for the calls ``i:j``. ``local``: names of values that are never
-    sent between stages.
+    """Tables of the bytes that every sequence of consecutive block calls (such as layers) keeps, uses and transfers,
+    computed when they are first used. The entry ``[i, j]`` of a table is for the calls ``i:j``. ``local``: names of
+    values that are never sent between stages.
     """
 
     def __init__(self, calls: Sequence[Holding], local: Collection[str] = frozenset()) -> None:
@@ -92,29 +92,30 @@ class Segments:
     @cached_property
     def saved(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of activations that the block calls ``start:stop``
-        save for backward, per microbatch, without their inputs.
+        (such as layers) save for backward, per microbatch, without their inputs.
         """
         return self.sums([c.saved_bytes for c in self.calls])
 
     @cached_property
     def carried(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes that the block calls ``start:stop`` hold between
-        their backward for inputs and their backward for weights, per microbatch, without their inputs.
+        """Return a table whose entry ``[start, stop]`` is the bytes that the block calls ``start:stop`` (such as
+        layers) hold between their backward for inputs and their backward for weights, per microbatch, without their
+        inputs.
         """
         return self.sums([c.carried_bytes for c in self.calls])
 
     @cached_property
     def largest_again(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the largest sum of saved and temporary bytes of a single one
-        of the block calls ``start:stop``. This is the peak while calls are recomputed one at a time.
+        of the block calls ``start:stop`` (such as layers). This is the peak while calls are recomputed one at a time.
         """
         return self._tabulate_run_maxima([c.saved_bytes + c.working_bytes for c in self.calls])
 
     @cached_property
     def largest_working(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the largest temporary bytes of the block calls ``start:stop``
-        at any moment. This is the maximum over the calls, or the backward of the last call together with gradients of
-        the first call that the previous microbatch is still sending.
+        (such as layers) at any moment. This is the maximum over the calls, or the backward of the last call together
+        with gradients of the first call that the previous microbatch is still sending.
         """
         table = self._tabulate_run_maxima([c.working_bytes for c in self.calls])
         last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)
@@ -132,8 +133,8 @@ class Segments:
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of the distinct parameters and buffers that the
-        block calls ``start:stop`` read. ``sizes``: name of a parameter or buffer -> bytes. The result is cached by the
-        identity of ``sizes``, so the mapping must not be modified later.
+        block calls ``start:stop`` (such as layers) read. ``sizes``: name of a parameter or buffer -> bytes. The result
+        is cached by the identity of ``sizes``, so the mapping must not be modified later.
         """
         names = tuple(call.states for call in self.calls)
         return (_states_of if len(names) <= _MOST_REMEMBERED else _StateReads)(names).table(sizes)
@@ -141,7 +142,7 @@ class Segments:
     @cached_property
     def saved_inputs(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of the distinct inputs that the block calls
-        ``start:stop`` keep for backward, per microbatch.
+        ``start:stop`` (such as layers) keep for backward, per microbatch.
         """
         return self._tabulate_distinct_bytes(
             [
@@ -153,7 +154,7 @@ class Segments:
     @cached_property
     def all_inputs(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of all distinct inputs of the block calls
-        ``start:stop``. Recomputation must keep them.
+        ``start:stop`` (such as layers). Recomputation must keep them.
         """
         return self._tabulate_distinct_bytes([self._list_input_items(c) for c in self.calls])
 
@@ -174,7 +175,7 @@ class Segments:
     @cached_property
     def boundary(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of the send and receive buffers of a stage of the
-        block calls ``start:stop``, for values and gradients at its start and at its end.
+        block calls ``start:stop`` (such as layers), for values and gradients at its start and at its end.
         """
         both: Table = self.forward + self.backward
         return both[:, None] + both[None, :]
@@ -222,8 +223,8 @@ class Segments:
 
 
 class _StateReads:
-    """The names of the parameters and buffers that each block call reads (``names``, one entry per call). From a
-    mapping of names to bytes, :meth:`table` computes the bytes of every sequence of consecutive calls.
+    """The names of the parameters and buffers that each block call (such as a layer) reads (``names``, one entry per
+    call). From a mapping of names to bytes, :meth:`table` computes the bytes of every sequence of consecutive calls.
     """
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
@@ -234,7 +235,8 @@ class _StateReads:
 
     def table(self, sizes: Mapping[str, float]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of the distinct parameters and buffers that the
-        block calls ``start:stop`` read. ``sizes``: name -> bytes; the result is cached by its identity.
+        block calls ``start:stop`` (such as layers) read. ``sizes``: name -> bytes; the result is cached by its
+        identity.
         """
         key = SameObject(sizes)
         if key not in self._known:

@@ -54,9 +54,10 @@ def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
 
 def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
     """Return a table whose entry ``[start, stop]`` is the least peak bytes of the stage with index ``stage`` if it
-    consists of the block calls ``start:stop``: with the most recomputation, or with full recomputation if the problem
-    requires it. The entry is infinite if the stage may not consist of these calls. ``tables``: seconds and bytes of all
-    possible stages."""
+    consists of the block calls ``start:stop`` (such as layers): with the most recomputation, or with full recomputation
+    if the problem requires it. The entry is infinite if the stage may not consist of these calls. ``tables``: seconds
+    and bytes of all possible stages.
+    """
     if tables.problem.recompute != "full" or not tables.problem.train:
         return tables.least_memory[stage]
     start, stop = np.nonzero(tables.allowed[stage])
@@ -96,9 +97,9 @@ SLACK = 0.01  # share of the optimum that may be lost for equal stages
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The block calls ``start:stop`` of one pipeline stage, with seconds and memory. Backward recomputes the first
-    ``recompute`` calls in full. If ``selective``, it also recomputes the operators of the other calls that are cheap to
-    recompute.
+    """The block calls ``start:stop`` (such as layers) of one pipeline stage, with seconds and memory. Backward
+    recomputes the first ``recompute`` calls in full. If ``selective``, it also recomputes the operators of the other
+    calls that are cheap to recompute.
 
     ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. Seconds are per
     microbatch. ``recompute_s``: recomputation, which ``backward_s`` does not contain. ``transfer_s``: seconds of
@@ -123,13 +124,14 @@ class StagePlan:
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
-        """Return the parts of this pipeline stage that consist of consecutive block calls: its virtual stages, or the
-        stage itself if it has none."""
+        """Return the parts of this pipeline stage that consist of consecutive block calls (such as layers): its virtual
+        stages, or the stage itself if it has none.
+        """
         return self.parts or (self,)
 
     @property
     def places(self) -> list[int]:
-        """Return the indices of this stage's block calls among the calls of the problem, in order."""
+        """Return the indices of this stage's block calls (such as layers) among the calls of the problem, in order."""
         return [place for run in self.runs for place in range(run.start, run.stop)]
 
     @property
@@ -139,7 +141,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """A cut of the block calls into pipeline stages (``stages``), and the seconds of one step of the pipeline.
+    """A cut of the block calls (such as layers) into pipeline stages (``stages``), and the seconds of one step of the
+    pipeline.
 
     ``pipeline_s``: the least seconds that were found; ``stages`` may take slightly longer, because stages of about
     equal time are preferred. ``lower_bound_s``: lower bound on the pipeline's seconds over all cuts. ``microbatch_s``:
@@ -159,14 +162,14 @@ class StageSplit:
 
 
 class NoneLeft(CapacityError):
-    """Error that is raised if every cut of the block calls into pipeline stages that fits in memory has a stage that
-    the problem forbids.
+    """Error that is raised if every cut of the block calls (such as layers) into pipeline stages that fits in memory
+    has a stage that the problem forbids.
     """
 
 
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
-    """Return the cut of the block calls of ``problem`` into stages with the least pipeline time. ``tables``: the tables
-    of ``problem`` (seconds and bytes of all possible stages), if they exist already.
+    """Return the cut of the block calls (such as layers) of ``problem`` into stages with the least pipeline time.
+    ``tables``: the tables of ``problem`` (seconds and bytes of all possible stages), if they exist already.
 
     Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cut fits in memory.
     """
@@ -178,8 +181,8 @@ def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> St
 
 
 class _Splitter:
-    """Searches for the best cut of block calls into stages by shortest paths in a graph whose nodes are pairs (stage,
-    first call of the stage). ``tables``: the seconds and memory of all possible stages.
+    """Searches for the best cut of block calls (such as layers) into stages by shortest paths in a graph whose nodes
+    are pairs (stage, first call of the stage). ``tables``: the seconds and memory of all possible stages.
     """
 
     def __init__(self, tables: StageTables) -> None:
@@ -260,7 +263,8 @@ class _Splitter:
 
     def lowest_limit(self) -> float:
         """Return the least seconds per microbatch that the slowest stage can have, over all cuts of the block calls
-        into stages."""
+        (such as layers) into stages.
+        """
         return float(min_max(self.tables.times)[0])
 
     def stage_times(self, cuts: list[int]) -> list[float]:
@@ -286,7 +290,8 @@ class _Splitter:
 def stage_plan(
     tables: StageTables, stage: int, start: int, stop: int, recompute: int | None = None, *, in_part: bool = False
 ) -> StagePlan:
-    """Return the plan of one stage that holds the block calls ``start:stop``, with its seconds and peak bytes.
+    """Return the plan of one stage that holds the block calls ``start:stop`` (such as layers), with its seconds and
+    peak bytes.
 
     ``tables``: seconds and bytes of all possible stages. ``stage``: index of a stage of the problem. ``recompute``:
     number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``: recompute the
@@ -299,10 +304,11 @@ def stage_plan(
 
 
 def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) -> list[StagePlan]:
-    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls, with the least
-    recomputation that fits in memory. ``starts``, ``stops``: for each sequence, the index of the first call and the
-    index after the last. The result has one plan for each sequence, in the same order. ``tables``: seconds and bytes of
-    all possible stages."""
+    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as
+    layers), with the least recomputation that fits in memory. ``starts``, ``stops``: for each sequence, the index of
+    the first call and the index after the last. The result has one plan for each sequence, in the same order.
+    ``tables``: seconds and bytes of all possible stages.
+    """
     slimmed = tables.slimmed(stage, starts, stops)
     plans: list[StagePlan | None] = [None] * len(starts)
     for way, chosen in ((tables, ~slimmed), (tables.slim, slimmed)):
@@ -318,10 +324,10 @@ def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) 
 def _build_stage_plans(
     tables: StageTables, way: StageTables, stage: int, start: Counts, stop: Counts, recomputed: Counts
 ) -> list[StagePlan]:
-    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls that all use the
-    tables ``way``: either ``tables`` or those for selective recomputation. ``start``, ``stop``: for each sequence, the
-    index of the first call and the index after the last. ``recomputed``: for each sequence, the number of first calls
-    to recompute in full.
+    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as layers)
+    that all use the tables ``way``: either ``tables`` or those for selective recomputation. ``start``, ``stop``: for
+    each sequence, the index of the first call and the index after the last. ``recomputed``: for each sequence, the
+    number of first calls to recompute in full.
     """
     problem = tables.problem
     forward, backward = (table[start, stop] for table in tables.seconds(stage))

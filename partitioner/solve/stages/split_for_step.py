@@ -29,7 +29,7 @@ Priced = TypeVar("Priced")
 
 @dataclass(frozen=True)
 class PricedSplit(Generic[Priced]):
-    """A cut of the block calls into stages (``split``) with the price of its step.
+    """A cut of the block calls (such as layers) into stages (``split``) with the price of its step.
 
     ``step_s``: seconds of the step. ``priced``: whatever else the caller's price function returned for this cut.
     ``lower_bound_s``: lower bound in seconds on the step over all cuts; it is at most ``step_s`` and at most the cutoff

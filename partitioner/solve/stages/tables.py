@@ -26,8 +26,8 @@ _MOST_ENTRIES = 1 << 21  # entries of tables that are made together
 
 
 class StageTables:
-    """Seconds and peak bytes of every sequence of consecutive block calls on every stage, as tables of shape ``[calls +
-    1, calls + 1]``. The entry ``[i, j]`` is for the calls ``i:j``.
+    """Seconds and peak bytes of every sequence of consecutive block calls (such as layers) on every stage, as tables of
+    shape ``[calls + 1, calls + 1]``. The entry ``[i, j]`` is for the calls ``i:j``.
 
     ``problem``: the calls and stages. ``slim``: the tables under selective recomputation, or ``None`` if that is not
     allowed; for each sequence of calls, the tables with the shorter time are used. Raises :class:`PlanError` if there
@@ -74,10 +74,10 @@ class StageTables:
     @cached_property
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
         """Return two lists with one entry for each pipeline stage. The first has tables whose entry ``[start, stop]``
-        is the seconds per microbatch (forward, backward, recomputation and waits) of the block calls ``start:stop``.
-        The second has masks whose entry ``[start, stop]`` says whether these calls recompute selectively, which means
-        cheap operators only, because this is required or takes less time; it is empty if selective recomputation is not
-        allowed.
+        is the seconds per microbatch (forward, backward, recomputation and waits) of the block calls ``start:stop``
+        (such as layers). The second has masks whose entry ``[start, stop]`` says whether these calls recompute
+        selectively, which means cheap operators only, because this is required or takes less time; it is empty if
+        selective recomputation is not allowed.
         """
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
@@ -97,16 +97,17 @@ class StageTables:
 
     def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
         """Return, for each pair of entries of ``start`` and ``stop``, whether the stage with the index ``stage``
-        recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop``. It does if this
-        is required, or takes less time than keeping or fully recomputing activations. Its seconds and bytes are then
-        those in the tables :attr:`slim`."""
+        recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop`` (such as layers).
+        It does if this is required, or takes less time than keeping or fully recomputing activations. Its seconds and
+        bytes are then those in the tables :attr:`slim`.
+        """
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
     def least_memory(self) -> list[Table]:
         """Return, for each stage, a table whose entry ``[start, stop]`` is the peak bytes of the block calls
-        ``start:stop`` under the most recomputation allowed. An entry is infinite if the stage may not consist of these
-        calls.
+        ``start:stop`` (such as layers) under the most recomputation allowed. An entry is infinite if the stage may not
+        consist of these calls.
         """
         start, stop = self._segment_ranges
         least = np.full((self.problem.num_stages, *self.segments.saved.shape), np.inf)
@@ -114,9 +115,9 @@ class StageTables:
         return [np.where(allowed, of_stage, np.inf) for allowed, of_stage in zip(self.allowed, least, strict=True)]
 
     def least_bytes(self, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of a stage of the block calls ``start:stop``, for each pair of ``start`` and ``stop``,
-        under the most recomputation allowed, shape ``[stages, pairs]``. Constraints on the calls that a stage may hold
-        are ignored.
+        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers), for each pair of
+        ``start`` and ``stop``, under the most recomputation allowed, shape ``[stages, pairs]``. Constraints on the
+        calls that a stage may hold are ignored.
         """
         stages = np.arange(self.problem.num_stages)[:, None]
         fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(stages), len(start)))
@@ -131,8 +132,9 @@ class StageTables:
 
     def _tabulate_segment_times(self, stages: Counts) -> Table:
         """Return the seconds per microbatch (forward, backward, full recomputation and waits for other stages) of every
-        sequence of consecutive block calls on each of ``stages`` (indices), shape ``[stages, calls + 1, calls + 1]``;
-        infinite if the calls do not fit in memory or are not allowed."""
+        sequence of consecutive block calls (such as layers) on each of ``stages`` (indices), shape ``[stages, calls +
+        1, calls + 1]``; infinite if the calls do not fit in memory or are not allowed.
+        """
         start, stop = self._segment_ranges
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         times[:, start, stop] = self.run_times(stages, start, stop)
@@ -141,17 +143,18 @@ class StageTables:
     @property
     def _segment_ranges(self) -> tuple[Counts, Counts]:
         """Return two arrays: the first call, and the index after the last call, of all sequences of consecutive block
-        calls that are short enough to leave one call for each other stage.
+        calls (such as layers) that are short enough to leave one call for each other stage.
         """
         n = len(self.problem.calls)
         return _runs_of(n, n - self.problem.num_stages + 1)
 
     def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
-        """Return the seconds per microbatch of the block calls ``start:stop``, for each pair of the index arrays
-        ``start`` and ``stop``, on each of ``stages`` (indices), shape ``[stages, pairs]``: forward, backward if the
-        model is trained, full recomputation, and waits for values from other stages. As few calls are recomputed in
-        full as memory demands, or, if full recomputation is required, as many as allowed. Infinite if the calls do not
-        fit or are not allowed."""
+        """Return the seconds per microbatch of the block calls ``start:stop`` (such as layers), for each pair of the
+        index arrays ``start`` and ``stop``, on each of ``stages`` (indices), shape ``[stages, pairs]``: forward,
+        backward if the model is trained, full recomputation, and waits for values from other stages. As few calls are
+        recomputed in full as memory demands, or, if full recomputation is required, as many as allowed. Infinite if the
+        calls do not fit or are not allowed.
+        """
         problem, pace = self.problem, self._pace_of[stages][:, None]
         usable = self._capacity[stages][:, None]
         before, after = (of_ends[stages] for of_ends in self._end_wait_seconds)
@@ -180,7 +183,7 @@ class StageTables:
 
     def short_runs(self, limit: float) -> tuple[Counts, Counts]:
         """Return two arrays: the first call, and the index after the last call, of the sequences of consecutive block
-        calls whose work takes at most ``limit`` seconds on the fastest stage.
+        calls (such as layers) whose work takes at most ``limit`` seconds on the fastest stage.
         """
         start, stop = self._segment_ranges
         near = np.flatnonzero(self.least_work[start, stop] <= limit)
@@ -189,15 +192,15 @@ class StageTables:
     @cached_property
     def least_work(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the seconds per microbatch of the block calls ``start:stop``
-        on the stage that is fastest for them, without recomputation and waits.
+        (such as layers) on the stage that is fastest for them, without recomputation and waits.
         """
         least: Table = (self._forward + self._backward if self.problem.train else self._forward).min(axis=0)
         return least
 
     def _allowed_segments(self) -> list[NDArray[np.bool_]]:
         """Return, for each stage, a mask whose entry ``[start, stop]`` says whether the stage may consist of the block
-        calls ``start:stop``. They are not empty, not forbidden by the problem, and contain every call that is fixed to
-        the stage and no call that is fixed to another.
+        calls ``start:stop`` (such as layers). They are not empty, not forbidden by the problem, and contain every call
+        that is fixed to the stage and no call that is fixed to another.
         """
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
@@ -207,9 +210,9 @@ class StageTables:
         return self._mask_pinned_segments(start, stop)
 
     def _mask_pinned_segments(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
-        """Return, for each stage, a mask that says whether the block calls ``start:stop`` are not empty, contain every
-        call that is fixed to the stage, and no call that is fixed to another. ``start``, ``stop``: arrays that are
-        broadcast to a table.
+        """Return, for each stage, a mask that says whether the block calls ``start:stop`` (such as layers) are not
+        empty, contain every call that is fixed to the stage, and no call that is fixed to another. ``start``, ``stop``:
+        arrays that are broadcast to a table.
         """
         if not self.problem.pinned:
             return [start < stop] * self.problem.num_stages
@@ -224,14 +227,14 @@ class StageTables:
 
     def pace_number(self, stage: int) -> int:
         """Return a number that identifies the speeds of a stage's devices: it is equal for two stages if every block
-        call takes equally long on both. ``stage``: index of the stage.
+        call (such as a layer) takes equally long on both. ``stage``: index of the stage.
         """
         return int(self._pace_of[stage])
 
     def seconds(self, stage: int) -> tuple[Table, Table]:
         """Return two tables whose entry ``[start, stop]`` is the forward, or the backward, seconds of the block calls
-        ``start:stop`` on the devices of the stage with index ``stage``. The calls that every stage runs in addition are
-        not included.
+        ``start:stop`` (such as layers) on the devices of the stage with index ``stage``. The calls that every stage
+        runs in addition are not included.
         """
         return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
 
@@ -310,9 +313,10 @@ class StageTables:
         )
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
-        """Return the seconds per microbatch to recompute in full the first ``recomputed`` block calls from index
-        ``start`` on; both are arrays of integers of the same shape, which the result has too. ``stage``: index of the
-        stage, or an array with one index for each entry."""
+        """Return the seconds per microbatch to recompute in full the first ``recomputed`` block calls (such as layers)
+        from index ``start`` on; both are arrays of integers of the same shape, which the result has too. ``stage``:
+        index of the stage, or an array with one index for each entry.
+        """
         prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
         seconds: Table = prefix[pace, stop] - prefix[pace, start]
@@ -320,17 +324,17 @@ class StageTables:
 
     @cached_property
     def fixed_memory(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` that
-        do not depend on the number of microbatches in flight: parameters, gradients, optimizer states, send and receive
-        buffers, and working memory.
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
+        as layers) that do not depend on the number of microbatches in flight: parameters, gradients, optimizer states,
+        send and receive buffers, and working memory.
         """
         cut = self.segments
         return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
     def _fixed_bytes_without_recompute(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` that
-        do not depend on the number of microbatches in flight, if it recomputes nothing.
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
+        as layers) that do not depend on the number of microbatches in flight, if it recomputes nothing.
 
         Gradients that are allocated late, during the first backward, count only as far as they exceed the activations
         that backward has freed by then.
@@ -351,8 +355,8 @@ class StageTables:
 
     @cached_property
     def _fixed_again(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` that
-        do not depend on the number of microbatches in flight, if it recomputes calls in full.
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
+        as layers) that do not depend on the number of microbatches in flight, if it recomputes calls in full.
 
         The working memory in it is the larger of two: the temporary bytes of a call that is not recomputed, or the
         saved and temporary bytes of the one call that is being recomputed.
@@ -370,7 +374,7 @@ class StageTables:
     ) -> Table:
         """Return the largest total bytes of activations of the microbatches that a stage holds at a time, over all
         moments of the schedule. ``whole``, ``half``, ``gone`` and the result are tables of bytes of one shape, with an
-        entry for each sequence of block calls.
+        entry for each sequence of block calls (such as layers).
 
         ``stage``: index of the stage, or an array of indices. ``whole``: bytes of a microbatch whose backward has not
         begun. ``half``: bytes of a microbatch between the two halves of its backward. ``gone``: bytes that one of the
@@ -384,8 +388,8 @@ class StageTables:
         return held
 
     def _compute_peak_without_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of a stage of the block calls ``start:stop``, for each pair of ``start`` and ``stop``,
-        if no call is recomputed in full. ``stage``: index of the stage, or an array of indices.
+        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers), for each pair of
+        ``start`` and ``stop``, if no call is recomputed in full. ``stage``: index of the stage, or an array of indices.
         """
         inputs = self.segments.saved_inputs[start, stop]
         carried = self.segments.carried[start, stop] + inputs
@@ -397,8 +401,8 @@ class StageTables:
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
         """Return the larger of ``peak`` and the bytes at the end of a microbatch's backward, for stages of the block
-        calls ``start:stop``. At that moment gradients are sent to the ranks that own them, and one microbatch is
-        already freed.
+        calls ``start:stop`` (such as layers). At that moment gradients are sent to the ranks that own them, and one
+        microbatch is already freed.
 
         ``peak``: bytes at other moments. ``stage``: index of the stage, or an array of indices. ``start``, ``stop``:
         arrays. ``whole``: bytes of a microbatch whose backward has not begun. ``half``: bytes of a microbatch between
@@ -416,14 +420,16 @@ class StageTables:
 
     @cached_property
     def _fixed_bytes_without_working(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` that
-        do not depend on the number of microbatches in flight, without the temporary memory of running calls."""
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
+        as layers) that do not depend on the number of microbatches in flight, without the temporary memory of running
+        calls.
+        """
         return self.fixed_memory - self.segments.largest_working
 
     def _compute_peak_with_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of a stage of the block calls ``start:stop``, for each pair of ``start`` and ``stop``,
-        if all of them are recomputed in full, so that only inputs are kept. ``stage``: index of the stage, or an array
-        of indices.
+        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers), for each pair of
+        ``start`` and ``stop``, if all of them are recomputed in full, so that only inputs are kept. ``stage``: index of
+        the stage, or an array of indices.
         """
         inputs = self.segments.all_inputs[start, stop]
         held = inputs, inputs + self.segments.carried[start, stop]
@@ -431,9 +437,9 @@ class StageTables:
         return self._closed(peak, stage, start, stop, *held)
 
     def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
-        """Return two arrays of bytes for a stage of the block calls ``start:stop``, for each pair of ``start`` and
-        ``stop``: of one microbatch whose backward has not begun, and of one between the two halves of its backward. The
-        first ``recomputed`` calls are recomputed in full.
+        """Return two arrays of bytes for a stage of the block calls ``start:stop`` (such as layers), for each pair of
+        ``start`` and ``stop``: of one microbatch whose backward has not begun, and of one between the two halves of its
+        backward. The first ``recomputed`` calls are recomputed in full.
         """
         cut, prefix = self.segments, self.segments.saved[0]
         made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
@@ -441,9 +447,9 @@ class StageTables:
         return inputs + np.maximum(0.0, cut.saved[start, stop] - made), inputs + cut.carried[start, stop]
 
     def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
-        """Return the peak bytes of a rank that holds the block calls ``start:stop`` and recomputes the first
-        ``recomputed`` of them in full. The arguments are numbers or arrays, which are broadcast to the shape of the
-        result. ``stage``: index of the stage, or an array of indices.
+        """Return the peak bytes of a rank that holds the block calls ``start:stop`` (such as layers) and recomputes the
+        first ``recomputed`` of them in full. The arguments are numbers or arrays, which are broadcast to the shape of
+        the result. ``stage``: index of the stage, or an array of indices.
         """
         if not self.problem.train:
             return self.fixed_memory[start, stop]
@@ -485,9 +491,9 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:
-    """Choose cuts of the block calls into stages that minimise the largest entry. ``tables``: for each stage, a table
-    whose entry ``[start, stop]`` is the value of the calls ``start:stop``. Return that largest entry, and the cuts: the
-    index of the first call of each stage, followed by the number of calls.
+    """Choose cuts of the block calls (such as layers) into stages that minimise the largest entry. ``tables``: for each
+    stage, a table whose entry ``[start, stop]`` is the value of the calls ``start:stop``. Return that largest entry,
+    and the cuts: the index of the first call of each stage, followed by the number of calls.
     """
     n = tables[0].shape[0] - 1
     reached = np.full(n + 1, np.inf)

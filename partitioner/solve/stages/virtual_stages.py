@@ -139,9 +139,9 @@ def solve_virtual(
     improved: bool = True,
     cutoff_s: float = np.inf,
 ) -> StageSplit:
-    """Cut the block calls of ``problem`` into the virtual stages of ``schedule``, and return the stages of each rank
-    with the simulated pipeline time. The problem has one stage for each virtual stage; its capacity is that of the
-    stage's rank.
+    """Cut the block calls (such as layers) of ``problem`` into the virtual stages of ``schedule``, and return the
+    stages of each rank with the simulated pipeline time. The problem has one stage for each virtual stage; its capacity
+    is that of the stage's rank.
 
     ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank; ``None``: the number
     that the schedule fixes. ``proven``: also compute a tight lower bound over all cuts. ``improved``: also improve the
@@ -271,11 +271,11 @@ def _solve_virtual_stages(
     improved: bool,
     cutoff_s: float,
 ) -> StageSplit:
-    """Cut the block calls of ``problem`` into the virtual stages of ``schedule``, and return the stages of each rank.
-    ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on a rank. ``proven``: the search may
-    take longer, so that the lower bound is tighter. ``improved``: also improve the cuts by simulation of the schedule.
-    ``cutoff_s``: pipelines of at least this many seconds are of no use. Raises :class:`CapacityError` if no cuts that
-    fit were found.
+    """Cut the block calls (such as layers) of ``problem`` into the virtual stages of ``schedule``, and return the
+    stages of each rank. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on a rank.
+    ``proven``: the search may take longer, so that the lower bound is tighter. ``improved``: also improve the cuts by
+    simulation of the schedule. ``cutoff_s``: pipelines of at least this many seconds are of no use. Raises
+    :class:`CapacityError` if no cuts that fit were found.
     """
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     capacity = ranks.capacity

@@ -101,7 +101,8 @@ class BlockWork:
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
         """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``tp``, ``ep``, ``cp``: number of ranks
         along these mesh axes. ``share``: the rank's fraction of the batch; with ``cp`` ranks that share a sequence, it
-        is already divided by ``cp``. ``several``: whether the microbatch has more than one sample.
+        is already divided by ``cp``. ``several``: whether the microbatch has more than one sample. A call is one
+        execution of a block, such as a layer.
         """
         if cp > 1 and self.over_ranks is not None:
             return self.over_ranks.at(share, tp, several, ep)

@@ -119,8 +119,10 @@ def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -
 
 class ModelBounds:
     """Computes lower bounds on the time and memory of mesh candidates for one model on one topology. The bounds hold
-    for every sharding, placement and cut into stages. ``samples``: the number of samples that the model's graphs are
-    for. ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements of a mesh."""
+    for every sharding, placement (assignment of ranks to devices) and cut into stages. ``samples``: the number of
+    samples that the model's graphs are for. ``job``: the model, batch, cluster and constraints. ``placements``: finds
+    the placements of a mesh.
+    """
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
@@ -323,8 +325,8 @@ class ModelBounds:
 
         ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers), by
         candidate. The gradient reduction counts as 0 with a single stage, with several virtual stages on a rank, or if
-        all placements are known; other bounds are tighter there. ``candidates``: combinations of mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        all placements (assignments of ranks to devices) are known; other bounds are tighter there. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
 
         def reduced(candidate: MeshCandidate) -> float:
@@ -369,7 +371,9 @@ class ModelBounds:
     @cached_property
     def _placed_states(self) -> list[tuple[StateCost, bool]]:
         """Return the sizes of all parameters and buffers of the calls that can be distributed over stages, as pairs
-        (cost, whether it belongs to experts). The costs of states that are handled alike are added up in one entry."""
+        (cost, whether it belongs to experts). The costs of states that are handled alike are added up in one entry. A
+        call is one execution of a block, such as a layer.
+        """
         names = dict.fromkeys(name for c in self.model.calls if not c.shared and not c.prologue for name in c.states)
         return [
             (cost, expert)
@@ -395,15 +399,15 @@ class ModelBounds:
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, candidate: MeshCandidate) -> int:
-        """Return the usable bytes of the largest device that a rank of ``candidate`` has on any placement.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the usable bytes of the largest device that a rank of ``candidate`` has on any placement (assignment
+        of ranks to devices). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         return max(self._find_capacity(candidate))
 
     def _find_capacity(self, candidate: MeshCandidate) -> tuple[int, ...]:
         """Return, for each pipeline stage of ``candidate``, the usable bytes of the largest device that a rank of the
-        stage has on any placement. If all devices are equal, no placement is enumerated. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        stage has on any placement (assignment of ranks to devices). If all devices are equal, no placement is
+        enumerated. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if not self._equal_rooms:
             return self._find_best_case_mesh(candidate).capacity
@@ -431,8 +435,8 @@ class ModelBounds:
 
     def _find_best_case_mesh(self, candidate: MeshCandidate) -> BestCaseMesh:
         """Return a mesh with the sizes of ``candidate`` and, for each stage and group of ranks, the largest memory and
-        the fastest links of any placement. It serves lower bounds and is cached by mesh sizes. ``candidate``: mesh
-        sizes, microbatch size, schedule and ZeRO stage.
+        the fastest links of any placement (assignment of ranks to devices). It serves lower bounds and is cached by
+        mesh sizes. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         key = tuple(candidate.grid.values())
         if key not in self._machines:
@@ -520,7 +524,7 @@ class ModelBounds:
     ) -> LeastTime:
         """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``, over all cuts of
         the block calls (such as layers) into stages. Every stage is given the greatest memory that it has on any
-        placement.
+        placement (assignment of ranks to devices).
 
         ``model``: the graphs of one rank. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
         parameter or buffer on a rank. ``how``: ``cutoff_s`` (stop when the bound reaches this many seconds) and
@@ -538,10 +542,10 @@ class ModelBounds:
         ranks: Sequence[int] = (),
     ) -> StageProblem:
         """Return the problem of cutting the block calls of ``model`` into the candidate's stages, if every stage has
-        the greatest memory of any placement. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
-        parameter or buffer on a rank. ``ranks``: the rank of each virtual stage, if ranks have several; otherwise
-        empty. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``model``: the model as calls of
-        blocks; equal layers share one block.
+        the greatest memory of any placement (assignment of ranks to devices). ``calls``: block name -> cost of a call.
+        ``states``: name -> bytes of a parameter or buffer on a rank. ``ranks``: the rank of each virtual stage, if
+        ranks have several; otherwise empty. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``model``: the model as calls of blocks; equal layers share one block.
         """
         return stage_problem(
             model,

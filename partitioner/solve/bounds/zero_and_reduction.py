@@ -40,9 +40,9 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class BlockLowerBound:
-    """Lower bounds on the seconds of each block (such as a decoder layer), on any placement. ``seconds``: block name ->
-    pair of forward and backward seconds of one microbatch. ``of_kind``: the same dict for each device type; empty if
-    the topology has only one.
+    """Lower bounds on the seconds of each block (such as a decoder layer), on any placement (assignment of ranks to
+    devices). ``seconds``: block name -> pair of forward and backward seconds of one microbatch. ``of_kind``: the same
+    dict for each device type; empty if the topology has only one.
     """
 
     seconds: Seconds
@@ -69,7 +69,8 @@ class _WeightReads:
 class Gathers:
     """Computes lower bounds on the time of gathering weights and scattering gradients under ZeRO, for each block (such
     as a decoder layer) of a job. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
-    placements of a mesh. ``device``: the best device type of the topology."""
+    placements (assignments of ranks to devices) of a mesh. ``device``: the best device type of the topology.
+    """
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
@@ -195,9 +196,9 @@ class Gathers:
 
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
         """Return two lists of groups of ranks: those over which weights are sharded under ZeRO-3, and those over which
-        experts' weights are. They contain the groups of every placement of ``candidate``. If not all placements are
-        known, each list has one invented group that is at least as fast as any real one. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        experts' weights are. They contain the groups of every placement (assignment of ranks to devices) of
+        ``candidate``. If not all placements are known, each list has one invented group that is at least as fast as any
+        real one. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if not self.placements.complete(candidate.grid):
             sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
@@ -254,7 +255,8 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 class LeastReduced:
     """Computes lower bounds in seconds on the gradient reduction of mesh candidates (combinations of mesh sizes,
     schedule and ZeRO stage), and caches them. ``job``: the model, batch, cluster and constraints. ``placements``: finds
-    the placements of a mesh. ``device``: the best device type of the topology."""
+    the placements (assignments of ranks to devices) of a mesh. ``device``: the best device type of the topology.
+    """
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device

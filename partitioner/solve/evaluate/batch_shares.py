@@ -61,7 +61,8 @@ Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty
 class BatchSharing:
     """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate`` (mesh sizes,
     microbatch size, schedule and ZeRO stage), so that ranks on faster devices may get more. ``job``: the model, batch,
-    cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their calls by device.
+    cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. A call is
+    one execution of a block, such as a layer.
 
     The argument ``machine`` of the methods is a placement: a topology with the mesh laid over it and the settings of
     the candidate. Results are cached by the identity of this object.
@@ -75,14 +76,16 @@ class BatchSharing:
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Return whether ranks of ``dp`` should be allowed unequal numbers of microbatches on the placement
-        ``machine``: their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers."""
+        """Return whether ranks of ``dp`` should be allowed unequal numbers of microbatches on the placement ``machine``
+        (a topology with the mesh laid over it): their pipelines differ in speed, and neither a constraint nor the
+        candidate fixes the numbers.
+        """
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
         return free and len(machine.distinct_pipelines) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        """Return the divisions of the batch to try first on the placement ``machine``, each as a tuple with the number
-        of microbatches of every rank of ``dp``.
+        """Return the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
+        over it), each as a tuple with the number of microbatches of every rank of ``dp``.
 
         If the numbers may differ, there are up to three: for pipelines whose stages are cut in proportion to their
         speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one, which a
@@ -95,8 +98,8 @@ class BatchSharing:
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
         """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines on the
-        placement ``machine`` with a given cut into stages. ``calls``: for each stage, the indices of its block calls
-        (such as layers) in the model of one rank.
+        placement ``machine`` (a topology with the mesh laid over it) with a given cut into stages. ``calls``: for each
+        stage, the indices of its block calls (such as layers) in the model of one rank.
         """
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
@@ -110,9 +113,9 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return, for each pipeline stage, a dict from block name to the cost of a call on the placement ``machine``,
-        by which the cut into stages is chosen. ``shares``: the number of microbatches of each rank of ``dp``. A block
-        is a piece of the model, such as a layer.
+        """Return, for each pipeline stage, a dict from block name to the cost of a call on the placement ``machine`` (a
+        topology with the mesh laid over it), by which the cut into stages is chosen. ``shares``: the number of
+        microbatches of each rank of ``dp``. A block is a piece of the model, such as a layer.
 
         All pipelines get the same cut. If they differ in speed, the costs of a pipeline with fewer microbatches are
         scaled down, as if it had spread the same total time over as many microbatches as the pipeline with the most.
@@ -134,16 +137,18 @@ class BatchSharing:
         return [combine_longest_costs(of_stage) for of_stage in paced]
 
     def least(self, machine: PlacedMesh) -> float:
-        """Return a lower bound in seconds on the step of every plan on the placement ``machine``, for any division of
-        the batch among pipelines and any cut into stages."""
+        """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
+        mesh laid over it), for any division of the batch among pipelines and any cut into stages.
+        """
         key = SameObject(machine)
         if key not in self._least:
             self._least[key] = self._found_least(machine)
         return self._least[key]
 
     def _found_first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        """Compute the divisions of the batch to try first on the placement ``machine``, and return each as a tuple with
-        the number of microbatches of every rank of ``dp``."""
+        """Compute the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
+        over it), and return each as a tuple with the number of microbatches of every rank of ``dp``.
+        """
         candidate = self.candidate
         even = candidate.data_shares(self.job.global_batch)
         if not self.is_free(machine):
@@ -161,8 +166,10 @@ class BatchSharing:
         return share_out(self.candidate.parts(self.job.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _found_least(self, machine: PlacedMesh) -> float:
-        """Compute, without the cache, a lower bound in seconds on the step of every plan on the placement ``machine``,
-        for any division of the batch among pipelines and any cut into stages; return it."""
+        """Compute, without the cache, a lower bound in seconds on the step of every plan on the placement ``machine``
+        (a topology with the mesh laid over it), for any division of the batch among pipelines and any cut into stages;
+        return it.
+        """
         candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.job.global_batch)
         overlap = self.job.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)

@@ -90,16 +90,17 @@ def split_of(
 
 @dataclass
 class ShareRecord:
-    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements of one mesh, so that
-    slow ones need not be evaluated on further placements. A division is a tuple with the number of microbatches of each
-    rank; divisions that are equal after sorting count as one."""
+    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements (assignments of ranks
+    to devices) of one mesh, so that slow ones need not be evaluated on further placements. A division is a tuple with
+    the number of microbatches of each rank; divisions that are equal after sorting count as one.
+    """
 
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
-        """Record how fast several divisions of the batch were on one placement, so that :meth:`is_poor` can recognise
-        slow ones. ``steps``: a division of the batch (the number of microbatches of each rank of ``dp``) -> seconds of
-        a step with it, for each division that was tried.
+        """Record how fast several divisions of the batch were on one placement (assignment of ranks to devices), so
+        that :meth:`is_poor` can recognise slow ones. ``steps``: a division of the batch (the number of microbatches of
+        each rank of ``dp``) -> seconds of a step with it, for each division that was tried.
         """
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
@@ -107,8 +108,9 @@ class ShareRecord:
 
     def is_poor(self, shares: Shares) -> bool:
         """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) is not
-        worth evaluating again: it was tried on at least two placements, and on each it was over 3 % slower than the
-        best division there."""
+        worth evaluating again: it was tried on at least two placements (assignments of ranks to devices), and on each
+        it was over 3 % slower than the best division there.
+        """
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
@@ -116,7 +118,8 @@ class ShareRecord:
 @dataclass
 class PlacementEvaluator:
     """Finds the best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) on a placement, which
-    is an assignment of ranks to devices, and the step time of this plan.
+    is an assignment of ranks to devices, and the step time of this plan. A call is one execution of a block, such as a
+    layer.
 
     - ``job``: the model, batch, cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of
       their calls by device. ``states``: the costs of its parameters and buffers, by name.
@@ -152,7 +155,8 @@ class PlacementEvaluator:
 
     def __call__(self, machine: PlacedMesh) -> tuple[float, PlacementResult]:
         """Return the step time in seconds of the best plan on ``machine`` (a placement of the mesh), and that plan.
-        Raises :class:`PlanError` if there is none."""
+        Raises :class:`PlanError` if there is none. A placement assigns ranks to devices.
+        """
         self.asked.add(SameObject(machine))
         machine = self.dressed(machine)
         step, best, least = math.inf, None, math.inf
@@ -190,9 +194,11 @@ class PlacementEvaluator:
         return step, best
 
     def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
-        """Return the divisions of the batch to try first on the placement ``machine``, the most promising first, as
-        pairs (quick lower bound on the step in seconds, number of microbatches of each rank of ``dp``). The bound is 0
-        where it is not needed, because there is one division, or where it cannot be computed quickly."""
+        """Return the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
+        over it), the most promising first, as pairs (quick lower bound on the step in seconds, number of microbatches
+        of each rank of ``dp``). The bound is 0 where it is not needed, because there is one division, or where it
+        cannot be computed quickly.
+        """
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -207,8 +213,10 @@ class PlacementEvaluator:
         )
 
     def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
-        """Find the best plan on the placement ``machine`` in which the ranks of ``dp`` have the numbers of microbatches
-        ``shares``. Return its step time in seconds, the plan, and a lower bound in seconds on all such plans."""
+        """Find the best plan on the placement ``machine`` (a topology with the mesh laid over it) in which the ranks of
+        ``dp`` have the numbers of microbatches ``shares``. Return its step time in seconds, the plan, and a lower bound
+        in seconds on all such plans.
+        """
         job, candidate = self.job, self.candidate
         problem, held, shares = self._build_stage_problem(machine, shares)
         ranks = virtual_ranks(candidate)
@@ -273,9 +281,10 @@ class PlacementEvaluator:
         return problem, held, shares
 
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a lower bound in seconds on the step of every plan on the placement ``machine``; infinite if no cut
-        into stages fits in memory. A tighter bound is computed only if that is quick and the simple bound is below
-        ``cutoff_s`` seconds, which is all that the caller wants to know."""
+        """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
+        mesh laid over it); infinite if no cut into stages fits in memory. A tighter bound is computed only if that is
+        quick and the simple bound is below ``cutoff_s`` seconds, which is all that the caller wants to know.
+        """
         dressed = self.dressed(machine)
         return (
             self._batch_sharing.least(dressed)
@@ -284,9 +293,10 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a lower bound in seconds on the step on the placement ``machine`` that is probable, but not proven,
-        and at least as high as the proven one. It assumes that no division of the batch among the ranks of ``dp`` is
-        much faster than the divisions that are tried first. ``cutoff_s``: a bound of this many seconds is tight enough.
+        """Return a lower bound in seconds on the step on the placement ``machine`` (a topology with the mesh laid over
+        it) that is probable, but not proven, and at least as high as the proven one. It assumes that no division of the
+        batch among the ranks of ``dp`` is much faster than the divisions that are tried first. ``cutoff_s``: a bound of
+        this many seconds is tight enough.
         """
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
@@ -297,9 +307,10 @@ class PlacementEvaluator:
         return max(quick, first * left)
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on a step under a simulated schedule on the placement ``machine``, if the
-        ranks of ``dp`` have the numbers of microbatches ``shares``; infinite if no cut into stages fits in memory.
-        ``cutoff_s``: a bound of this many seconds is tight enough."""
+        """Return a lower bound in seconds on a step under a simulated schedule on the placement ``machine`` (a topology
+        with the mesh laid over it), if the ranks of ``dp`` have the numbers of microbatches ``shares``; infinite if no
+        cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is tight enough.
+        """
         problem, held, _ = self._build_stage_problem(machine, shares)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)

@@ -44,7 +44,7 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 @dataclass(frozen=True)
 class SolvedCandidate:
     """The best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) before its program is
-    emitted.
+    emitted. A call is one execution of a block, such as a layer.
 
     ``num_microbatches``: number of microbatches of a rank; if ranks of ``dp`` have different numbers, the greatest.
     ``local``: the graphs of one rank. ``stages``: the cut into stages. ``estimate``: time and memory of a step.
@@ -102,7 +102,8 @@ class CandidateEvaluator:
         cutoff_s: float = math.inf,
     ) -> SolvedCandidate:
         """Return the best plan of ``candidate``. ``devices``: the device index of each rank; if ``None``, the placement
-        is searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        (assignment of ranks to devices) is searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
 
         ``proven``: whether to compute a tight lower bound on the cut into stages too, which doubles the time under
         simulated schedules. ``improved``: whether, under simulated schedules, to search also for cuts that fill the
@@ -163,7 +164,9 @@ class CandidateEvaluator:
     @property
     def without_share_history(self) -> CandidateEvaluator:
         """Return a copy of this evaluator that has forgotten which divisions of the batch among ranks were slow on
-        earlier placements, so that its results do not depend on what was evaluated before."""
+        earlier placements (assignments of ranks to devices), so that its results do not depend on what was evaluated
+        before.
+        """
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
@@ -188,18 +191,18 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Return whether :meth:`solve` tries all placements of ``candidate`` on devices and all divisions of the batch
-        among the ranks of ``dp``, so that its plan is the best one and not only the best of those tried. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return whether :meth:`solve` tries all placements (assignments of ranks to devices) of ``candidate`` on
+        devices and all divisions of the batch among the ranks of ``dp``, so that its plan is the best one and not only
+        the best of those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
         return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
-        """Return whether every placement of ``candidate`` that :meth:`solve` would try is expected to take at least
-        ``cutoff_s`` seconds per step, so that solving it is useless. Return ``False`` if these are all possible
-        placements, since other bounds are tight there. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
+        """Return whether every placement (assignment of ranks to devices) of ``candidate`` that :meth:`solve` would try
+        is expected to take at least ``cutoff_s`` seconds per step, so that solving it is useless. Return ``False`` if
+        these are all possible placements, since other bounds are tight there. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
         """
@@ -214,9 +217,9 @@ class CandidateEvaluator:
     def _build_placement_evaluator(
         self, candidate: MeshCandidate, proven: bool = True, cutoff_s: float = math.inf
     ) -> PlacementEvaluator:
-        """Return the object that finds the best plan of ``candidate`` on single placements. ``proven``: it also
-        computes tight lower bounds. ``cutoff_s``: plans that take at least this many seconds per step are of no
-        interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the object that finds the best plan of ``candidate`` on single placements (assignments of ranks to
+        devices). ``proven``: it also computes tight lower bounds. ``cutoff_s``: plans that take at least this many
+        seconds per step are of no interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         self._check_experts(candidate)
         local, costs, states = self.own(candidate)
@@ -228,8 +231,8 @@ class CandidateEvaluator:
 
     def floor(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
         """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one
-        microbatch of ``candidate``, on any placement. ``None`` means that there is no bound. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        microbatch of ``candidate``, on any placement (assignment of ranks to devices). ``None`` means that there is no
+        bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
 
         The bound is computed for a microbatch of ``size`` samples, a multiple of the candidate's microbatch size, and
         scaled down to the latter. This is valid because a smaller microbatch takes at least as long per sample: each
@@ -290,8 +293,8 @@ class CandidateEvaluator:
 
     def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
         """Return three values for ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): the graphs of
-        one rank; block name -> lower bound on the cost of a call on any placement; and name -> cost of a parameter or
-        buffer of a rank. A block is a piece of the model, such as a layer.
+        one rank; block name -> lower bound on the cost of a call on any placement (assignment of ranks to devices); and
+        name -> cost of a parameter or buffer of a rank. A block is a piece of the model, such as a layer.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
         in this way.
@@ -314,7 +317,8 @@ class CandidateEvaluator:
     def own(self, candidate: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
         """Return three values for the sharding that was optimized for ``candidate`` itself: the graphs of one rank, a
         cache of the costs of their calls by device, and the costs of a rank's parameters and buffers by name.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. A call is one execution of a block, such as
+        a layer.
         """
         key, local = self._find_local_model(candidate)
         return local, self._seat_costs(key, local), self._compute_state_costs(candidate, key, local)
@@ -330,7 +334,7 @@ class CandidateEvaluator:
     def _check_offload(self, expected: Estimate, machine: PlacedMesh) -> None:
         """Raise :class:`CapacityError` if the memory or the disk of a host is too small for the data that its ranks
         offload. ``expected``: the estimate of the plan's step, which contains the offloaded bytes of each stage.
-        ``machine``: the placement, which says on which host each rank runs.
+        ``machine``: the placement (assignment of ranks to devices), which says on which host each rank runs.
         """
         topology, devices = self.job.topology, machine.device_of_rank
         held = [s for s, ranks in zip(expected.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks]
@@ -350,11 +354,11 @@ class CandidateEvaluator:
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
     def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements of
-        ``candidate``. If not all possible placements are known, return instead one dict for each device type, with the
-        best groups that any placement could have, so that lower bounds still hold. ``costs``: the cache from which call
-        costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. A block is a piece of the
-        model, such as a layer.
+        """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements
+        (assignments of ranks to devices) of ``candidate``. If not all possible placements are known, return instead one
+        dict for each device type, with the best groups that any placement could have, so that lower bounds still hold.
+        ``costs``: the cache from which call costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage. A block is a piece of the model, such as a layer.
         """
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
@@ -364,9 +368,9 @@ class CandidateEvaluator:
 
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """Return, for each device type, a dict from block name to the cost of a call of ``candidate`` on a rank whose
-        groups (of tensor parallelism and other axes) are the fastest that any placement could have. ``costs``: the
-        cache from which call costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. A
-        block is a piece of the model, such as a layer.
+        groups (of tensor parallelism and other axes) are the fastest that any placement (assignment of ranks to
+        devices) could have. ``costs``: the cache from which call costs are taken. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage. A block is a piece of the model, such as a layer.
         """
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
@@ -468,8 +472,8 @@ class CandidateEvaluator:
 
     def _compute_state_costs(self, candidate: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
         """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, which does
-        not depend on the placement. ``key``: the cache key of ``local``, the graphs of one rank. ``candidate``: mesh
-        sizes, microbatch size, schedule and ZeRO stage.
+        not depend on the placement (assignment of ranks to devices). ``key``: the cache key of ``local``, the graphs of
+        one rank. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         held = (
             candidate.dp > 1,

@@ -143,8 +143,8 @@ class LocalModels:
 
     def reference_seat(self, tp: int, cp: int = 1) -> RankProfile:
         """Return the profile of a rank (device type, speed and groups) that shardings are optimized for: the most
-        common device type, with the best groups of ``tp`` and ``cp`` ranks over all candidate placements. ``tp``,
-        ``cp``: number of ranks along these mesh axes.
+        common device type, with the best groups of ``tp`` and ``cp`` ranks over all candidate placements (assignments
+        of ranks to devices). ``tp``, ``cp``: number of ranks along these mesh axes.
         """
         if (tp, cp) not in self._seats:
             others = {"dp": self.job.topology.num_devices // (tp * cp)}
@@ -245,7 +245,8 @@ class LocalModels:
     def _find_sharding_problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
         """Return the problem of sharding ``model`` over ``tp`` at the least cost. ``key``: the cache key of the local
         model (the sharded graphs of one rank). Variants that distribute experts differently share one problem, because
-        they only differ in the strategies that they allow.
+        they only differ in the strategies that they allow. A strategy is a way to run an operator on the ranks: the
+        layouts of its operands and results.
         """
         if key[:5] not in self._problems:
             rules = FREE_LAYOUTS if self.job.layout is None else self.job.layout.rules(model, self.job.train)

@@ -56,7 +56,8 @@ class AssignmentTimeLimitError(PartitionError):
 @dataclass(frozen=True)
 class ResourceConstraint:
     """A limit on a resource. ``usage``: index of a node that uses it -> array of the amounts that each of the node's
-    choices takes. The amounts of the chosen choices must not add up to more than ``limit``.
+    choices takes. The amounts of the chosen choices must not add up to more than ``limit``. In the assignment problem,
+    each node gets one choice, at the least total cost.
     """
 
     usage: dict[int, Vector]
@@ -86,7 +87,9 @@ class AssignmentProblem:
 
     def objective(self, choice: Sequence[int]) -> float:
         """Return the cost of an assignment; infinite if it contains a forbidden choice or pair, or exceeds a limit.
-        ``choice``: for each node, the index of its choice."""
+        ``choice``: for each node, the index of its choice. In the assignment problem, each node gets one choice, at the
+        least total cost.
+        """
         if any(sum(u[choice[i]] for i, u in row.usage.items()) > row.limit for row in self.rows):
             return float("inf")
         if self.memory is not None and self.memory.peak(choice) > self.memory.limit:
@@ -97,9 +100,10 @@ class AssignmentProblem:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A solution of an assignment problem. ``choice[i]``: index of the choice of node i. ``objective``: its cost.
-    ``bound``: no assignment costs less. ``seconds``: time that the solution took. ``num_variables``: number of
-    variables of the mixed-integer programs that were solved. ``gap``: ``objective - bound`` relative to ``objective``.
+    """A solution of an assignment problem (one choice per node, at the least total cost). ``choice[i]``: index of the
+    choice of node i. ``objective``: its cost. ``bound``: no assignment costs less. ``seconds``: time that the solution
+    took. ``num_variables``: number of variables of the mixed-integer programs that were solved. ``gap``: ``objective -
+    bound`` relative to ``objective``.
     """
 
     choice: list[int]
@@ -115,7 +119,7 @@ class Assignment:
 
 def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[ResourceConstraint]:
     """Return a memory limit as resource constraints: one for each maximal set of nodes that are in memory at the same
-    time and could exceed ``limit``.
+    time and could exceed ``limit``. In the assignment problem, each node gets one choice, at the least total cost.
 
     ``intervals``: for each node the half-open interval of time steps in which it is in memory; an empty one uses
     nothing. ``usages``: for each node an array with the memory of each choice. ``limit``: the memory that nodes may use
@@ -198,8 +202,9 @@ def solve_assignment(
 
 def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
     """Return an order in which dynamic programming can eliminate ``nodes``, the node indices of a connected component
-    of the assignment problem ``reduction``. Return ``None`` if its cost tables would have more than ``most_work``
-    entries, or if the component has resource limits."""
+    of the assignment problem ``reduction`` (one choice per node, at the least total cost). Return ``None`` if its cost
+    tables would have more than ``most_work`` entries, or if the component has resource limits.
+    """
     if any(reduction.usage[i] for i in nodes):
         return None
     sizes = {i: len(reduction.costs[i]) for i in nodes}
@@ -235,7 +240,7 @@ def _find_known_choices(
     """Return the choices that ``nodes`` have in the known assignment ``near``: node index -> index among the choices
     that are left to the node in the reduced problem ``reduction``. ``near``: node index -> index among the node's
     original choices. Return ``None`` if a choice of ``near`` was removed from the reduced problem, so that this
-    assignment cannot be the result.
+    assignment cannot be the result. In the assignment problem, each node gets one choice, at the least total cost.
     """
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
@@ -244,15 +249,18 @@ def _find_known_choices(
 def _extract_component_costs(
     reduction: ReducedProblem, nodes: Sequence[int]
 ) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
-    """Return two dicts from the reduced assignment problem ``reduction``: node -> costs of its choices for each of
-    ``nodes``, and (i, j) -> table of the costs of each pair of choices of two connected nodes, with i < j."""
+    """Return two dicts from the reduced assignment problem ``reduction`` (one choice per node, at the least total
+    cost): node -> costs of its choices for each of ``nodes``, and (i, j) -> table of the costs of each pair of choices
+    of two connected nodes, with i < j.
+    """
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 
 
 def _find_components(reduction: ReducedProblem) -> list[list[int]]:
-    """Return the undecided nodes of the assignment problem ``reduction`` as lists of node indices, one for each group
-    that no edge and no resource limit connects with other nodes."""
+    """Return the undecided nodes of the assignment problem ``reduction`` (one choice per node, at the least total cost)
+    as lists of node indices, one for each group that no edge and no resource limit connects with other nodes.
+    """
     seen, groups = set[int](), []
     for root in reduction.nodes:
         if root in seen:
@@ -355,8 +363,8 @@ class _MixedIntegerProgram:
         return float(result.termination.objective_bounds.dual_bound) / self.scale
 
     def _build_model_proto(self) -> model_pb2.ModelProto:
-        """Return this mixed-integer program as a MathOpt proto. Its costs are those of the assignment problem times
-        ``self.scale``.
+        """Return this mixed-integer program as a MathOpt proto. Its costs are those of the assignment problem (one
+        choice per node, at the least total cost) times ``self.scale``.
         """
         proto = model_pb2.ModelProto()
         ids = np.arange(self.num_variables)

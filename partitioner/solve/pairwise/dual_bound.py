@@ -51,7 +51,9 @@ class Reparametrization:
     def sweep(self, forward: bool) -> None:
         """Move costs between nodes and edge tables, through all nodes in order (``forward``) or in reverse. Each node
         collects the minima of its tables and distributes its excess cost to the tables of the nodes that come later in
-        this direction. The cost of each assignment stays unchanged."""
+        this direction. The cost of each assignment stays unchanged. In the assignment problem, each node gets one
+        choice, at the least total cost.
+        """
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)
             ahead = [(pair, dim) for pair, dim, later in self.near[node] if later == forward]
@@ -64,7 +66,9 @@ class Reparametrization:
 
     def _gather_messages(self, node: int) -> Vector:
         """Move the minima of all cost tables of ``node`` into the costs of its choices: subtract them from the tables,
-        and return the costs of the choices of ``node`` with the minima added."""
+        and return the costs of the choices of ``node`` with the minima added. In the assignment problem, each node gets
+        one choice, at the least total cost.
+        """
         unary = self.unary[node]
         for pair, dim, _ in self.near[node]:
             table = self.tables[pair]
@@ -76,7 +80,8 @@ class Reparametrization:
 
     def assignment(self) -> dict[int, int]:
         """Return a good assignment: node -> index of its choice. Each node in order takes the cheapest choice; then
-        single nodes are improved while the cost falls, in at most ten rounds.
+        single nodes are improved while the cost falls, in at most ten rounds. In the assignment problem, each node gets
+        one choice, at the least total cost.
         """
         choice: dict[int, int] = {}
         for node in self.unary:
@@ -91,7 +96,8 @@ class Reparametrization:
 
     def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
         """Return the cost of each choice of ``node``, given the choices of other nodes in ``choice``. Neighbours that
-        are not in ``choice`` take the choice that is cheapest on their common edge.
+        are not in ``choice`` take the choice that is cheapest on their common edge. In the assignment problem, each
+        node gets one choice, at the least total cost.
         """
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
@@ -106,7 +112,8 @@ class Reparametrization:
 
     def allowed(self, room: float) -> dict[int, Mask]:
         """Return, for each node, a boolean array over its choices. An entry is true if an assignment that costs at most
-        ``room`` more than the lower bound may contain the choice.
+        ``room`` more than the lower bound may contain the choice. In the assignment problem, each node gets one choice,
+        at the least total cost.
         """
         masks = {}
         for node, unary in self.unary.items():
@@ -127,7 +134,8 @@ def sum_of_minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], 
 
 @dataclass(frozen=True)
 class RemainingChoices:
-    """The result of a dual ascent, an algorithm that raises a lower bound on an assignment problem.
+    """The result of a dual ascent, an algorithm that raises a lower bound on an assignment problem (one choice per
+    node, at the least total cost).
 
     ``masks``: node -> boolean array over its choices, true for those that an optimal assignment may contain; only one
     is true if an optimal assignment was found. ``choice``: a good assignment (node -> index of its choice); ``None`` if

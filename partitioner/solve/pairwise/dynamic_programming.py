@@ -29,8 +29,8 @@ _Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
 def elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], most_work: int = MOST_WORK
 ) -> list[int] | None:
-    """Return an order in which dynamic programming can eliminate the nodes of an assignment problem, or ``None`` if the
-    order found needs too large tables.
+    """Return an order in which dynamic programming can eliminate the nodes of an assignment problem (one choice per
+    node, at the least total cost), or ``None`` if the order found needs too large tables.
 
     All tables together have at most ``most_work`` entries, and each has at most 16 million. ``sizes``: node -> number
     of its choices. ``neighbours``: node -> nodes with which it shares a cost table. The order is greedy; the better
@@ -54,7 +54,7 @@ def _order_nodes_greedily(
 ) -> tuple[int, list[int]] | None:
     """Return the number of entries of all cost tables, and an order of elimination by dynamic programming that always
     takes the node of the least ``score`` next. Return ``None`` if the tables have more than ``most_work`` entries
-    together.
+    together. In the assignment problem, each node gets one choice, at the least total cost.
 
     ``sizes``: node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table.
     ``score``: function of a node, the sizes and the neighbours.
@@ -85,7 +85,8 @@ def eliminate_nodes(
     costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
     """Return node -> index of its choice in an optimal assignment of the nodes in ``order``, and the total cost. Raise
-    :class:`InfeasibleAssignmentError` if every assignment is forbidden.
+    :class:`InfeasibleAssignmentError` if every assignment is forbidden. In the assignment problem, each node gets one
+    choice, at the least total cost.
 
     ``costs``: node -> costs of its choices. ``tables``: tuples (i, j, table), where ``table[p, q]`` is the cost of
     choice p of node i and choice q of node j. ``order``: the nodes in the order in which they are eliminated.
@@ -120,8 +121,8 @@ def eliminate_nodes(
 
 
 def _sum_cost_tables(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
-    """Return the costs of a node of an assignment problem as one array with the dims (node, *scope): the sum of the
-    costs of its choices and of all its tables.
+    """Return the costs of a node of an assignment problem (one choice per node, at the least total cost) as one array
+    with the dims (node, *scope): the sum of the costs of its choices and of all its tables.
 
     ``cost``: the cost of each choice of the node. ``terms``: pairs of the other nodes of a table, and the table with
     the dims (node, *others). ``scope``: the other nodes of all tables.

@@ -25,9 +25,9 @@ _GAIN = 1e-9  # of the cost
 def improve_assignment(
     costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table], choice: Mapping[int, int], until: float
 ) -> dict[int, int]:
-    """Return an assignment (node -> index of its choice) of a pairwise assignment problem that costs no more than the
-    given one, ``choice``. The search ends after three rounds without gain, or after the round in which
-    ``time.perf_counter()`` passes ``until``.
+    """Return an assignment (node -> index of its choice) of a pairwise assignment problem (one choice per node, at the
+    least total cost) that costs no more than the given one, ``choice``. The search ends after three rounds without
+    gain, or after the round in which ``time.perf_counter()`` passes ``until``.
 
     ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair of their choices.
     """
@@ -60,7 +60,8 @@ def _choose_elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], kept: Counter[int]
 ) -> list[int]:
     """Return the nodes to optimise, in an order in which dynamic programming can eliminate them with small tables. The
-    nodes that are left out keep their choices; nodes that have rarely been left out so far are preferred for that.
+    nodes that are left out keep their choices; nodes that have rarely been left out so far are preferred for that. In
+    the assignment problem, each node gets one choice, at the least total cost.
 
     ``sizes``: node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table. ``kept``:
     node -> how often it has kept its choice so far.

@@ -20,7 +20,8 @@ from partitioner.solve.pairwise.presolve import Choices, Vector
 @dataclass(frozen=True)
 class MemoryConstraint:
     """A limit on the total memory of the nodes that are in memory at the same time. ``usages[i]``: bytes of each choice
-    of node i during the half-open interval ``intervals[i]`` of time, in integer steps. ``limit``: bytes.
+    of node i during the half-open interval ``intervals[i]`` of time, in integer steps. ``limit``: bytes. In the
+    assignment problem, each node gets one choice, at the least total cost.
     """
 
     intervals: Sequence[tuple[int, int]]
@@ -29,7 +30,8 @@ class MemoryConstraint:
 
     def peak(self, choice: Sequence[int]) -> float:
         """Return the largest total memory, in bytes, that an assignment needs at any time, if node i takes choice
-        ``choice[i]``."""
+        ``choice[i]``. In the assignment problem, each node gets one choice, at the least total cost.
+        """
         change: dict[int, float] = {}
         for (start, end), usage, p in zip(self.intervals, self.usages, choice, strict=True):
             if start < end:
@@ -40,8 +42,8 @@ class MemoryConstraint:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The memory of one node of an assignment problem over the rows (a row is a maximal set of nodes that are in memory
-    together), constant within segments of consecutive rows.
+    """The memory of one node of an assignment problem (one choice per node, at the least total cost) over the rows (a
+    row is a maximal set of nodes that are in memory together), constant within segments of consecutive rows.
 
     ``usage[p, s]``: bytes of choice p in segment s, which consists of the rows ``breaks[s]`` up to, but without,
     ``breaks[s + 1]``.
@@ -64,7 +66,8 @@ class Stretch:
 
     def at(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
         """Return the memory of the node as an array: one entry for each of its choices (first dim) and each of the row
-        indices ``rows`` (second dim). A row is a set of nodes that are in memory together.
+        indices ``rows`` (second dim). A row is a set of nodes that are in memory together. In the assignment problem,
+        each node gets one choice, at the least total cost.
         """
         segment = np.searchsorted(self.breaks, rows, side="right") - 1
         inside = (segment >= 0) & (segment < self.usage.shape[1])
@@ -72,8 +75,8 @@ class Stretch:
 
 
 class Usage:
-    """The memory of many nodes of an assignment problem over the rows (a row is a maximal set of nodes that are in
-    memory together), in flat arrays.
+    """The memory of many nodes of an assignment problem (one choice per node, at the least total cost) over the rows (a
+    row is a maximal set of nodes that are in memory together), in flat arrays.
 
     Choices of all nodes are numbered consecutively; ``starts[r]`` is the number of the first choice of node r.
     ``stretches``: the memory of each node, by node. ``num_choices``, ``num_rows``: the numbers of choices and of rows.
@@ -97,7 +100,8 @@ class Usage:
     def priced(self, prices: Vector) -> Vector:
         """Return, for each choice of each node, the cost of its memory: the sum over the rows of its memory in the row
         times ``prices[row]``, the price of a unit of memory. A row is a set of nodes that are in memory together. The
-        result has the consecutive numbering of all choices.
+        result has the consecutive numbering of all choices. In the assignment problem, each node gets one choice, at
+        the least total cost.
         """
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
@@ -105,7 +109,8 @@ class Usage:
 
     def profile(self, chosen: NDArray[np.intp]) -> Vector:
         """Return the total memory of an assignment in each row, a set of nodes that are in memory together. ``chosen``:
-        the chosen choice of each node, as an index into the consecutive numbering of all choices.
+        the chosen choice of each node, as an index into the consecutive numbering of all choices. In the assignment
+        problem, each node gets one choice, at the least total cost.
         """
         taken = np.zeros(self.num_choices, bool)
         taken[chosen] = True
@@ -116,14 +121,14 @@ class Usage:
 
     def at(self, row: int) -> Vector:
         """Return the memory that each choice of each node uses in ``row``, one set of nodes that are in memory
-        together.
+        together. In the assignment problem, each node gets one choice, at the least total cost.
         """
         live = ((self.begin <= row) & (row < self.end)).nonzero()[0]
         return np.bincount(self.choice[live], self.amount[live], minlength=self.num_choices).astype(np.float64)
 
     def total(self) -> Vector:
         """Return the memory of each choice of each node, summed over the rows (sets of nodes that are in memory
-        together).
+        together). In the assignment problem, each node gets one choice, at the least total cost.
         """
         weights = self.amount * (self.end - self.begin)
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
@@ -133,7 +138,8 @@ def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
     """Return three values: root node -> its memory by row, the limit that is left in each row, and the memory that is
-    used in each row under every assignment. A row is a maximal set of nodes that are in memory together.
+    used in each row under every assignment. A row is a maximal set of nodes that are in memory together. In the
+    assignment problem, each node gets one choice, at the least total cost.
 
     A root is a node whose choice decides the choices of others. ``roots[i]``: the root of node i. ``maps[i]``: the
     choice of node i for each choice of ``roots[i]``. The memory of a root includes that of all nodes it decides.

@@ -48,7 +48,7 @@ class InfeasibleAssignmentError(PartitionError):
 @dataclass(frozen=True)
 class _Function:
     """A reduction step that can be undone: the choice of an eliminated ``node`` as a function of its neighbours'
-    choices.
+    choices. In the assignment problem, each node gets one choice, at the least total cost.
 
     ``labels``: for each neighbour, the choices that it had left at that time, as original indices in increasing order.
     ``choice``: the original index of the choice of ``node``, indexed by the positions of the neighbours' choices in
@@ -62,7 +62,8 @@ class _Function:
 
 
 class ReducedProblem:
-    """A pairwise assignment problem while it is being reduced. Only the nodes in :attr:`nodes` remain to be solved.
+    """A pairwise assignment problem (one choice per node, at the least total cost) while it is being reduced. Only the
+    nodes in :attr:`nodes` remain to be solved.
 
     ``costs[i]`` has one entry per remaining choice of node i. ``tables[i][j]`` is indexed (choice of i, choice of j).
     ``usage[i][r]`` is the amount that each choice of i takes of resource r. ``limits[r]`` is the amount of r that is
@@ -101,7 +102,9 @@ class ReducedProblem:
 
     @property
     def nodes(self) -> list[int]:
-        """Return the indices of the nodes of the assignment problem that are not yet decided."""
+        """Return the indices of the nodes of the assignment problem (one choice per node, at the least total cost) that
+        are not yet decided.
+        """
         return [i for i, done in enumerate(self._done) if not done]
 
     def run(self, *, dominance: bool = True) -> None:
@@ -135,14 +138,16 @@ class ReducedProblem:
                     self._drop_dominated_choices(node)
 
     def keep(self, node: int, choices: NDArray[np.bool_]) -> None:
-        """Remove choices of ``node`` from the assignment problem. ``choices``: a mask over its remaining choices, false
-        for those to remove."""
+        """Remove choices of ``node`` from the assignment problem (one choice per node, at the least total cost).
+        ``choices``: a mask over its remaining choices, false for those to remove.
+        """
         self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """Return a list with the choice of every node of the original assignment problem, as an index among its
-        original choices. ``choice``: for each node i that was left to solve, an index into ``costs[i]``, its remaining
-        choices."""
+        """Return a list with the choice of every node of the original assignment problem (one choice per node, at the
+        least total cost), as an index among its original choices. ``choice``: for each node i that was left to solve,
+        an index into ``costs[i]``, its remaining choices.
+        """
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}
         for step in reversed(self._undo):
             where = tuple(
@@ -156,7 +161,9 @@ class ReducedProblem:
     def _normalise_tables(self, node: int) -> bool:
         """Simplify those cost tables of ``node`` (costs of pairs of choices with a neighbour) that changed since the
         last call: subtract the minimum of each row and column and add it to the costs of the choices of single nodes.
-        Then drop tables of zeros, and choices with infinite cost. Return whether choices of ``node`` were dropped."""
+        Then drop tables of zeros, and choices with infinite cost. Return whether choices of ``node`` were dropped. In
+        the assignment problem, each node gets one choice, at the least total cost.
+        """
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:
@@ -184,9 +191,10 @@ class ReducedProblem:
         return self._drop_choices(node, np.isfinite(self.costs[node]))
 
     def _fix_forced_choice(self, node: int) -> bool:
-        """Decide ``node`` of the assignment problem if it has a single choice left: add the costs of its pairs with
-        each neighbour's choices to the costs of these choices, and subtract its resource usage from the limits. Return
-        whether this was done."""
+        """Decide ``node`` of the assignment problem (one choice per node, at the least total cost) if it has a single
+        choice left: add the costs of its pairs with each neighbour's choices to the costs of these choices, and
+        subtract its resource usage from the limits. Return whether this was done.
+        """
         if len(self.costs[node]) != 1:
             return False
         for other, table in self.tables[node].items():
@@ -198,9 +206,11 @@ class ReducedProblem:
         return True
 
     def _eliminate_node(self, node: int) -> bool:
-        """Eliminate ``node`` from the assignment problem if it has at most two neighbours and uses no limited resource.
-        The least cost of ``node``, given the neighbours' choices, is added to the costs of the one neighbour, or to the
-        table of the pair of neighbours. Return whether this was done; it is not if the table would be too large."""
+        """Eliminate ``node`` from the assignment problem (one choice per node, at the least total cost) if it has at
+        most two neighbours and uses no limited resource. The least cost of ``node``, given the neighbours' choices, is
+        added to the costs of the one neighbour, or to the table of the pair of neighbours. Return whether this was
+        done; it is not if the table would be too large.
+        """
         neighbours = list(self.tables[node])
         if self.usage[node] or len(neighbours) > 2:
             return False
@@ -250,8 +260,10 @@ class ReducedProblem:
         return True
 
     def _drop_dominated_choices(self, node: int) -> bool:
-        """Remove choices of ``node`` of the assignment problem that are never better than another of its choices,
-        whatever the neighbours choose (Goldstein's criterion). Return whether any was removed."""
+        """Remove choices of ``node`` of the assignment problem (one choice per node, at the least total cost) that are
+        never better than another of its choices, whatever the neighbours choose (Goldstein's criterion). Return whether
+        any was removed.
+        """
         cost, tables = self.costs[node], list(self.tables[node].values())
         if len(cost) > _MAX_CHOICES:
             return False
@@ -300,8 +312,9 @@ class ReducedProblem:
         self._enqueue_node(second)
 
     def _drop_choices(self, node: int, keep: NDArray[np.bool_]) -> bool:
-        """Remove choices of ``node`` from the assignment problem, and return whether any was removed. ``keep``: a mask
-        over its remaining choices, false for those to remove. Raise :class:`InfeasibleAssignmentError` if none is left.
+        """Remove choices of ``node`` from the assignment problem (one choice per node, at the least total cost), and
+        return whether any was removed. ``keep``: a mask over its remaining choices, false for those to remove. Raise
+        :class:`InfeasibleAssignmentError` if none is left.
         """
         if keep.all():
             return False
@@ -322,9 +335,11 @@ class ReducedProblem:
         return True
 
     def _check_row(self, row: int) -> None:
-        """Simplify a resource limit of the assignment problem: subtract what each node uses under all of its choices,
-        remove choices that exceed the limit alone, and remove the limit if it cannot be exceeded. ``row``: the index of
-        the limit. Raise :class:`InfeasibleAssignmentError` if it is always exceeded."""
+        """Simplify a resource limit of the assignment problem (one choice per node, at the least total cost): subtract
+        what each node uses under all of its choices, remove choices that exceed the limit alone, and remove the limit
+        if it cannot be exceeded. ``row``: the index of the limit. Raise :class:`InfeasibleAssignmentError` if it is
+        always exceeded.
+        """
         for node in list(self.members[row]):
             usage = self.usage[node][row]
             least = float(usage.min())
@@ -352,9 +367,10 @@ class ReducedProblem:
             self._enqueue_node(node)
 
     def _finish_node(self, step: _Function) -> None:
-        """Mark a node of the assignment problem as decided, and remove its cost tables and resource usage. ``step``:
-        the node, and its choice as a function of its neighbours' choices; it is stored, so that the choice can be
-        restored later."""
+        """Mark a node of the assignment problem (one choice per node, at the least total cost) as decided, and remove
+        its cost tables and resource usage. ``step``: the node, and its choice as a function of its neighbours' choices;
+        it is stored, so that the choice can be restored later.
+        """
         node = step.node
         self._done[node] = True
         self._undo.append(step)
@@ -370,7 +386,8 @@ def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return a boolean matrix whose entry ``[p, q]`` says whether choice ``p`` of a node allows something that choice
     ``q`` does not: row ``p`` of ``possible`` is true in some column where row ``q`` is false. ``possible``: a boolean
     matrix with one row for each choice of the node and one column for each choice of its neighbours. BLAS is not used,
-    because its threads wait for each other.
+    because its threads wait for each other. In the assignment problem, each node gets one choice, at the least total
+    cost.
     """
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]

@@ -165,7 +165,8 @@ class CandidatePlanner(Protocol):
 
 @dataclass
 class BestFirstSearch:
-    """Branch and bound over candidates. It finds the candidate with the least step time and a certificate.
+    """Branch and bound over candidates. It finds the candidate with the least step time and a certificate. The
+    certificate says how near the plan is to the optimum.
 
     ``tolerance``: stop when no bound is better than the best plan by more than this fraction. ``patience``: number of
     consecutive groups of candidates with several virtual stages on a rank that may bring no better plan; then the
@@ -418,7 +419,9 @@ class BestFirstSearch:
 
     def _tighten_least_bound(self, deadline: float) -> bool:
         """Tighten the least of all lower bounds as long as that is possible, since it is the bound of the certificate.
-        Return ``False`` if time ran out. ``deadline``: end of the search on the clock of :func:`time.monotonic`."""
+        Return ``False`` if time ran out. ``deadline``: end of the search on the clock of :func:`time.monotonic`. The
+        certificate says how near the plan is to the optimum.
+        """
         while self.incumbent is not None:
             row = min((row for row in self.outcomes.values() if row.says), key=lambda row: row.bound, default=None)
             if row is None or not row.loose or row.bound >= self.incumbent_s:

@@ -137,15 +137,15 @@ class BoundCascade:
         largest microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the
         same bounds are computed with the candidate's own sharding; there, the memory of the leanest candidate among
         those that differ only in ZeRO is tried before the candidate's own memory. The last function evaluates
-        placements on a cluster of equal devices, if not all placements are tried.
+        placements (assignments of ranks to devices) on a cluster of equal devices, if not all placements are tried.
         """
         relaxed = self._held, self._gathered, self._bound_candidate_stages, self._bound_stages_thoroughly
         return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
 
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:
-        """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement: the
-        greatest of all bounds that are known for single candidates. ``cutoff_s``: a bound of this value is tight
-        enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement
+        (assignment of ranks to devices): the greatest of all bounds that are known for single candidates. ``cutoff_s``:
+        a bound of this value is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         floor, own = self.evaluator.floor(candidate, candidate.microbatch_size), self.evaluator.least(candidate)
         even = self.bounds.with_floor([candidate], floor) if floor else 0.0

@@ -48,7 +48,8 @@ from partitioner.units import bytes_text
 
 def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
     """Return, for the report, the step time of the plan ``chosen`` with each algorithm of context-parallel attention
-    (ring, all-gather, Ulysses), one entry per algorithm. All entries keep the placement of ``chosen``.
+    (ring, all-gather, Ulysses), one entry per algorithm. All entries keep the placement (assignment of ranks to
+    devices) of ``chosen``.
 
     The result is empty if the plan has no context-parallel axis ``cp``. An entry has a reason instead of a step time if
     the algorithm has no plan. ``job``: the job that was planned.
@@ -183,7 +184,9 @@ def _rivals_s(explored: PlanSearchResult) -> float:
 
 def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> PlannedProgram:
     """Return ``found`` with the simulated step time of its program in place of the estimated one. In its certificate,
-    which is a copy of ``certificate``, the objective and the gap are computed from this time."""
+    which is a copy of ``certificate``, the objective and the gap are computed from this time. The certificate says how
+    near the plan is to the optimum.
+    """
     seconds = found.estimate.simulated
     assert seconds is not None
     bound, gap = bound_and_gap(seconds, (certificate.bound,))
@@ -194,7 +197,8 @@ def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> Plann
 def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate:
     """Return a copy of ``certificate`` in which the row of the chosen plan has the memory that its emitted program
     needs, instead of the search's estimate. ``found``: the plan with the program; without a program ``certificate`` is
-    returned unchanged."""
+    returned unchanged. The certificate says how near the plan is to the optimum.
+    """
     if found.program is None:
         return certificate
     most = max(found.estimate.memory)
@@ -296,7 +300,8 @@ def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A solved candidate with its certificate, program and estimate.
+    """A solved candidate with its certificate, program and estimate. The certificate says how near the plan is to the
+    optimum.
 
     ``chosen``: the plan before its program was written. ``certificate``: the bound and the outcomes of all candidates.
     ``estimate``: time and memory of a step. ``beyond``: the features of the plan that this version cannot execute;

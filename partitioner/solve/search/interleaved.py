@@ -128,9 +128,10 @@ def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
 
 
 def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
-    """Yield keys of meshes whose known placement can also be used for ``candidate``: its own mesh, and meshes with half
-    of its ``cp`` and twice its ``tp`` or ``dp``, from which it is made by sharing each sequence among more ranks. A key
-    is a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) with fixed schedule, virtual stages and ZeRO.
+    """Yield keys of meshes whose known placement (assignment of ranks to devices) can also be used for ``candidate``:
+    its own mesh, and meshes with half of its ``cp`` and twice its ``tp`` or ``dp``, from which it is made by sharing
+    each sequence among more ranks. A key is a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) with
+    fixed schedule, virtual stages and ZeRO.
     """
     yield mesh_of(candidate)
     if candidate.cp % 2 == 0:

@@ -27,8 +27,9 @@ class EvaluatedCandidate:
     of work, such as ``"compute"`` -> seconds of a step.
 
     ``least``: lower bound in seconds on the step times of the candidate's plans (``None``: equal to ``step_time``).
-    ``partly``: whether this bound covers only the placements that were tried. ``unsure``: whether some plans of the
-    candidate were not tried, so that the search may still tighten its bound by other means.
+    ``partly``: whether this bound covers only the placements (assignments of ranks to devices) that were tried.
+    ``unsure``: whether some plans of the candidate were not tried, so that the search may still tighten its bound by
+    other means.
     """
 
     step_time: float

@@ -88,7 +88,9 @@ class PlanSearchResult:
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
         """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
         awaited, and they are left out if the user interrupts it. ``lower_bound_s``: lower bound in seconds on plans
-        that this search excluded; the bound of the certificate is at most this."""
+        that this search excluded; the bound of the certificate is at most this. The certificate says how near the plan
+        is to the optimum.
+        """
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         try:
             baselines = self.baselines.result()
@@ -133,7 +135,8 @@ def search_for_plan(
     emit: Callable[[SolvedCandidate], EmittedProgram] | None = None,
     other_batch: JobOf | None = None,
 ) -> PlanSearchResult:
-    """Return the best plan of all candidates of ``job``, with its certificate.
+    """Return the best plan of all candidates of ``job``, with its certificate. The certificate says how near the plan
+    is to the optimum.
 
     If no candidate fits in memory, and the user fixed neither offload nor the mesh, the search is repeated with more
     and more kinds of data offloaded to host memory, and last with optimizer states on disk if host memory is too small.
@@ -243,8 +246,9 @@ class _CandidateAttempts:
         self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
     ) -> EvaluatedCandidate:
         """Return the best plan of ``candidate``. ``proven``: whether to compute a tight lower bound on its plans.
-        ``devices``: the device index of each rank; if ``None``, the placement is searched. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if there is no plan.
+        ``devices``: the device index of each rank; if ``None``, the placement (assignment of ranks to devices) is
+        searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if
+        there is no plan.
         """
         is_complete = self.evaluator.placements.complete(candidate.grid)
         solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
@@ -321,9 +325,9 @@ def _search_candidates(
         devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
 
         def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
-            """Plan a candidate without a lower bound. If all placements would be tried, use the devices of a known plan
-            with the same mesh instead, or of one whose ranks of ``cp`` come from its ranks of ``tp`` or ``dp``.
-            ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+            """Plan a candidate without a lower bound. If all placements (assignments of ranks to devices) would be
+            tried, use the devices of a known plan with the same mesh instead, or of one whose ranks of ``cp`` come from
+            its ranks of ``tp`` or ``dp``. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
             """
             key = next((key for key in meshes_around(candidate) if key in devices), None)
             same = devices[key] if key is not None and evaluator.placements.complete(candidate.grid) else None
@@ -390,7 +394,7 @@ def _slowest_first(found: EvaluatedCandidate) -> float:
 
 def _space_to_limits(space: SearchSpace) -> Limits:
     """Return the numbers of the search space ``space`` that the certificate records, such as the number of block calls
-    (such as layers).
+    (such as layers). The certificate says how near the plan is to the optimum.
     """
     dims = tuple(sorted(space.dims))
     return Limits(

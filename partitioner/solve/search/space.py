@@ -434,7 +434,8 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
 def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     """Return constraint name -> sentence that says what was not tried, for the constraints that a user could fix and
     that the certificate's bound does not cover. Plans with such constraints may be faster than a proven plan.
-    ``space``: the search space."""
+    ``space``: the search space. The certificate says how near the plan is to the optimum.
+    """
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()
     if pinned.offload is None and can_offload(topology):
@@ -488,7 +489,9 @@ def _describe_tried_context(space: SearchSpace) -> str:
 
 def _describe_tried_parts(space: SearchSpace) -> str:
     """Return a sentence for the certificate that says which values of ``dp_shard`` are tried in the search space
-    ``space``: the numbers of ``dp`` ranks over which parameters, gradients and optimizer states are sharded."""
+    ``space``: the numbers of ``dp`` ranks over which parameters, gradients and optimizer states are sharded. The
+    certificate says how near the plan is to the optimum.
+    """
     what = "Sharding states over a part of the data-parallel ranks"
     if space.constraints.zero is not None:
         return f"{what} was not tried, since the stage of ZeRO is fixed."

@@ -198,9 +198,9 @@ class UniformClusterBound:
         return replace(self._evaluator.job, topology=self._uniform_topologies[0])
 
     def _build_uniform_evaluator(self, candidate: MeshCandidate, cutoff_s: float) -> PlacementEvaluator:
-        """Return the object that finds the best plan of ``candidate`` on placements on the uniform cluster.
-        ``cutoff_s``: plans of at least this many seconds per step are of no interest. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        """Return the object that finds the best plan of ``candidate`` on placements (assignments of ranks to devices)
+        on the uniform cluster. ``cutoff_s``: plans of at least this many seconds per step are of no interest.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         evaluator, job = self._evaluator, self._uniform_job
         local, costs, states = evaluator.own(candidate)
@@ -213,8 +213,8 @@ class UniformClusterBound:
         )
 
     def _list_distinct_placements(self, candidate: MeshCandidate) -> list[PlacedMesh]:
-        """Return the placements of the candidate's mesh on the uniform clusters, one for each distinct cost.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the placements (assignments of ranks to devices) of the candidate's mesh on the uniform clusters, one
+        for each distinct cost. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         key = tuple(candidate.grid.values())
         if key not in self._machines:
@@ -239,8 +239,10 @@ class UniformClusterBound:
 
 
 def _evaluate_for_bound(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
-    """Find the best plan on the placement ``machine``, and return a lower bound in seconds on all plans there; 0 if no
-    plan was found. ``placement_evaluator``: finds the best plan on single placements."""
+    """Find the best plan on the placement ``machine`` (a topology with the mesh laid over it), and return a lower bound
+    in seconds on all plans there; 0 if no plan was found. ``placement_evaluator``: finds the best plan on single
+    placements.
+    """
     try:
         placement_evaluator(machine)
     except PartitionError:  # under a simulated schedule some cut may fit although none was found

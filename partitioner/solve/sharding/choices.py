@@ -36,7 +36,9 @@ class ShardingError(PartitionError):
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Layouts that the caller of the solver fixes, by the name of a value or of a state (parameter or buffer).
+    """Layouts that the caller of the solver fixes, by the name of a value or of a state (parameter or buffer). A
+    strategy is a way to run an operator on the ranks: the layouts of its operands and results. A call is one execution
+    of a block, such as a layer.
 
     ``inputs``: the layouts that a model input may have (replicated only, if it is not named). ``outputs``: those that a
     model output may have (sharded or replicated, if it is not named). ``pins``: the one layout of a value, input or
@@ -210,7 +212,8 @@ def _offer_section_layouts(
 ) -> set[int]:
     """Add the layouts with sections (a dim that consists of separately sharded parts) that ``node`` can use to the
     layouts considered for its operands and results. Return the indices of the values that gained a layout, so that
-    their other operators are looked at too.
+    their other operators are looked at too. A strategy is a way to run an operator on the ranks: the layouts of its
+    operands and results.
 
     ``found``: the strategies of ``node``. ``wanted``: for each value, the layouts with sections that operators could
     use; changed in place. ``spots``: index i of an operand, or ``~k`` for result k -> index of the value in ``wanted``.

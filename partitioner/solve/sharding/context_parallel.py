@@ -64,7 +64,7 @@ def shard_context(
     known: ShardingSolution | None = None,
 ) -> ContextModel:
     """Return the model of one rank of ``cp``: ``split`` with its sequence sharded over ``num_ranks`` ranks at the least
-    cost.
+    cost. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
 
     ``split``: the model of one microbatch. ``batch``: the sharding that says which dim of each value indexes samples.
     ``costs``: prices of the shardings. ``tp``: ranks that also divide the attention heads. ``algorithm``: the algorithm
@@ -97,7 +97,8 @@ def _solve_context_sharding(
     """Return the sharding of ``split`` over ``num_ranks`` ranks of ``cp`` at the least cost. ``batch``: which dim of
     each value indexes samples. ``tp``: ranks that also divide the attention heads. ``algorithm``: of every attention,
     or ``None`` to choose. ``allowed``: whether an operator may use a strategy. ``split``: the model as calls of blocks;
-    equal layers share one block. Raise :class:`PlanError` if there is none. ``costs``: prices of the shardings.
+    equal layers share one block. Raise :class:`PlanError` if there is none. ``costs``: prices of the shardings. A
+    strategy is a way to run an operator on the ranks: the layouts of its operands and results.
     """
     check_algorithm(split, num_ranks, tp, algorithm)
     layouts = {i.value: _input_layouts(split.values[i.value], batch.values[i.value], num_ranks) for i in split.inputs}
@@ -179,7 +180,8 @@ def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorith
 
 class _ContextRules:
     """A function object that says whether an operator may be run by a strategy over ``cp``. It refuses strategies that
-    shard samples or weights, and attention by another algorithm than the requested one.
+    shard samples or weights, and attention by another algorithm than the requested one. A strategy is a way to run an
+    operator on the ranks: the layouts of its operands and results.
 
     ``batch``: the layouts that split the batch; they show which dims have samples. ``num_ranks``: size of ``cp``.
     ``tp``: number of ranks that share the attention heads. ``algorithm``: the requested one; ``None`` allows all.
@@ -235,14 +237,16 @@ class _ContextRules:
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
         """Return whether ``strategy`` shards a weight of the operator ``node``, a matrix product or an embedding.
         Weights of other operators do not count, because they have an element for each position, as learned position
-        embeddings do."""
+        embeddings do. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+        """
         if not (is_product(node) or "embedding" in str(node.target)):
             return False
         return any(to.is_shard for to, state in zip(strategy.operands, self.states[node], strict=True) if state)
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
         """Return whether the attention ``node`` under ``strategy`` must have zigzag positions, of which each rank has
-        one piece from the start and one from the end.
+        one piece from the start and one from the end. A strategy is a way to run an operator on the ranks: the layouts
+        of its operands and results.
 
         Causal attention must if twice the number of ranks divides the sequence, since this balances the work. Other
         attention, and attention within documents of known lengths, may use the positions that ``strategy`` has.
@@ -266,7 +270,9 @@ def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
 
 def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
     """Return the algorithm by which ``strategy`` runs the attention ``node``: ``"ring"``, ``"all_gather"`` or
-    ``"ulysses"``. Return ``""`` if it divides the work in another way."""
+    ``"ulysses"``. Return ``""`` if it divides the work in another way. A strategy is a way to run an operator on the
+    ranks: the layouts of its operands and results.
+    """
     if strategy.form:
         return strategy.form
     query, key, *_ = strategy.operands

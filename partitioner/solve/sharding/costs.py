@@ -107,7 +107,9 @@ class TensorCosts:
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
         """Return the seconds of the operator ``node`` on one rank if each rank computes only its own rows, but reads in
         whole the operands that ``strategy`` stores sharded. ``seconds``: those of the undivided work on one rank.
-        ``num_ranks``: size of the mesh axis over which the model is sharded."""
+        ``num_ranks``: size of the mesh axis over which the model is sharded. A strategy is a way to run an operator on
+        the ranks: the layouts of its operands and results.
+        """
         read = sum(
             o.meta["val"].nbytes / num_ranks
             for o, layout in zip(operands_of(node), strategy.operands, strict=True)
@@ -185,7 +187,9 @@ class TensorCosts:
 class _Operator:
     """An operator (``node``) with the data that are equal for all strategies, and a cache of its compute seconds by the
     shapes of one rank. ``train``: whether the seconds include the backward. ``tp``: number of ranks over which
-    attention heads are sharded in addition to the mesh axis that is being solved; 1 if there are none."""
+    attention heads are sharded in addition to the mesh axis that is being solved; 1 if there are none. A strategy is a
+    way to run an operator on the ranks: the layouts of its operands and results.
+    """
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp
@@ -206,7 +210,8 @@ class _Operator:
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
         """Return the operands of one rank, with shapes and dtypes, under ``strategy``. ``num_ranks``: size of the mesh
-        axis over which the model is sharded.
+        axis over which the model is sharded. A strategy is a way to run an operator on the ranks: the layouts of its
+        operands and results.
 
         If ``strategy`` shards the sequence of an attention, key heads that the model copies for groups of query heads
         are counted without the copies, because ranks exchange and read only the originals.

@@ -54,7 +54,8 @@ def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]])
 def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = True) -> Allowed | None:
     """Return a function of an operator and a strategy that says whether the solver may run the operator by the
     strategy. It allows what makes ``tp`` divide the experts' work as ``split`` says: ``"rows"`` (each rank computes
-    other rows, that is, tokens) or ``"within"`` (the matrices of each expert are sharded).
+    other rows, that is, tokens) or ``"within"`` (the matrices of each expert are sharded). A strategy is a way to run
+    an operator on the ranks: the layouts of its operands and results.
 
     Return ``None`` if ``split`` is empty, which allows everything. ``in_order``: for ``"rows"``, each rank must have
     consecutive rows. ``model``: the model with the experts.
@@ -96,7 +97,7 @@ def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[
 
 def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
     """Return a function that allows an operator only strategies under which every rank has its own rows (tokens) of the
-    experts' work.
+    experts' work. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
 
     ``rows``: operators that work row by row -> dim of rows of their results. ``tables``: nodes that are computed from
     experts' parameters alone -> dim that indexes experts. ``in_order``: each rank must have consecutive rows.
@@ -114,7 +115,7 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
     """Return a function that allows an operator only strategies under which every rank has all rows (tokens), and gets
     only a part of each row's gradient. If a row is later sent to its expert by two ranks, its gradient is thus counted
-    once.
+    once. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
 
     ``rows``: operators that work row by row -> dim of rows of their results. ``tables``: nodes that are computed from
     experts' parameters alone -> dim that indexes experts.

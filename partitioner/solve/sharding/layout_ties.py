@@ -52,7 +52,8 @@ class BlockValue:
 
 def operators_of(block: Block) -> list[fx.Node]:
     """Return the operators of ``block`` (a piece of the model, such as a layer) for which a strategy must be chosen:
-    every ``call_function`` node but ``getitem``, in graph order.
+    every ``call_function`` node but ``getitem``, in graph order. A strategy is a way to run an operator on the ranks:
+    the layouts of its operands and results.
     """
     return [n for n in block.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
 

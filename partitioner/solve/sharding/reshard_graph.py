@@ -34,7 +34,8 @@ ReshardCost = Callable[[TensorSpec, Layout, Layout, bool], float]
 class ProblemBuilder:
     """An :class:`AssignmentProblem` (choose a layout or strategy for each node) under construction. ``costs``: for each
     node, the costs of its choices. ``edges``: tuples (node, other node, table of costs of each pair of choices).
-    ``names``: a text for each node, used in error messages.
+    ``names``: a text for each node, used in error messages. In the assignment problem, each node gets one choice, at
+    the least total cost.
     """
 
     def __init__(self) -> None:
@@ -43,8 +44,9 @@ class ProblemBuilder:
         self.names: list[str] = []
 
     def add(self, name: str, cost: Vector) -> int:
-        """Add a node to the assignment problem, and return its index. ``name``: a text for error messages. ``cost``:
-        the cost of each of the node's choices."""
+        """Add a node to the assignment problem (one choice per node, at the least total cost), and return its index.
+        ``name``: a text for error messages. ``cost``: the cost of each of the node's choices.
+        """
         self.costs.append(cost)
         self.names.append(name)
         return len(self.costs) - 1
@@ -106,8 +108,9 @@ class Reshards:
 
 @dataclass(frozen=True)
 class Source:
-    """The node of the assignment problem that decides in which layout a value is produced. ``variable``: the index of
-    this node in the problem. ``layouts``: the layout of the value under each choice of the node.
+    """The node of the assignment problem (one choice per node, at the least total cost) that decides in which layout a
+    value is produced. ``variable``: the index of this node in the problem. ``layouts``: the layout of the value under
+    each choice of the node.
     """
 
     variable: int
@@ -116,8 +119,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Asker:
-    """A node of the assignment problem that decides in which layouts a value is read. ``variable``: the index of this
-    node in the problem. ``layouts``: for each choice of the node, the set of layouts in which it needs the value.
+    """A node of the assignment problem (one choice per node, at the least total cost) that decides in which layouts a
+    value is read. ``variable``: the index of this node in the problem. ``layouts``: for each choice of the node, the
+    set of layouts in which it needs the value.
     """
 
     variable: int
@@ -175,7 +179,7 @@ def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]
 
 def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
     """Return a table of costs with the shape of ``mask``: infinity, which forbids the pair of choices, where ``mask``
-    is true, and 0 elsewhere.
+    is true, and 0 elsewhere. In the assignment problem, each node gets one choice, at the least total cost.
     """
     return np.where(mask, np.inf, 0.0)
 

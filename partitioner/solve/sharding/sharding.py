@@ -87,14 +87,14 @@ class ShardingCosts(Protocol):
 @dataclass(frozen=True)
 class ShardingSolution:
     """The layouts and strategies that the solver chose on one mesh axis. A block is a piece of the model, such as a
-    layer.
+    layer. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
 
     ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: block name -> strategies and layouts.
     ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding, for the axes ``tp`` and ``cp``
     in seconds of a microbatch; ``bound``: a lower bound on the cost of any sharding. ``matmul_sharded``: the fraction
     of the matrix-multiply FLOPs that is divided over the ranks. ``without_rule``: operator name -> fraction of compute
     time, for operators that have no sharding rule and therefore cannot be sharded. ``seconds``: time that the solver
-    took. ``num_choices``: number of choices of the assignment problem.
+    took. ``num_choices``: number of choices of the assignment problem (one choice per node, at the least total cost).
     """
 
     axis: str
@@ -165,7 +165,8 @@ def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) ->
 
 class ShardingProblem:
     """The pairwise assignment problem (one choice per node, least total cost) of sharding a model over one mesh axis.
-    It can be solved several times, each with other strategies allowed.
+    It can be solved several times, each with other strategies allowed. A strategy is a way to run an operator on the
+    ranks: the layouts of its operands and results.
 
     Most nodes are operators, whose choices are strategies, and tensors, whose choices are layouts. ``axis``,
     ``num_ranks``: name and size of the mesh axis. ``costs``: prices of strategies and layouts. ``rules``: layouts that
@@ -199,7 +200,8 @@ class ShardingProblem:
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
         """Return the cheapest sharding that uses only strategies for which ``allowed(operator, strategy)`` is true
         (``None``: all). Raise ``ShardingError`` if none exists and ``AssignmentTimeLimitError`` if none is found in
-        ``time_limit_s`` seconds.
+        ``time_limit_s`` seconds. A strategy is a way to run an operator on the ranks: the layouts of its operands and
+        results.
         """
         start = time.perf_counter()
         try:
@@ -215,7 +217,9 @@ class ShardingProblem:
 
     def _solve_with_allowed(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
         """Return the cheapest assignment of choices under ``allowed``, a function that says whether an operator may use
-        a strategy (``None``: all). ``time_limit_s``: seconds for the solver.
+        a strategy (``None``: all). ``time_limit_s``: seconds for the solver. A strategy is a way to run an operator on
+        the ranks: the layouts of its operands and results. In the assignment problem, each node gets one choice, at the
+        least total cost.
 
         The unrestricted optimum is cached and is returned if it uses only allowed strategies, since it is then also the
         restricted optimum.
@@ -236,9 +240,10 @@ class ShardingProblem:
         return solve_assignment(replace(problem, costs=costs), time_limit_s=time_limit_s, settle=True)
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
-        """Add to the assignment problem a node for each operator of ``block`` (a piece of the model, such as a layer);
-        the choices of the node are the strategies of the operator. ``name``: the name of the block. ``values``: the
-        tensors in the block.
+        """Add to the assignment problem (one choice per node, at the least total cost) a node for each operator of
+        ``block`` (a piece of the model, such as a layer); the choices of the node are the strategies of the operator.
+        ``name``: the name of the block. ``values``: the tensors in the block. A strategy is a way to run an operator on
+        the ranks: the layouts of its operands and results.
         """
         found = list_operator_strategies(values, operators_of(block), self.num_ranks, self.rules.lengths)
         weight = self.weights[name]
@@ -253,8 +258,9 @@ class ShardingProblem:
         self.ports.update(dict.fromkeys(tie.ports, (variable, options)))
 
     def _tie_updates(self) -> None:
-        """Add edges to the assignment problem so that a new value of a buffer, which the forward computes, gets the
-        same layout as the buffer itself."""
+        """Add edges to the assignment problem (one choice per node, at the least total cost) so that a new value of a
+        buffer, which the forward computes, gets the same layout as the buffer itself.
+        """
         if not self.model.updates:
             return
         of = {name: (variable, options) for tie, variable, options in self.ties for name in tie.names}
@@ -280,8 +286,9 @@ class ShardingProblem:
         return state_options(self.model, tie, self.num_ranks, self.rules, trained, asked)
 
     def _connect_value_readers(self, name: str, value: BlockValue) -> None:
-        """Add to the assignment problem the costs of converting ``value``, a tensor in a block (such as a layer), from
-        the layout in which a node produces it to the layouts in which other nodes read it. ``name``: name of the block.
+        """Add to the assignment problem (one choice per node, at the least total cost) the costs of converting
+        ``value``, a tensor in a block (such as a layer), from the layout in which a node produces it to the layouts in
+        which other nodes read it. ``name``: name of the block.
         """
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
@@ -312,9 +319,9 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield a node of the assignment problem, as reader of ``value``, for each output of the block (such as a
-        layer) that ``value`` is. The choices of the node are the layouts of the group of tensors that must share one
-        layout with this output. ``name``: name of the block.
+        """Yield a node of the assignment problem (one choice per node, at the least total cost), as reader of
+        ``value``, for each output of the block (such as a layer) that ``value`` is. The choices of the node are the
+        layouts of the group of tensors that must share one layout with this output. ``name``: name of the block.
         """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
@@ -322,7 +329,8 @@ class ShardingProblem:
 
     def _assignment_to_solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
         """Return the layouts and strategies that the assignment ``answer`` stands for. ``seconds``: time that the
-        solver took.
+        solver took. A strategy is a way to run an operator on the ranks: the layouts of its operands and results. In
+        the assignment problem, each node gets one choice, at the least total cost.
         """
         chosen = {
             name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}
@@ -367,7 +375,7 @@ def _measure_sharded_work(
     """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
     operator name -> fraction of compute time. ``chosen``: block name -> strategy of each operator. ``costs``: prices of
     the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks. A block is a piece of the model,
-    such as a layer.
+    such as a layer. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
     """
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}

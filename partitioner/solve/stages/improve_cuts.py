@@ -112,7 +112,8 @@ def _improve_cuts_locally(
 
 def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yield variants of ``cuts`` in which one or more neighbouring cuts are moved by one or two calls. Variants with
-    fewer moved cuts come first. ``cuts``: the index of the first call of each stage, followed by the number of calls.
+    fewer moved cuts come first. ``cuts``: the index of the first call of each stage, followed by the number of calls. A
+    call is one execution of a block, such as a layer.
     """
     inner = len(cuts) - 2
     for count in range(1, inner + 1):
@@ -139,7 +140,7 @@ def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], c
 @lru_cache(maxsize=16)
 def _all_cuts(calls: int, stages: int) -> Places:
     """Return all cuts of ``calls`` calls into ``stages`` stages, one per row: the index of the first call of each
-    stage, followed by the number of calls.
+    stage, followed by the number of calls. A call is one execution of a block, such as a layer.
     """
     inner = np.array(list(combinations(range(1, calls), stages - 1)), dtype=np.int64)
     return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, calls)))
@@ -173,7 +174,7 @@ class _Costs:
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
         """Return, for each stage under ``cuts``, its seconds per microbatch by phase: forward, backward for inputs,
         backward for weights, wait for values, wait for gradients. ``cuts``: the index of the first call of each stage,
-        followed by the number of calls.
+        followed by the number of calls. A call is one execution of a block, such as a layer.
         """
         return [
             Phases(*(float(seconds) for seconds in table[:, cuts[k], cuts[k + 1]]))
@@ -184,7 +185,8 @@ class _Costs:
         self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
     ) -> dict[tuple[int, ...], float]:
         """Simulate a step of the schedule for each row of ``cuts`` (the index of the first call of each stage, followed
-        by the number of calls), and return cuts -> step time in seconds, fastest first.
+        by the number of calls), and return cuts -> step time in seconds, fastest first. A call is one execution of a
+        block, such as a layer.
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
         ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the
@@ -232,7 +234,7 @@ class _Bands:
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
         """Return the least weighted sum of the seconds of all stages' phases that any cuts have, and the cuts that
         attain it (the index of the first call of each stage, followed by the number of calls). ``paths``: the weights
-        by stage and phase, shape ``[stages, 5]``.
+        by stage and phase, shape ``[stages, 5]``. A call is one execution of a block, such as a layer.
         """
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape

@@ -78,7 +78,8 @@ class LeastTime:
 
 
 def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False) -> LeastTime:
-    """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages.
+    """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages. A call is one
+    execution of a block, such as a layer.
 
     Stages that alone make a step of ``cutoff_s`` seconds are skipped. ``quick``: skip all stages that take much longer
     than an even share, even if no cut without them fits. Raises :class:`CapacityError` if memory cannot suffice, and
@@ -158,7 +159,9 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
 class OtherStageTimes(NamedTuple):
     """Cumulative seconds of one microbatch in the calls before each index, three arrays of shape ``[calls + 1]``.
     ``ahead`` (forward) and ``back`` (backward for inputs) take the fastest device of any stage for each call, so they
-    are lower bounds. ``weights`` (backward for weights) is on the devices of one stage."""
+    are lower bounds. ``weights`` (backward for weights) is on the devices of one stage. A call is one execution of a
+    block, such as a layer.
+    """
 
     ahead: Vector
     back: Vector
@@ -170,7 +173,7 @@ def _after_others(
 ) -> Vector:
     """Return lower bounds in seconds on the step if the stage with index ``stage`` runs the calls ``start:stop`` in
     ``times`` seconds per microbatch; all three are arrays. ``others``: cumulative seconds of a microbatch up to each
-    call.
+    call. A call is one execution of a block, such as a layer.
 
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
@@ -190,7 +193,8 @@ def _after_others(
 def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
     """Return lower bounds on the cumulative seconds of a microbatch in the calls before each index of ``problem``:
     forward, backward for inputs, and backward for weights. ``pace``: the costs on the devices of one stage, which give
-    the seconds of the backward for weights."""
+    the seconds of the backward for weights. A call is one execution of a block, such as a layer.
+    """
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
     train = problem.train
@@ -202,7 +206,8 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 def _check_memory(tables: StageTables) -> None:
     """Raise :class:`CapacityError` if no cut into stages fits in memory, whatever calls are recomputed. The error
-    states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all possible stages.
+    states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all possible stages. A call is
+    one execution of a block, such as a layer.
     """
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":
@@ -227,7 +232,9 @@ def _check_memory(tables: StageTables) -> None:
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
     """Return the possible stages whose work takes at most ``limit`` seconds, sorted by their ends, as three arrays: the
     index of the first call, the index after the last call, and, for each distinct end, the position of its first entry
-    in the other two. ``tables``: seconds and bytes of all possible stages."""
+    in the other two. ``tables``: seconds and bytes of all possible stages. A call is one execution of a block, such as
+    a layer.
+    """
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run
     done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)

@@ -44,7 +44,9 @@ def check_room(takes: str, needed: float, room: float) -> None:
 def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
     """Find the cut into stages whose worst memory shortage over its stages is smallest. Return that shortage in bytes
     (negative if memory is left over), the index of the worst stage, and the cuts (the index of the first call of each
-    stage, followed by the number of calls). ``tables``: seconds and bytes of all possible stages."""
+    stage, followed by the number of calls). ``tables``: seconds and bytes of all possible stages. A call is one
+    execution of a block, such as a layer.
+    """
     least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
     excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
     worst, cuts = min_max(excess)
@@ -69,7 +71,7 @@ def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
 def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
     """Return the error to raise if no cut into stages fits in memory or satisfies the problem's constraints. It names
     the stage that lacks memory in the cut with the least shortage, and the missing bytes. ``tables``: seconds and bytes
-    of all possible stages.
+    of all possible stages. A call is one execution of a block, such as a layer.
 
     The error is a plain :class:`PlanError` if calls with a fixed stage exclude every cut. ``relaxed``: whether the
     error must call the missing bytes a lower bound ("at least").
@@ -225,7 +227,8 @@ class _Splitter:
 
     def balanced(self, best: list[int]) -> list[int]:
         """Return the cuts with the least time of the slowest stage among all cuts that cost at most 1 % more than
-        ``best``. Cuts are the index of the first call of each stage, followed by the number of calls.
+        ``best``. Cuts are the index of the first call of each stage, followed by the number of calls. A call is one
+        execution of a block, such as a layer.
 
         With few microbatches the step time hardly depends on the cuts. Equal stages then need less memory and suit
         other schedules.
@@ -243,7 +246,8 @@ class _Splitter:
 
     def path(self, limit: float) -> list[int] | None:
         """Return the cuts with the least sum of stage times, if no stage may take more than ``limit`` seconds; ``None``
-        if no cuts satisfy that. Cuts are the index of the first call of each stage, followed by the number of calls.
+        if no cuts satisfy that. Cuts are the index of the first call of each stage, followed by the number of calls. A
+        call is one execution of a block, such as a layer.
         """
         n, p = len(self.problem.calls), self.problem.num_stages
         reached = np.full(n + 1, np.inf)

@@ -241,7 +241,7 @@ class StageTables:
     def transfers(self, stage: int) -> tuple[Table, Table]:
         """Return two arrays: the seconds that the stage with index ``stage`` waits for values from the stage before,
         shape ``[calls + 1, 1]``, and for gradients from the stage behind, shape ``[1, calls + 1]``. The index is the
-        number of calls before the cut between the two stages.
+        number of calls before the cut between the two stages. A call is one execution of a block, such as a layer.
         """
         before, after = self._end_wait_seconds
         return before[stage][:, None], after[stage][None, :]
@@ -250,7 +250,8 @@ class StageTables:
     def _end_wait_seconds(self) -> tuple[Table, Table]:
         """Return two arrays of shape ``[stages, calls + 1]``: the seconds that each stage waits for values from the
         stage before, and for gradients from the stage behind. The second index is the number of calls before the cut
-        between the two stages."""
+        between the two stages. A call is one execution of a block, such as a layer.
+        """
         problem, cut = self.problem, self.segments
         before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))
         different = dict.fromkeys((link.bandwidth, link.latency) for link in problem.links)
@@ -464,7 +465,7 @@ class StageTables:
 @lru_cache(maxsize=8)
 def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
     """Return two arrays: the first call, and the index after the last call, of all sequences of 1 to ``most``
-    consecutive calls. ``calls``: the number of calls of the model.
+    consecutive calls. ``calls``: the number of calls of the model. A call is one execution of a block, such as a layer.
     """
     start, stop = np.triu_indices(calls + 1, 1)
     short = stop - start <= most

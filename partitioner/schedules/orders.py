@@ -148,8 +148,10 @@ def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
 
 
 class _RankOrderBuilder:
-    """Builder of one pipeline rank's order of actions. Each added action takes the next microbatch that has not yet had
-    this kind of action (forward, backward or a half of it) in this virtual stage of the rank."""
+    """Builder of one pipeline rank's order of actions. An action is a forward, a backward or a half of a backward of
+    one microbatch in one virtual stage of the rank. Each added action takes the next microbatch that has not yet had an
+    action of the same kind in the same virtual stage.
+    """
 
     def __init__(self) -> None:
         self.order: list[Action] = []
@@ -157,8 +159,10 @@ class _RankOrderBuilder:
         self.counts: dict[tuple[str, int], int] = {}
 
     def count_actions(self, kind: str, chunk: int) -> int:
-        """Return how many microbatches have had an action of this kind. ``kind``: ``F`` forward, ``I`` or ``W`` the
-        half of the backward for input or weight gradients. ``chunk``: index of the virtual stage on the rank."""
+        """Return for how many microbatches an action of this kind was added to the order so far. ``kind``: ``F``
+        forward, ``I`` or ``W`` the half of the backward for input or weight gradients. ``chunk``: index of the virtual
+        stage on the rank.
+        """
         return self.counts.get((kind, chunk), 0)
 
     def add_actions(self, pattern: str, times: int = 1) -> None:

@@ -451,16 +451,17 @@ class _BlockProfiler:
 
 
 def find_nodes_between(products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the operators and views on all paths from one of the nodes ``products`` to another, without ``products``
-    themselves."""
+    """Return the graph nodes of operators and views on all paths from one of the nodes ``products`` to another, without
+    ``products`` themselves.
+    """
     behind = _reach_nodes(products, lambda node: node.users)
     ahead = _reach_nodes(products, lambda node: node.all_input_nodes)
     return frozenset((behind & ahead).difference(products))
 
 
 def _reach_nodes(starts: Collection[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Return all nodes that repeated application of ``step`` (node -> next nodes) reaches from ``starts``. A start is
-    included only if it is reached from a start.
+    """Return all graph nodes that repeated application of ``step`` (function from a node to the next nodes) reaches
+    from ``starts``. A start is included only if it is reached from a start.
     """
     found: set[fx.Node] = set()
     left = list(starts)

@@ -234,15 +234,16 @@ class CallWork:
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
-        """Return the nodes that selective recomputation runs a second time, in backward, if every rank holds all
-        experts; empty without training.
+        """Return the graph nodes of the block (such as a layer) that selective recomputation runs a second time, in
+        backward, if every rank holds all experts; empty without training.
         """
         return self._again(self.block, ()) if self.train else frozenset()
 
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
-        """Return the nodes that selective recomputation runs a second time, in backward, if experts are distributed
-        over several ranks: nodes whose values come from other ranks are then not recomputed. Empty without training.
+        """Return the graph nodes of the block (such as a layer) that selective recomputation runs a second time, in
+        backward, if experts are distributed over several ranks: nodes whose values come from other ranks are then not
+        recomputed. Empty without training.
         """
         entries = self.asked(False).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again

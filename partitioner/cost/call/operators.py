@@ -53,14 +53,16 @@ class Operand(NamedTuple):
 
     @property
     def traffic(self) -> float:
-        """Return the bytes of memory traffic for reading this operand. Repeated elements are read once and then come
-        from caches.
+        """Return the bytes of memory traffic for reading this operand of an operator. Repeated elements are read once
+        and then come from caches.
         """
         return self.nbytes / self.repeats
 
     @property
     def gradient(self) -> Operand:
-        """Return the gradient of the operand, as an operand of the same shape without repeated elements."""
+        """Return the gradient of this operand of an operator, as an operand with the same shape and dtype and without
+        repeated elements.
+        """
         return self if self.repeats == 1.0 else self._replace(repeats=1.0)
 
 
@@ -218,7 +220,9 @@ def repeats_of(node: fx.Node, copied: bool = False) -> float:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Return whether the operator of ``node`` is a matrix product, convolution, einsum or fused attention."""
+    """Return whether the operator of ``node`` is a matrix product, convolution, einsum or fused attention, whose FLOPs
+    count.
+    """
     name = operator_name(node)
     return name in _PRODUCTS or name in _ATTENTION or name == "einsum"
 
@@ -259,7 +263,9 @@ def _is_copying_reshape(node: fx.Node) -> bool:
 
 @lru_cache(maxsize=1024)
 def _copies_to_reshape(shape: Shape, strides: tuple[int, ...], target: Shape) -> bool:
-    """Return whether a tensor of ``shape`` with these ``strides`` has no view of shape ``target``."""
+    """Return whether a reshape of a tensor of shape ``shape`` and strides ``strides`` to the shape ``target`` has to
+    copy, because no view has this shape.
+    """
     try:
         torch.empty_strided(shape, strides, device="meta").view(target)
     except RuntimeError:

@@ -243,8 +243,8 @@ def find_needed_values(node: fx.Node) -> Iterator[Value]:
 
 
 def _row_statistics(node: fx.Node) -> int:
-    """Return the bytes of the numbers per row (such as a norm's mean) that the operator of ``node`` keeps for backward
-    without returning them as results.
+    """Return the bytes of the numbers that the operator of ``node`` keeps for backward without returning them as
+    results, such as a norm's mean and deviation of each row.
     """
     need = NEEDS.get(operator_name(node))
     if need not in ("attention", "norm") or len(results_of(node)) > 1:

@@ -533,9 +533,10 @@ def _followed_tail(
     microbatch on one virtual stage).
 
     ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
-    buffers. ``how``: the reduction scheme. ``chunks``: number of virtual stages of each rank. ``problem``: the block
-    calls (such as layers) of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of
-    each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
+    buffers. ``how``: the reduction scheme (one collective or a hierarchical reduction, with or without compression).
+    ``chunks``: number of virtual stages of each rank. ``problem``: the block calls (such as layers) of the model with
+    their costs, to be cut into pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``: the
+    devices and links that the mesh is laid over.
     """
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []
@@ -563,10 +564,10 @@ def _reduction_tail(
     start, and gradient reductions end after it.
 
     ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
-    buffers. ``how``: the reduction scheme. ``owned``: if each parameter is whole on one owner rank, for each stage a
-    dict (axes over which ZeRO shards -> number of parameters); otherwise empty. ``problem``: the block calls (such as
-    layers) of the model with their costs. ``split``: the block calls of each pipeline stage. ``machine``: the devices
-    and links that the mesh is laid over.
+    buffers. ``how``: the reduction scheme (one collective or a hierarchical reduction, with or without compression).
+    ``owned``: if each parameter is whole on one owner rank, for each stage a dict (axes over which ZeRO shards ->
+    number of parameters); otherwise empty. ``problem``: the block calls (such as layers) of the model with their costs.
+    ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
 
     A stage reduces its gradients while the stages in front of it still run their last backwards, which hides these
     seconds. With ``overlap_steps`` nothing is hidden, because the stage begins the next step in this time.

@@ -186,8 +186,8 @@ class Reducer:
 
 def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
     """Return the object that computes the seconds of gradient collectives of the stage with index ``stage`` under the
-    reduction scheme ``how``. ``machine``: the devices and links that the mesh is laid over. Copies of ``machine`` with
-    the same groups share one object.
+    reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression). ``machine``: the
+    devices and links that the mesh is laid over. Copies of ``machine`` with the same groups share one object.
     """
     used = machine.zero, machine.dp_shard, machine.ep, machine.etp, machine.precision
     return machine.compute_once(("reducer", stage, how, *used), lambda: _build_reducer(machine, stage, how))
@@ -195,8 +195,9 @@ def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer
 
 def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
     """Return a new object that computes the seconds of gradient collectives of the stage with index ``stage`` under the
-    reduction scheme ``how``. Of the stage's device types, the one that compresses most slowly counts. ``machine``: the
-    devices and links that the mesh is laid over.
+    reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression). Of the stage's
+    device types, the one that compresses most slowly counts. ``machine``: the devices and links that the mesh is laid
+    over.
     """
     split = replace(machine, dp_shard=how.inside) if how.inside else machine
     device = max(machine.devices_of(stage), key=lambda kind: coding_time("bf16", 1.0, kind))

@@ -170,7 +170,9 @@ def gathered_seconds(
 
 
 class Reductions:
-    """Simulates the gradient reductions of one rank on its ``clock``, which counts both computation and collectives."""
+    """Simulates the gradient reductions of one rank. ``clock``: the simulated clock of the rank; it counts the seconds
+    of computation and of collectives that run at the same time.
+    """
 
     def __init__(self, clock: RankClock) -> None:
         self.clock = clock
@@ -179,8 +181,8 @@ class Reductions:
         self._left: list[tuple[OverlappedCollective, GradientBucket]] = []
 
     def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
-        """Begin to reduce the gradients in ``buckets``, whose backward has run. Without ``whole`` the gradients are
-        only scattered to shards, because more backwards follow.
+        """Begin to reduce the gradients in ``buckets`` (gradients that are reduced together), whose backward has run.
+        Without ``whole`` the gradients are only scattered to shards, because more backwards follow.
         """
         self.settle()
         if any(bucket.scatter is not _NOTHING for bucket in buckets):

@@ -107,9 +107,9 @@ class LayoutFamily:
         return True
 
     def interleaved(self, candidate: MeshCandidate) -> list[MeshCandidate]:
-        """Return variants of ``candidate`` under the interleaved schedule, with several virtual stages on each rank;
-        those with about 8 of them come first. The list is empty if the candidate has no pipeline or is not under 1F1B.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return variants of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) under the interleaved
+        schedule, with several virtual stages on each rank; those with about 8 of them come first. The list is empty if
+        the candidate has no pipeline or is not under 1F1B.
         """
         if candidate.pp == 1 or candidate.schedule != "1f1b" or not self.space.train:
             return []
@@ -137,9 +137,11 @@ def list_standard_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds, free: ModelBounds
 ) -> list[StandardLayout]:
     """Return the well-known layouts with which the report compares the plan (plain data parallelism, ZeRO-3,
-    Megatron-LM's). ``space``: the search space. ``candidates``: its candidates. If a layout is not among them because
-    of the user's constraints, it is taken from the space without constraints on the layout and marked as excluded.
-    ``bounds``: lower bounds for the job. ``free``: lower bounds for the job without these constraints."""
+    Megatron-LM's). ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``:
+    its candidates. If a layout is not among them because of the user's constraints, it is taken from the space without
+    constraints on the layout and marked as excluded. ``bounds``: lower bounds for the job. ``free``: lower bounds for
+    the job without these constraints.
+    """
     wide = replace(space, constraints=unpin_constraints(space.constraints))
     own = best = _find_textbook_layouts(space, candidates, bounds)
     others: Sequence[MeshCandidate] = candidates
@@ -174,7 +176,9 @@ def _find_layout_families(
 ) -> dict[str, LayoutFamily]:
     """Return two families of layouts by name, for comparison with the plan: ZeRO-3 layouts with as many data-parallel
     ranks as the batch allows, and layouts as Megatron-LM has them (``tp`` inside a node, 1F1B, at most ZeRO-1).
-    ``space``: the search space. ``candidates``: its candidates. ``bounds``: computes lower bounds on them."""
+    ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``: its candidates.
+    ``bounds``: computes lower bounds on them.
+    """
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
     widest = max((p.dp for p in sharded), default=1)
     sharded = [p for p in sharded if p.dp == widest]
@@ -191,8 +195,8 @@ def _find_textbook_layouts(
     """Return the layouts that every report compares with: ``"data parallel"`` (plain data parallelism, without expert
     parallelism) and ``"megatron"`` (the layout that Megatron-LM's authors recommend). The value is that one of
     ``candidates`` of this kind which fits in memory and has the least lower bound on its step time; ``None`` if there
-    is none. ``space``: the search space. ``bounds``: computes lower bounds on candidates. ``candidates``: combinations
-    of mesh sizes, microbatch size, schedule and ZeRO stage.
+    is none. ``space``: the search space (cluster, batch, constraints and sizes of the model). ``bounds``: computes
+    lower bounds on candidates. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     found = find_baseline_candidates(space, candidates, bounds.times, _build_fit_check(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
@@ -203,9 +207,9 @@ def _list_leaner_candidates(
     space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
     """Yield variants of ``candidate`` that need less memory, to be tried if it does not fit: smaller microbatches, then
-    (if it uses ``tp``) also more pipeline stages. ``space``: the search space. ``known``: the candidates of the search;
-    only variants that belong to them are yielded, except variants with ZeRO, which the space has to allow.
-    ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    (if it uses ``tp``) also more pipeline stages. ``space``: the search space (cluster, batch, constraints and sizes of
+    the model). ``known``: the candidates of the search; only variants that belong to them are yielded, except variants
+    with ZeRO, which the space has to allow. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
@@ -220,9 +224,11 @@ def _list_leaner_candidates(
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
     """Return whether the report can show the well-known layout ``standard``, such as ZeRO-3, without planning it,
-    because the search has done so. If ``standard.family`` (the layouts of this kind among which the best is shown) is
-    given, this requires that the plan of the search is one of them. ``rows``: the outcomes of the search, one for each
-    candidate, with the step time or the reason why there is none."""
+    because the search has planned it. If ``standard.family`` (the layouts of this kind among which the best is shown)
+    is given, this requires that the plan of the search is one of them. ``rows``: the outcomes of the search, one for
+    each candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with the step time or the reason why there is
+    none.
+    """
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
@@ -482,9 +488,10 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
 
 def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
-    """Return the best candidate of ``space`` in which all ranks are data-parallel and parameters, gradients and
-    optimizer states are sharded over all of them (ZeRO-3): the one with the least lower bound by ``bounds``. ``None``
-    if the batch does not divide over the ranks."""
+    """Return the best candidate of ``space`` (cluster, batch, constraints and sizes of the model) in which all ranks
+    are data-parallel and parameters, gradients and optimizer states are sharded over all of them (ZeRO-3): the one with
+    the least lower bound by ``bounds``. ``None`` if the batch does not divide over the ranks.
+    """
     world = space.world_size
     if space.units % world:
         return None

@@ -203,8 +203,9 @@ class BestFirstSearch:
 
     @property
     def upper_bound_s(self) -> float:
-        """Return the smaller of the best step time so far and ``cutoff_s``. A candidate whose lower bound reaches it is
-        pruned."""
+        """Return the smaller of the best step time so far and ``cutoff_s``, in seconds. The search prunes a candidate
+        if the lower bound on its step time reaches this number.
+        """
         return min(self.incumbent_s, self.cutoff_s)
 
     def run(
@@ -259,10 +260,10 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str],
         before: Mapping[MeshCandidate, CandidateOutcome],
     ) -> None:
-        """Create an outcome (record of what became of a candidate) for each of ``candidates``, with its quickest lower
-        bound. Bounds and errors of an earlier search are taken over. ``left_out``: candidates that are reported but not
-        searched, and the reasons. ``before``: candidate -> its outcome in the earlier search. ``candidates``:
-        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Create an outcome, the record of what the search finds out about a candidate, for each of ``candidates``
+        (combinations of mesh sizes, microbatch size, schedule and ZeRO stage), with its quickest lower bound. Bounds
+        and errors of an earlier search are taken over. ``left_out``: candidates that are reported but not searched, and
+        the reasons. ``before``: candidate -> its outcome in the earlier search.
         """
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
@@ -492,9 +493,10 @@ Found = TypeVar("Found")
 
 @dataclass
 class ZeroInfeasibility:
-    """Skips candidates that cannot fit in memory because another one did not that differs from them only in ZeRO and
-    needs no more bytes for parameters, gradients and optimizer states. ``state_bytes``: function that returns these
-    bytes on a rank of a candidate.
+    """Skips candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) that cannot fit in
+    memory, because another candidate did not fit that differs from them only in ZeRO and needs no more bytes for
+    parameters, gradients and optimizer states. ``state_bytes``: function that returns these bytes on a rank of a
+    candidate.
 
     It applies only to schedules with several stages on a rank or without a formula, whose stages take long to solve.
     ZeRO-3 is compared only with ZeRO-3, because it also needs memory for gathered weights.

@@ -103,7 +103,8 @@ class PlanFinder(Protocol):
 def plan_to_fit(
     job: Job, find: PlanFinder, *, estimate_only: bool, time_limit_s: float | None = None
 ) -> PlannedProgram:
-    """Return the best plan of ``job``, found by ``find``, together with a program that fits in memory.
+    """Return the best plan of ``job`` (model, batch, cluster and constraints), found by ``find``, together with a
+    program that fits in memory.
 
     The program of a plan may need more memory than the search estimated. If it exceeds a device, the search is repeated
     with more memory reserved for this candidate, and finally for all candidates. ``estimate_only``: return no program,
@@ -215,9 +216,10 @@ def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate
 
 
 def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, tried: Counter[MeshCandidate]) -> Job:
-    """Return ``job`` with a larger memory reserve for ``candidate``, so that its program may fit. After a few tries the
-    returned job excludes the candidate instead. ``lacks``: the memory shortage of its program. ``tried``: candidate ->
-    number of tries, increased by this call. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """Return ``job`` (model, batch, cluster and constraints) with a larger memory reserve for ``candidate``, so that
+    its program may fit. After a few tries the returned job excludes the candidate instead. ``lacks``: the memory
+    shortage of its program. ``tried``: candidate -> number of tries, increased by this call. ``candidate``: mesh sizes,
+    microbatch size, schedule and ZeRO stage.
     """
     tried[candidate] += 1
     if tried[candidate] >= _TRIES:
@@ -227,8 +229,10 @@ def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, trie
 
 
 def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
-    """Return the plan in ``explored``, the result of the search for ``job``, as a planned program. The program itself
-    is left out if ``estimate_only`` is set or this version cannot execute the plan."""
+    """Return the plan in ``explored``, the result of the search for ``job`` (model, batch, cluster and constraints), as
+    a planned program. The program itself is left out if ``estimate_only`` is set or this version cannot execute the
+    plan.
+    """
     chosen = explored.chosen
     beyond = planned_only(job, chosen.candidate, job.constraints)
     beyond += ("estimate_only=True",) if estimate_only else ()
@@ -269,8 +273,10 @@ class _MemoryShortfall:
 
 
 def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
-    """Return whether the program of ``chosen``, a plan of ``job``, fits in device memory, or exceeds it by no more than
-    a small tolerance. Returns ``True`` for plans that are only estimated, because they have no program."""
+    """Return whether the program of ``chosen``, a plan of ``job`` (model, batch, cluster and constraints), fits in
+    device memory, or exceeds it by no more than a small tolerance. Returns ``True`` for plans that are only estimated,
+    because they have no program.
+    """
     if planned_only(job, chosen.candidate, job.constraints):
         return True
     lacks = _find_memory_shortfall(job, chosen, emit_program(job, chosen)[1])
@@ -354,8 +360,10 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None
 
 
 def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
-    """Write and prove the program of all ranks for the plan ``chosen`` of ``job``. Return the program, and the estimate
-    of time and memory, in which memory and simulated step time are those of the program."""
+    """Write and prove the program of all ranks for the plan ``chosen`` of ``job`` (model, batch, cluster and
+    constraints). Return the program, and the estimate of time and memory, in which memory and simulated step time are
+    those of the program.
+    """
     candidate = chosen.candidate
     local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)
     spec = ProgramSpec(

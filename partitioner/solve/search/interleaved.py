@@ -48,8 +48,8 @@ _RELAXED = 4  # number of a candidate's bounds that use the sharding of the larg
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
     """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
-    the search may spend on such candidates without finding a better plan. ``space``: the search space. ``candidate``:
-    mesh sizes, microbatch size, schedule and ZeRO stage.
+    the search may spend on such candidates without finding a better plan. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
@@ -68,7 +68,7 @@ def schedules_of_several(
     pipelines that lose much time to bubbles and recomputation, and of candidates whose bounds suggest a faster plan.
     ``found``: the best candidate so far. ``rows``: candidate -> its outcome in the search: its plan, a lower bound on
     its step time, or the reason why it has no plan. ``bounds``: computes lower bounds on the step times of candidates.
-    ``space``: the search space.
+    ``space``: the search space (cluster, batch, constraints and sizes of the model).
     """
     enough = solved[found].step_time
     best: dict[MeshCandidate, MeshCandidate] = {}
@@ -110,7 +110,8 @@ def contexts_of_best(
     """Return variants of the best candidates in which twice as many ranks share each sequence (the axis ``cp``), in the
     order in which they should be tried, each as a group of one. ``tried``: candidate -> seconds of its step, for the
     candidates that were solved. ``known``: candidates to leave out, because they were searched already. ``space``: the
-    search space."""
+    search space (cluster, batch, constraints and sizes of the model).
+    """
     enough = min(tried.values()) * _NEAR_CONTEXT
     near: dict[MeshCandidate, MeshCandidate] = {}
     for candidate in sorted(tried, key=tried.__getitem__):
@@ -151,7 +152,8 @@ def _list_promising_candidates(
     combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
 
     The estimate scales the bounds of a candidate by the smaller pipeline bubble and adds the recomputation that memory
-    requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped. ``space``: the search space.
+    requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model).
     """
     heap: list[tuple[float, int, int]] = []  # seconds, the index in `nodes`, the number of bounds computed
     nodes: list[Sequence[MeshCandidate]] = []
@@ -205,8 +207,8 @@ def _interleave_candidate(space: SearchSpace, candidate: MeshCandidate) -> MeshC
 
 def _bound_interleaved_ratio(space: SearchSpace, candidate: MeshCandidate) -> float:
     """Return a lower bound on (step time under the interleaved schedule) / (step time under 1F1B) for ``candidate``,
-    with the most virtual stages per rank that the search ``space`` contains. ``candidate``: mesh sizes, microbatch
-    size, schedule and ZeRO stage.
+    with the most virtual stages per rank that the search ``space`` (cluster, batch, constraints and sizes of the model)
+    contains. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     idle = (candidate.pp - 1) / candidate.num_microbatches(space.global_batch)
     return (1 + idle / _count_most_virtual_stages(space, candidate)) / (1 + idle)

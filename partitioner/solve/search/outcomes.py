@@ -67,8 +67,9 @@ class CandidateOutcome:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the search has not decided this candidate yet: it was neither evaluated nor found
-        infeasible."""
+        """Return whether the search has not decided about this candidate yet: it was neither evaluated nor found to
+        have no plan.
+        """
         return self.evaluated is None and self.error is None
 
     @property
@@ -83,7 +84,8 @@ class CandidateOutcome:
     @property
     def says(self) -> bool:
         """Return whether the lower bound of this candidate counts for the lower bound of the whole search, which is the
-        least of all that count: the candidate was not evaluated, or its evaluation gave a lower bound."""
+        least of those that count. It does if the candidate was not evaluated, or if its evaluation gave a lower bound.
+        """
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 

@@ -102,9 +102,9 @@ class PlanSearchResult:
 
 
 def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
-    """Return the search space of ``job``, from which its candidates (combinations of mesh sizes, microbatch size,
-    schedule and ZeRO stage) are listed. ``bounds``: knows the sizes of the job's model, such as the number of block
-    calls (such as layers) and the dims of its parameters.
+    """Return the search space of ``job`` (model, batch, cluster and constraints), from which its candidates
+    (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) are listed. ``bounds``: knows the sizes of
+    the job's model, such as the number of block calls (such as layers) and the dims of its parameters.
     """
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
@@ -135,8 +135,8 @@ def search_for_plan(
     emit: Callable[[SolvedCandidate], EmittedProgram] | None = None,
     other_batch: JobOf | None = None,
 ) -> PlanSearchResult:
-    """Return the best plan of all candidates of ``job``, with its certificate. The certificate says how near the plan
-    is to the optimum.
+    """Return the best plan of all candidates of ``job`` (model, batch, cluster and constraints), with its certificate.
+    The certificate says how near the plan is to the optimum.
 
     If no candidate fits in memory, and the user fixed neither offload nor the mesh, the search is repeated with more
     and more kinds of data offloaded to host memory, and last with optimizer states on disk if host memory is too small.
@@ -188,9 +188,9 @@ def search_for_plan(
 
 
 def list_offload_variants(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
-    """Yield ``job`` unchanged, then variants with more and more kinds of data in host memory. Variants with optimizer
-    states on disk follow if there are disks and ``host_lacks()`` says that host memory was too small. Only the
-    unchanged job is yielded if the user fixed offload or the mesh.
+    """Yield ``job`` (model, batch, cluster and constraints) unchanged, then variants with more and more kinds of data
+    in host memory. Variants with optimizer states on disk follow if there are disks and ``host_lacks()`` says that host
+    memory was too small. Only the unchanged job is yielded if the user fixed offload or the mesh.
     """
     pinned = job.constraints
     yield job
@@ -227,12 +227,13 @@ class _SearchRequest:
 
 @dataclass
 class _CandidateAttempts:
-    """Plans and bounds the candidates of one search.
+    """Plans and bounds the candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) of one
+    search.
 
     ``evaluator``: plans single candidates. ``space``: the search space. ``bounds``: lower bounds on candidates.
     ``early``: chooses the first candidates, and is told each outcome. ``siblings``: skips candidates that cannot fit
-    because another one did not that differs only in ZeRO. ``best_s``: step time in seconds of the best plan so far, or
-    the cutoff if there is none; slower plans are of no interest.
+    because another candidate, which differs only in ZeRO, did not fit. ``best_s``: step time in seconds of the best
+    plan so far, or the cutoff if there is none; slower plans are of no interest.
     """
 
     evaluator: CandidateEvaluator
@@ -393,8 +394,9 @@ def _slowest_first(found: EvaluatedCandidate) -> float:
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:
-    """Return the numbers of the search space ``space`` that the certificate records, such as the number of block calls
-    (such as layers). The certificate says how near the plan is to the optimum.
+    """Return the numbers of the search space ``space`` (cluster, batch, constraints and sizes of the model) that the
+    certificate records, such as the number of block calls (such as layers). The certificate says how near the plan is
+    to the optimum.
     """
     dims = tuple(sorted(space.dims))
     return Limits(
@@ -408,8 +410,10 @@ def _space_to_limits(space: SearchSpace) -> Limits:
 
 
 def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Baseline]:
-    """Plan the standard layouts called ``names`` for ``job`` without offload to host memory. Return a dict from name to
-    the plan or the reason why there is none; empty if the job has no candidates."""
+    """Plan the standard layouts called ``names`` for ``job`` (model, batch, cluster and constraints) without offload to
+    host memory. Return a dict from name to the plan or the reason why there is none; empty if the job has no
+    candidates.
+    """
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = CandidateEvaluator(alone)
     bounds = ModelBounds(alone, evaluator.placements)
@@ -427,8 +431,9 @@ def _solved_beside(evaluator: CandidateEvaluator, candidate: MeshCandidate, cuto
 
 
 def find_best_report(time_limit_s: float, job: Job, cutoff_s: float) -> Candidate:
-    """Return the report's row of the best plan of ``job`` that takes less than ``cutoff_s`` seconds per step.
-    ``time_limit_s``: seconds for the search. Raises :class:`PartitionError` if there is no such plan.
+    """Return the report's row of the best plan of ``job`` (model, batch, cluster and constraints) that takes less than
+    ``cutoff_s`` seconds per step. ``time_limit_s``: seconds for the search. Raises :class:`PartitionError` if there is
+    no such plan.
     """
     rows = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s).certificate.candidates
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})

@@ -25,16 +25,17 @@ from partitioner.units import format_plural, format_ranges, list_divisors
 
 
 def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
-    """Return a sentence for the user that says that the global batch of the search space ``space`` does not split over
-    ``dp`` ranks."""
+    """Return a sentence for the user that says that the global batch of the search space ``space`` (cluster, batch,
+    constraints and sizes of the model) does not split over ``dp`` ranks.
+    """
     size = space.constraints.group_size
     groups = "" if size is None else f", in groups of {size} samples that meet,"
     return f"the global batch of {space.global_batch}{groups} does not split over dp={dp}"
 
 
 def why_none(space: SearchSpace) -> PlanError | ConstraintError:
-    """Return the error to raise if the search space ``space`` has no candidate. Its message lists the values that the
-    user fixed, and what sizes of the mesh have to satisfy.
+    """Return the error to raise if the search space ``space`` (cluster, batch, constraints and sizes of the model) has
+    no candidate. Its message lists the values that the user fixed, and what sizes of the mesh have to satisfy.
     """
     asked = space.constraints
     if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
@@ -65,13 +66,15 @@ def why_none(space: SearchSpace) -> PlanError | ConstraintError:
 
 def _describe_batch_limit(space: SearchSpace) -> str:
     """Return the part of an error message that says which sizes of ``dp`` the global batch allows. ``space``: the
-    search space."""
+    search space (cluster, batch, constraints and sizes of the model).
+    """
     return "divide" if space.even or space.experts else "be at most"
 
 
 def _describe_pipeline_limit(space: SearchSpace) -> str:
     """Return the part of an error message that says which numbers of pipeline stages the search space ``space``
-    allows."""
+    (cluster, batch, constraints and sizes of the model) allows.
+    """
     pinned = space.constraints
     if (pinned.virtual_stages or 1) > 1:
         return f"pp is more than 1 and pp x virtual_stages at most {space.num_calls}"
@@ -81,8 +84,9 @@ def _describe_pipeline_limit(space: SearchSpace) -> str:
 
 
 def _describe_tensor_limit(space: SearchSpace) -> str:
-    """Return the part of an error message that says how many ranks ``tp`` may have in the search space ``space``; empty
-    if every number is allowed."""
+    """Return the part of an error message that says how many ranks ``tp`` may have in the search space ``space``
+    (cluster, batch, constraints and sizes of the model); empty if every number is allowed.
+    """
     forbids = space.constraints.tp is None and space.widest < space.world_size
     return f" and be at most {space.widest}" if forbids else ""
 
@@ -231,8 +235,8 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
     ZeRO or ``dp_shard``.
 
     ``dp_shard`` is about the number of ranks that a node holds, or four times that, and so on. Small numbers gather
-    over few nodes, which starts sooner; large ones need less memory. ``space``: the search space. ``candidate``: mesh
-    sizes, microbatch size, schedule and ZeRO stage.
+    over few nodes, which starts sooner; large ones need less memory. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     pinned = space.constraints
     several = space.topology.num_nodes > 1
@@ -253,8 +257,9 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
 
 
 def list_mesh_shapes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
-    """Return all tuples of sizes (pp, dp, tp, cp) of the mesh axes that the constraints of ``space`` allow for its
-    devices."""
+    """Return all tuples of sizes (pp, dp, tp, cp) of the mesh axes that the constraints of ``space`` (cluster, batch,
+    constraints and sizes of the model) allow for its devices.
+    """
     pinned, world = space.constraints, space.world_size
     found = []
     for tp in list_divisors(world):
@@ -276,7 +281,7 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 
     Each rank gets two pieces of the sequence, one from each end, so that all ranks do equal work in causal attention.
     Normally a rank has at least 8192 tokens; fewer are allowed if the batch would not divide evenly otherwise.
-    ``space``: the search space.
+    ``space``: the search space (cluster, batch, constraints and sizes of the model).
     """
     pinned, length = space.constraints, space.length
     if pinned.cp is not None:
@@ -295,7 +300,9 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
     """Return the pairs (ep, etp) to try: the number of ranks over which the experts are distributed, and the number of
     ranks over which each single expert is sharded (0: as many as ``tp``). ``room``: the number of ranks of ``dp``,
-    ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space."""
+    ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space (cluster, batch, constraints and
+    sizes of the model).
+    """
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:
         return []
@@ -313,7 +320,8 @@ def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]
 def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, int]]:
     """Return pairs of a schedule to try with ``pp`` pipeline ranks and its number of virtual stages on a rank. GPipe
     takes as long as 1F1B and at least as much memory, so it is included only if it is fixed. ``space``: the search
-    space."""
+    space (cluster, batch, constraints and sizes of the model).
+    """
     pinned = space.constraints
     table = None if pinned.schedule is None else table_of(pinned.schedule)
     if table is not None:
@@ -337,7 +345,9 @@ def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTab
 
 
 def _list_searched_schedules(space: SearchSpace) -> list[str]:
-    """Return the names of the schedules to try if the constraints of ``space`` fix none."""
+    """Return the names of the schedules to try if the constraints of ``space`` (cluster, batch, constraints and sizes
+    of the model) fix none.
+    """
     pinned = space.constraints
     if not space.train:
         return ["interleaved" if (pinned.virtual_stages or 1) > 1 else "1f1b"]
@@ -347,8 +357,9 @@ def _list_searched_schedules(space: SearchSpace) -> list[str]:
 
 
 def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
-    """Return the numbers of virtual stages on a rank to try in the search space ``space`` for ``schedule``, a schedule
-    that allows any number. ``pp``: number of pipeline ranks."""
+    """Return the numbers of virtual stages on a rank to try in the search space ``space`` (cluster, batch, constraints
+    and sizes of the model) for ``schedule``, a schedule that allows any number. ``pp``: number of pipeline ranks.
+    """
     if schedule == "interleaved":
         return even_chunks(space, pp)
     pinned = space.constraints
@@ -358,7 +369,9 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
     """Return the numbers of virtual stages on a rank to try, ascending: those with which all stages have equally many
     layers, and others with which they nearly have. Of numbers that are nearly equal to each other only one is returned.
-    Return ``[2]`` if there are none. ``pp``: number of pipeline ranks. ``space``: the search space."""
+    Return ``[2]`` if there are none. ``pp``: number of pipeline ranks. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model).
+    """
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
     largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}
@@ -373,8 +386,8 @@ def even_chunks(space: SearchSpace, pp: int) -> list[int]:
 def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
     """Return variants of ``candidate`` under schedules with several virtual stages on a rank, without those that are as
     fast as another and need more memory. If consecutive steps may overlap, a schedule whose idle time the next step
-    fills is included too. ``space``: the search space. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-    stage.
+    fills is included too. ``space``: the search space (cluster, batch, constraints and sizes of the model).
+    ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     choices = {"interleaved": even_chunks(space, candidate.pp), **_BESIDE}
     choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
@@ -385,7 +398,8 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
 def list_context_variants(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
     """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
     one with half of ``dp``. Sizes that the user fixed stay. Empty if a rank would have too few tokens. ``space``: the
-    search space. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    search space (cluster, batch, constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size,
+    schedule and ZeRO stage.
     """
     pinned, cp = space.constraints, 2 * candidate.cp
     if pinned.cp is not None or space.length % (2 * cp) or space.length < _FEWEST_TOKENS * cp:
@@ -412,7 +426,8 @@ def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool
 def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
     """Return pairs to try: the ZeRO stage (0: none), and the number of ``dp`` ranks over which parameters, gradients or
     optimizer states are sharded (0: all of them). Empty if the constraints allow none. ``dp``, ``cp``: sizes of these
-    mesh axes. ``space``: the search space."""
+    mesh axes. ``space``: the search space (cluster, batch, constraints and sizes of the model).
+    """
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
         return []
@@ -434,7 +449,8 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
 def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     """Return constraint name -> sentence that says what was not tried, for the constraints that a user could fix and
     that the certificate's bound does not cover. Plans with such constraints may be faster than a proven plan.
-    ``space``: the search space. The certificate says how near the plan is to the optimum.
+    ``space``: the search space (cluster, batch, constraints and sizes of the model). The certificate says how near the
+    plan is to the optimum.
     """
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()
@@ -466,7 +482,9 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
 
 
 def _describe_tried_context(space: SearchSpace) -> str:
-    """Return a sentence that says which sizes of ``cp`` are tried in the search space ``space``, and why not others."""
+    """Return a sentence that says which sizes of ``cp`` are tried in the search space ``space`` (cluster, batch,
+    constraints and sizes of the model), and why not others.
+    """
     tried = sorted({cp for *_, cp in list_mesh_shapes(space) if cp > 1})
     usual = [cp for cp in tried if space.length >= _LEAST_TOKENS * cp]
     rare = [cp for cp in tried if cp not in usual]
@@ -525,7 +543,8 @@ def find_baseline_candidates(
     The layout of Megatron-LM has ``tp`` as wide as a node, as few stages as fit in memory, and data parallelism over
     the other ranks (Narayanan et al. 2021, section 3). The microbatch size is the one with the least bound. ``times``:
     function that returns lower bounds in seconds on candidates. ``fits``: whether a candidate fits in memory.
-    ``space``: the search space. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+    ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``: combinations of
+    mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     plain = [p for p in candidates if p.pp == p.tp == p.cp == 1 and not p.zero]
     inside = space.topology.devices_per_node if space.topology.num_nodes > 1 else space.world_size
@@ -547,8 +566,9 @@ def find_baseline_candidates(
 
 def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
     """Return a dict with one entry for the report: plain data parallelism over all ranks -> reason why the search does
-    not consider it. Empty if it is among ``candidates``, the candidates of the search. ``space``: the search space.
-    ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+    not consider it. Empty if it is among ``candidates``, the candidates of the search. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model). ``candidates``: combinations of mesh sizes, microbatch size,
+    schedule and ZeRO stage.
     """
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}

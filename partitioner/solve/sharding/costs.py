@@ -105,10 +105,9 @@ class TensorCosts:
         return self._nodes[key]
 
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
-        """Return the seconds of the operator ``node`` on one rank if each rank computes only its own rows, but reads in
-        whole the operands that ``strategy`` stores sharded. ``seconds``: those of the undivided work on one rank.
-        ``num_ranks``: size of the mesh axis over which the model is sharded. A strategy is a way to run an operator on
-        the ranks: the layouts of its operands and results.
+        """Return the seconds of the operator ``node`` on one rank if each rank computes a part of the result, but reads
+        in whole the operands that ``strategy`` (layouts of its operands and results) stores sharded. ``seconds``: those
+        of the undivided work on one rank. ``num_ranks``: size of the mesh axis over which the model is sharded.
         """
         read = sum(
             o.meta["val"].nbytes / num_ranks

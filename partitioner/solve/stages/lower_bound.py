@@ -122,9 +122,11 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
     """Return three lower bounds in seconds: on the slowest stage, on the sum of all stages (both per microbatch), and
-    on the step (0 if the schedule has a formula). They hold for the cuts in which the work of each stage takes at most
-    ``limit`` seconds per microbatch. Return ``None`` if there is no such cut, or if stages with waits and recomputation
-    exceed ``limit``, so that other cuts might be better. ``tables``: seconds and bytes of all possible stages."""
+    on the step (0 if the schedule has a formula). They hold for the cuts of the block calls (such as layers) into
+    stages in which the work of each stage takes at most ``limit`` seconds per microbatch. Return ``None`` if there is
+    no such cut, or if stages with waits and recomputation exceed ``limit``, so that other cuts might be better.
+    ``tables``: seconds and bytes of all possible stages.
+    """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
         return None

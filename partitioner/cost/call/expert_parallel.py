@@ -64,8 +64,8 @@ class Spread:
 
     @property
     def without_experts(self) -> Spread:
-        """Return this distribution with all fields for experts reset to their defaults, as it applies to a block (such
-        as a layer) without experts.
+        """Return this distribution of a call over ranks with all fields for experts reset to their defaults, as it
+        applies to a block (such as a layer) without experts.
         """
         return replace(
             self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False
@@ -73,8 +73,8 @@ class Spread:
 
     @property
     def of_experts(self) -> float:
-        """Return the fraction, from 0 to 1, of the expert weights in a block's graph that one rank holds. A block is a
-        piece of the model, such as a layer.
+        """Return the fraction, from 0 to 1, of the experts' weights in the graph of a block (such as a layer) that one
+        rank holds.
         """
         return 1.0 if self.divided else self.expert_tensor / self.ep
 

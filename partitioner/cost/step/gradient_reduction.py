@@ -79,14 +79,16 @@ class Reducer:
     )
 
     def all_reduce(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of an all-reduce of ``num_bytes`` of gradients over the mesh axes ``axes``. The gradients are
-        a bucket (several gradients in one buffer), or the shards of a bucket that are left after a reduce-scatter over
-        other axes.
+        """Return the time of an all-reduce of ``num_bytes`` of gradients over the mesh axes ``axes``: the seconds of
+        communication and those of compression. The gradients are a bucket (several gradients in one buffer), or the
+        shards of a bucket that are left after a reduce-scatter over other axes.
         """
         return self._time_once("all_reduce", num_bytes, axes, lambda: self._find_all_reduce_time(num_bytes, axes))
 
     def all_gather(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``."""
+        """Return the time of gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``: the seconds of
+        communication; those of compression are 0.
+        """
         return self._time_once(
             "all_gather",
             num_bytes,
@@ -97,9 +99,9 @@ class Reducer:
     def _time_once(
         self, op: str, num_bytes: float, axes: Axes, find: Callable[[], CommunicationTime]
     ) -> CommunicationTime:
-        """Return the time of a collective that ``find()`` computes, and cache it: ``find`` is called only once for each
-        combination of the other arguments. ``op``: name of the collective. ``num_bytes``: its size. ``axes``: the mesh
-        axes over which it runs.
+        """Return the time (seconds of communication and of compression) of a collective that ``find()`` computes, and
+        cache it: ``find`` is called only once for each combination of the other arguments. ``op``: name of the
+        collective. ``num_bytes``: its size. ``axes``: the mesh axes over which it runs.
         """
         key = op, num_bytes, axes
         if key not in self._times:
@@ -107,8 +109,9 @@ class Reducer:
         return self._times[key]
 
     def _find_all_reduce_time(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of an all-reduce of ``num_bytes`` over the mesh axes ``axes``. If the scheme is hierarchical,
-        it is a reduce-scatter inside nodes, an all-reduce between them and an all-gather inside.
+        """Return the time (seconds of communication and of compression) of an all-reduce of ``num_bytes`` over the mesh
+        axes ``axes``. If the scheme is hierarchical, it is a reduce-scatter inside nodes, an all-reduce between them
+        and an all-gather inside.
         """
         inner, outer = self._find_level_groups(axes)
         if inner.size > 1 and outer.size > 1:
@@ -128,8 +131,9 @@ class Reducer:
         return self.group(inner), self.group(tuple(OUTER[axis] for axis in axes if axis in OUTER))
 
     def _compute_all_reduce_time(self, num_bytes: float, group: Group, axes: Sequence[str]) -> CommunicationTime:
-        """Return the time of one all-reduce of ``num_bytes`` over ``group``. ``axes``: its mesh axes. With compression
-        it is an exchange of compressed parts and a gather of the compressed sums.
+        """Return the time (seconds of communication and of compression) of one all-reduce of ``num_bytes`` over
+        ``group``. ``axes``: its mesh axes. With compression it is an exchange of compressed parts and a gather of the
+        compressed sums.
         """
         if self.how.compression is None or group.size == 1 or not {*axes} - _EXACT:
             return CommunicationTime(collective_time("all_reduce", num_bytes, group))
@@ -153,16 +157,17 @@ class Reducer:
         return 1 + 1 / self.group(axes).size
 
     def scatter(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
-        """Return the time of a reduce-scatter of ``num_bytes`` of gradients over the mesh axes ``axes``, over which
-        ZeRO shards the parameters. ``last``: no other data-parallel reduction follows, so the collective crosses the
-        outermost links and compresses if the scheme says so.
+        """Return the time (seconds of communication and of compression) of a reduce-scatter of ``num_bytes`` of
+        gradients over the mesh axes ``axes``, over which ZeRO shards the parameters. ``last``: no other data-parallel
+        reduction follows, so the collective crosses the outermost links and compresses if the scheme says so.
         """
         op = "scatter_last" if last else "scatter"
         return self._time_once(op, num_bytes, axes, lambda: self._find_scatter_time(num_bytes, axes, last))
 
     def _find_scatter_time(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
-        """Compute the time of a reduce-scatter of ``num_bytes`` of gradients over the mesh axes ``axes``. ``last``: no
-        other data-parallel reduction follows, so gradients are compressed if the scheme says so.
+        """Compute the time (seconds of communication and of compression) of a reduce-scatter of ``num_bytes`` of
+        gradients over the mesh axes ``axes``. ``last``: no other data-parallel reduction follows, so gradients are
+        compressed if the scheme says so.
         """
         group = self.group(axes)
         if self.how.compression is None or not last or group.size == 1:

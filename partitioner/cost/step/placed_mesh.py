@@ -109,7 +109,7 @@ class PlacedMesh:
 
     @cached_property
     def device(self) -> DeviceType:
-        """Return the device type for which layouts are chosen: the most common one of the topology."""
+        """Return the device type for which the shardings of tensors are chosen: the most common one of the topology."""
         return self.topology.types[reference_type(self.topology)]
 
     def group(self, *axes: str) -> Group:
@@ -231,8 +231,9 @@ class PlacedMesh:
 
     @property
     def spread(self) -> Spread:
-        """Return how expert parallelism and ZeRO-3 distribute block calls (such as layers) over ranks. Each
-        communication group in the result is the slowest of all pipeline stages.
+        """Return how expert parallelism and ZeRO-3 distribute block calls (such as layers) over ranks: the groups of
+        ranks that share experts and that shard weights, and their sizes. Each communication group in the result is the
+        slowest of all pipeline stages.
         """
         used = (
             self.ep,
@@ -245,8 +246,8 @@ class PlacedMesh:
         return self.compute_once(("spread", *used), self._build_spread)
 
     def _build_spread(self) -> Spread:
-        """Return how expert parallelism and ZeRO-3 distribute block calls (such as layers) over the ranks of this
-        mesh.
+        """Compute how expert parallelism and ZeRO-3 distribute block calls (such as layers) over the ranks of this
+        mesh: the groups of ranks that share experts and that shard weights, and their sizes.
         """
         tp = self.mesh.get("tp", 1)
         plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
@@ -268,7 +269,9 @@ class PlacedMesh:
 
     @property
     def sharded(self) -> Sharded:
-        """Return how parameters, gradients and optimizer states are sharded in addition to ``tp``."""
+        """Return how parameters, gradients and optimizer states are sharded in addition to ``tp``: the ZeRO stage, the
+        number of ranks that it shards over, and the fraction of the experts' weights that a rank holds.
+        """
         held = self.spread.of_experts
         sharers = self.hybrid_mesh["edp_shard"]
         return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)

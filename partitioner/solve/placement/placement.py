@@ -123,8 +123,9 @@ class Placements:
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
-        """Return whether the placements that are tried for ``mesh`` include a best one of all that are allowed, so that
-        no other one need be considered. ``mesh``: axis -> number of ranks."""
+        """Return whether the placements (devices of the ranks) that are tried for ``mesh`` include a best one of all
+        that are allowed, so that no other one need be considered. ``mesh``: axis -> number of ranks.
+        """
         return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
@@ -149,8 +150,9 @@ class Placements:
 
     @property
     def _differ_inside(self) -> bool:
-        """Return whether single pairs of devices have links of their own. It then matters which devices of a node form
-        a group together, so single devices are exchanged too."""
+        """Return whether single pairs of devices in the topology have links of their own. It then matters which devices
+        of a node form a group together, so single devices are exchanged when placements are improved.
+        """
         return bool(self.topology.own_links or self.topology.pattern_kinds)
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
@@ -162,8 +164,10 @@ class Placements:
         return self._best_groups[size, everywhere]
 
     def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> PlacedMesh:
-        """Return the placement that puts rank ``i`` of ``mesh`` on ``devices[i]``. If it is among the candidates, the
-        cached object is returned."""
+        """Return the placement that puts rank ``i`` of ``mesh`` on the device with index ``devices[i]``, as a topology
+        with the mesh laid over it. ``mesh``: axis -> number of ranks. If it is among the placements that are tried for
+        ``mesh``, the cached object is returned.
+        """
         known = self.candidates(mesh) if self.complete(mesh) else self._candidates.get(_mesh_to_key(mesh), ())
         tried = (machine for machine in known if machine.device_of_rank == devices)
         return next(tried, None) or PlacedMesh(self.topology, mesh, self.precision, tuple(devices))
@@ -388,8 +392,9 @@ def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bo
 def _evaluate_mesh_placement(
     machine: PlacedMesh, placement_evaluator: Callable[[PlacedMesh], tuple[float, Result]], errors: list[PartitionError]
 ) -> BestPlacement[Result] | None:
-    """Return the placement ``machine`` with its cost and result. If ``placement_evaluator`` raises a
-    :class:`PartitionError`, append it to ``errors`` and return ``None``.
+    """Return the placement ``machine`` (a topology with the mesh laid over it) with its cost and result, which
+    ``placement_evaluator`` computes. If that raises a :class:`PartitionError`, append it to ``errors`` and return
+    ``None``.
     """
     try:
         return BestPlacement(machine, *placement_evaluator(machine))

@@ -168,8 +168,9 @@ class SearchSpace:
 
     @property
     def widest(self) -> int:
-        """Return the greatest number of ranks along ``tp`` that is searched in this space if the user does not fix
-        it."""
+        """Return the greatest number of ranks along the axis ``tp`` that the search tries if the user does not
+        fix it.
+        """
         return widest_searched(self.topology, self.constraints)
 
     def sizes(self, dp: int) -> list[int]:

@@ -51,8 +51,9 @@ class LeastTime:
 
     @property
     def is_seen(self) -> bool:
-        """Return whether these bounds come from cuts into stages that were examined and of which at least one fits in
-        memory."""
+        """Return whether the search for these bounds found a cut into stages that fits in memory among those that it
+        examined. If not, ``total_s`` is infinite, and only the bounds in ``unseen`` are known.
+        """
         return bool(np.isfinite(self.total_s))
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:

@@ -224,8 +224,8 @@ class _VirtualStageRanks:
         return pipeline_seconds(*how, overlap_steps=overlap)
 
     def memory(self, tables: StageTables, every: Sequence[StagePlan]) -> list[float]:
-        """Return the peak bytes of each rank. ``tables``: seconds and bytes of all possible stages. ``every``: the
-        plans of all virtual stages in order.
+        """Return the peak bytes of each pipeline rank with all of its virtual stages. ``tables``: seconds and bytes of
+        all possible stages. ``every``: the plans (block calls, seconds and memory) of all virtual stages in order.
         """
         return [self.taken(tables, rank, [every[k] for k in own]) for rank, own in enumerate(self.own)]
 

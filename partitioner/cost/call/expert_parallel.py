@@ -110,7 +110,9 @@ class ExpertProducts:
     known: bool = False
 
     def reads_entry(self, product: fx.Node) -> bool:
-        """Return whether ``product`` directly reads a value that is sent to the experts, apart from views and casts."""
+        """Return whether ``product``, a matrix product of experts, reads a value that is sent to the experts, directly
+        or through views and casts alone.
+        """
         return any(
             _skip_views_and_casts(o) in self.entries
             for o in product.all_input_nodes

@@ -400,8 +400,8 @@ class PlacedMesh:
         """
 
         def find() -> tuple[HostShare | None, ...]:
-            """Return, for each pipeline stage, the least part of a host that one of its ranks has; ``None`` for a stage
-            with a host that the topology does not describe.
+            """Return, for each pipeline stage, the least part of a host's memory and bandwidth that one of its ranks
+            has; ``None`` for a stage with a host that the topology does not describe.
             """
             shares = self.topology.host_shares
             if len(self.topology.different_host_shares) == 1:

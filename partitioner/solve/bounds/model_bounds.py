@@ -340,8 +340,9 @@ class ModelBounds:
 
     @cached_property
     def _update_lower_bound_s(self) -> float:
-        """Return a lower bound in seconds on the optimizer's update of all parameters on one device with the fastest
-        host."""
+        """Return a lower bound in seconds on the optimizer's update of all parameters of the model by a single device,
+        with the fastest host of the topology. Callers divide it by the number of ranks that share the update.
+        """
         states = sum_state_costs(self.states.values())
         hosts = (share or BOUNDLESS for share in self.topology.different_host_shares)
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)

@@ -336,8 +336,10 @@ class Placements:
         return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
 
     def _identify_placement(self, machine: PlacedMesh) -> Hashable:
-        """Return a key of the placement ``machine``. Of several placements with equal keys only one is tried, because
-        they have equal costs and, if single pairs of devices have links, equally fast groups."""
+        """Return a key of the placement ``machine`` (a topology with the mesh laid over it). Of several placements with
+        equal keys only one is tried, because they have equal costs and, if single pairs of devices have links, equally
+        fast groups.
+        """
         return identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
 
 

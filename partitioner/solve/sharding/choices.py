@@ -36,16 +36,15 @@ class ShardingError(PartitionError):
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Layouts that the caller of the solver fixes, by the name of a value or of a state (parameter or buffer). A
-    strategy is a way to run an operator on the ranks: the layouts of its operands and results. A call is one execution
-    of a block, such as a layer.
+    """Layouts that the caller of the solver fixes, by the name of a value or of a state (parameter or buffer).
 
     ``inputs``: the layouts that a model input may have (replicated only, if it is not named). ``outputs``: those that a
     model output may have (sharded or replicated, if it is not named). ``pins``: the one layout of a value, input or
     state. ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: whether no state may
     be sharded, so that the gradient of a trained state is a partial sum. ``partial_values``: whether values between
-    calls may be partial sums. ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag (each rank has a
-    piece from the start and one from the end), and operators on them have further strategies.
+    calls of blocks (such as layers) may be partial sums. ``lengths``: sequence lengths; dims of these sizes may be
+    sharded zigzag (each rank has a piece from the start and one from the end), and there are further ways to run
+    operators on them.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)

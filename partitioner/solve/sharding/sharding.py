@@ -124,8 +124,8 @@ def solve_sharding(
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
     """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``: layouts of tensors and strategies
-    of operators. ``costs``: prices of the choices. ``model``: the model as calls of blocks; equal layers share one
-    block.
+    of operators. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    ``costs``: prices of the choices. ``model``: the model as calls of blocks; equal layers share one block.
 
     ``rules``: layouts that the caller fixes. Unless it is named, the loss is a partial sum on the axis ``data`` and
     replicated on others. On ``data``, parameters and buffers are not sharded, and tensors between blocks may be partial

@@ -112,8 +112,8 @@ def _improve_cuts_locally(
 
 def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yield variants of ``cuts`` in which one or more neighbouring cuts are moved by one or two calls. Variants with
-    fewer moved cuts come first. ``cuts``: the index of the first call of each stage, followed by the number of calls. A
-    call is one execution of a block, such as a layer.
+    fewer moved cuts come first. ``cuts``: how the block calls (such as layers) are cut into stages: the index of the
+    first call of each stage, followed by the number of calls.
     """
     inner = len(cuts) - 2
     for count in range(1, inner + 1):
@@ -139,8 +139,8 @@ def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], c
 
 @lru_cache(maxsize=16)
 def _all_cuts(calls: int, stages: int) -> Places:
-    """Return all cuts of ``calls`` calls into ``stages`` stages, one per row: the index of the first call of each
-    stage, followed by the number of calls. A call is one execution of a block, such as a layer.
+    """Return all ways to cut ``calls`` consecutive block calls (such as layers) into ``stages`` stages, as an array
+    with one row for each: the index of the first call of each stage, followed by the number of calls.
     """
     inner = np.array(list(combinations(range(1, calls), stages - 1)), dtype=np.int64)
     return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, calls)))
@@ -172,9 +172,9 @@ class _Costs:
         self.of_stage = made
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
-        """Return, for each stage under ``cuts``, its seconds per microbatch by phase: forward, backward for inputs,
-        backward for weights, wait for values, wait for gradients. ``cuts``: the index of the first call of each stage,
-        followed by the number of calls. A call is one execution of a block, such as a layer.
+        """Return, for each stage under ``cuts``, its seconds per microbatch: forward, backward for inputs, backward for
+        weights, wait for values, wait for gradients. ``cuts``: how the block calls (such as layers) are cut into
+        stages: the index of the first call of each stage, followed by the number of calls.
         """
         return [
             Phases(*(float(seconds) for seconds in table[:, cuts[k], cuts[k + 1]]))
@@ -232,9 +232,10 @@ class _Bands:
     barred: Table
 
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
-        """Return the least weighted sum of the seconds of all stages' phases that any cuts have, and the cuts that
-        attain it (the index of the first call of each stage, followed by the number of calls). ``paths``: the weights
-        by stage and phase, shape ``[stages, 5]``. A call is one execution of a block, such as a layer.
+        """Return the least weighted sum of the stages' seconds over all cuts of the block calls (such as layers) into
+        stages, and the cuts that attain it (the index of the first call of each stage, followed by the number of
+        calls). ``paths``: the weights, shape ``[stages, 5]``; the second dim is forward, backward for inputs, backward
+        for weights, wait for values and wait for gradients.
         """
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape

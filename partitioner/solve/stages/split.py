@@ -42,10 +42,10 @@ def check_room(takes: str, needed: float, room: float) -> None:
 
 
 def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
-    """Find the cut into stages whose worst memory shortage over its stages is smallest. Return that shortage in bytes
-    (negative if memory is left over), the index of the worst stage, and the cuts (the index of the first call of each
-    stage, followed by the number of calls). ``tables``: seconds and bytes of all possible stages. A call is one
-    execution of a block, such as a layer.
+    """Find the cut of the block calls (such as layers) into stages whose worst memory shortage over its stages is
+    smallest. Return that shortage in bytes (negative if memory is left over), the index of the worst stage, and the
+    cuts (the index of the first call of each stage, followed by the number of calls). ``tables``: seconds and bytes of
+    all possible stages.
     """
     least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
     excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
@@ -226,9 +226,9 @@ class _Splitter:
         return self.split(self.balanced(best), best_cost)
 
     def balanced(self, best: list[int]) -> list[int]:
-        """Return the cuts with the least time of the slowest stage among all cuts that cost at most 1 % more than
-        ``best``. Cuts are the index of the first call of each stage, followed by the number of calls. A call is one
-        execution of a block, such as a layer.
+        """Return the cuts of the block calls (such as layers) into stages that have the least time of the slowest stage
+        among all cuts whose pipeline time is at most 1 % longer than that of ``best``. Cuts are the index of the first
+        call of each stage, followed by the number of calls.
 
         With few microbatches the step time hardly depends on the cuts. Equal stages then need less memory and suit
         other schedules.
@@ -245,9 +245,9 @@ class _Splitter:
         return best
 
     def path(self, limit: float) -> list[int] | None:
-        """Return the cuts with the least sum of stage times, if no stage may take more than ``limit`` seconds; ``None``
-        if no cuts satisfy that. Cuts are the index of the first call of each stage, followed by the number of calls. A
-        call is one execution of a block, such as a layer.
+        """Return the cuts of the block calls (such as layers) into stages with the least sum of stage times, if no
+        stage may take more than ``limit`` seconds per microbatch; ``None`` if no cuts satisfy that. Cuts are the index
+        of the first call of each stage, followed by the number of calls.
         """
         n, p = len(self.problem.calls), self.problem.num_stages
         reached = np.full(n + 1, np.inf)

@@ -29,18 +29,18 @@ def _scale_by_factor(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
 
 
 def add_product(product: Any) -> Rule:
-    """Return the rewrite rule of an operator ``beta * c + alpha * product(a, b)``, which becomes a separate product and
-    sum.
+    """Return the function that rewrites an operator ``beta * c + alpha * product(a, b)``, such as ``addmm``, as a
+    product and a separate sum.
 
-    ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``. The rule returns ``KEEP`` (the
-    operator stays) if ``c`` is an integer tensor and a factor is not an integer, because torch then rounds the factor.
-    """
+    ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``. The returned function returns
+    ``KEEP`` (the operator stays) if ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer, because
+    torch then rounds it."""
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
-        """Append ``beta * c + alpha * product(a, b)`` to the new graph as single operators and return the last; return
-        ``KEEP`` (the operator stays) if torch would round the factors, because ``c`` is an integer tensor and a factor
-        is not an integer.
-        """
+        """Append ``beta * c + alpha * product(a, b)`` to the graph as separate operators and return the node of the
+        result. ``product`` is a matrix product, ``beta`` and ``alpha`` are numbers. Return ``KEEP`` (the operator
+        stays) if ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer, because torch then rounds it.
+        ``build``: appends operators to the graph."""
         whole_numbers = not get_node_tensor(c).dtype.is_floating_point and not get_node_tensor(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
             return KEEP  # torch rounds the factors to integers
@@ -61,13 +61,12 @@ def rewrite_bitwise_or(build: Builder, a: Any, b: Any) -> fx.Node:
 
 # --- numbers beside tensors of no dims: tensors themselves, so that a partial sum gets them once ----------------------
 def plus_number(sign: int) -> Rule:
-    """Return the rewrite rule for the addition (``sign`` 1) or subtraction (-1) of a number: ``x + sign * alpha *
+    """Return the function that rewrites the addition (``sign`` 1) or subtraction (-1) of a number: ``x + sign * alpha *
     number``.
 
-    If ``x`` is a 0-dimensional floating-point tensor, the number becomes a tensor, so that it is added only once if
-    ``x`` is a partial sum over ranks. For any other ``x``, the rule only removes the addition of an integer zero to an
-    integer tensor.
-    """
+    If ``x`` is a 0-dimensional floating-point tensor, the function turns the number into a tensor, so that it is added
+    only once if ``x`` is a partial sum over ranks. For any other ``x``, it only removes the addition of an integer zero
+    to an integer tensor."""
 
     def rule(build: Builder, x: Any, other: Any, alpha: Any = 1) -> Any:
         if not _is_sum_and_number(x, other):
@@ -78,11 +77,11 @@ def plus_number(sign: int) -> Rule:
 
 
 def number_minus(build: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> Any:
-    """Rewrite ``other - alpha * x`` with the number ``other`` as a tensor if ``x`` is a 0-dimensional floating-point
-    tensor.
+    """Rewrite ``other - alpha * x`` (two numbers and a node), so that the number ``other`` becomes a tensor, if ``x``
+    is a 0-dimensional floating-point tensor.
 
-    Return the node of the result, or ``KEEP`` (the operator stays) for any other ``x``.
-    """
+    Return the node of the result, or ``KEEP`` (the operator stays) for any other ``x``. ``build``: appends operators to
+    the graph."""
     if not _is_sum_and_number(x, other):
         return KEEP
     return build(aten.add.Tensor, _scale_by_factor(build, x, -alpha), _create_scalar(build, x, other))
@@ -98,11 +97,10 @@ def _create_scalar(build: Builder, like: fx.Node, value: float) -> fx.Node:
 
 
 def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
-    """Remove the operator that only checks whether a matrix factorisation succeeded: append nothing and return
-    ``None``, because nothing reads its result. The arguments are not read.
+    """Remove the operator that only checks whether a matrix factorisation succeeded: append nothing to the graph and
+    return ``None`` as its result, which nothing reads. The arguments are not used.
 
-    Eager torch raises an error there; a plan continues with the result of the failed factorisation.
-    """
+    Eager torch raises an error there; a plan continues with the result of the failed factorisation."""
 
 
 # --- means and variances ----------------------------------------------------------------------------------------------
@@ -123,12 +121,11 @@ def count_reduced_elements(x: fx.Node, dims: Sequence[int] | None) -> int:
 def rewrite_mean(
     build: Builder, x: fx.Node, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Rewrite a mean over ``dims`` as a sum times a constant, and return its node; return ``KEEP`` (the operator stays)
-    if ``x`` has no elements.
+    """Rewrite a mean of ``x`` over ``dims`` as a sum times a constant, and return the node of the result; return
+    ``KEEP`` (the operator stays) if ``x`` has no elements.
 
-    ``dims``: ``None`` means all. ``keepdim``: whether the reduced dims stay with size 1. ``dtype``: the dtype to which
-    ``x`` is cast first; ``None`` for none.
-    """
+    ``build``: appends operators to the graph. ``dims``: indices of dims; ``None`` means all. ``keepdim``: whether the
+    reduced dims stay with size 1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none."""
     x = to_dtype(build, x, dtype)
     size = count_reduced_elements(x, dims)
     return build(aten.mul.Tensor, sum_over_dims(build, x, dims, keepdim), 1 / size) if size else KEEP
@@ -137,12 +134,12 @@ def rewrite_mean(
 def _compute_moments(
     build: Builder, x: fx.Node, dims: Any, correction: float, keepdim: bool
 ) -> tuple[fx.Node, fx.Node]:
-    """Append operators that compute the variance and the mean of ``x`` over ``dims``, and return their nodes in this
-    order.
+    """Append operators to the graph that compute the variance and the mean of ``x`` over ``dims``, and return the node
+    of the variance and the node of the mean.
 
-    ``correction``: the number that is subtracted from the number of elements in the variance's divisor. ``keepdim``:
-    whether the reduced dims stay with size 1.
-    """
+    ``build``: appends operators to the graph. ``dims``: indices of dims; ``None`` means all. ``correction``: the number
+    that is subtracted from the number of elements in the variance's divisor. ``keepdim``: whether the reduced dims stay
+    with size 1."""
     centre = rewrite_mean(build, x, dims or list(range(len(list_node_sizes(x)))), True)
     distance = build(aten.sub.Tensor, x, centre)
     square = build(aten.mul.Tensor, distance, distance)
@@ -177,10 +174,12 @@ def _checked_moments(
     *,
     correction: float | None = None,
 ) -> tuple[fx.Node, fx.Node] | None:
-    """Append operators that compute the variance and the mean of ``x`` over ``dims``, and return their nodes; return
-    ``None`` if ``x`` is complex or has too few elements for the divisor.
+    """Append operators to the graph that compute the variance and the mean of ``x`` over ``dims``, and return the node
+    of the variance and the node of the mean. Return ``None`` if ``x`` is complex or if the divisor of the variance
+    would not be positive.
 
-    ``dims``: ``None`` means all. ``unbiased``: whether the divisor of the variance is the number of elements less 1.
+    ``build``: appends operators to the graph. ``dims``: indices of dims; ``None`` means all; a boolean stands for
+    ``unbiased``, with all dims. ``unbiased``: whether the divisor of the variance is the number of elements less 1.
     ``correction``: the number to subtract instead, or ``None``. ``keepdim``: whether the reduced dims stay with size 1.
     """
     if isinstance(dims, bool):  # var(x, unbiased)
@@ -195,10 +194,10 @@ def _checked_moments(
 class BatchNorm(NamedTuple):
     """The arguments of torch's batch-norm operators after the input, in the order of ``aten.batch_norm``.
 
-    ``training``: whether the statistics are those of the batch. ``momentum``: the weight of the batch in the new
-    running statistics. ``eps``: the number that is added to the variance. ``weight``, ``bias``: factor and addend of
-    each channel. ``running_mean``, ``running_var``: running statistics.
-    """
+    ``weight``, ``bias``: nodes of the factor and the addend of each channel, ``[channels]``, or ``None``.
+    ``running_mean``, ``running_var``: nodes of the running statistics, ``[channels]``, or ``None``. ``training``:
+    whether the input is normalised by the statistics of the batch. ``momentum``: the weight of the batch in the new
+    running statistics. ``eps``: the number that is added to the variance."""
 
     weight: fx.Node | None
     bias: fx.Node | None
@@ -210,20 +209,20 @@ class BatchNorm(NamedTuple):
 
 
 def batch_norm(build: Builder, x: fx.Node, *arguments: Any) -> Any:
-    """Rewrite ``aten.batch_norm`` as elementary operators, and return the node of the normalised tensor.
+    """Rewrite ``aten.batch_norm`` of ``x`` as elementary operators, and return the node of the normalised tensor.
 
-    The statistics are those of the batch in training or if there are no running statistics, otherwise the running
-    statistics. ``arguments``: the arguments of the operator after ``x``; extra ones are ignored. If ``x`` has fewer
-    than two dims, return ``KEEP`` (the operator stays).
-    """
+    ``x`` is normalised by the statistics of the batch in training or if there are no running statistics, otherwise by
+    the running statistics. ``build``: appends operators to the graph. ``arguments``: the arguments of the operator
+    after ``x``; extra ones are ignored. If ``x`` has fewer than two dims, return ``KEEP`` (the operator stays)."""
     return _rewrite_batch_norm(build, x, BatchNorm(*arguments[: len(BatchNorm._fields)]))
 
 
 def _rewrite_batch_norm(build: Builder, x: fx.Node, norm: BatchNorm) -> Any:
-    """Append the elementary operators of a batch norm of ``x``, and return the node of the normalised tensor.
+    """Append the elementary operators of a batch norm of ``x`` to the graph, and return the node of the normalised
+    tensor.
 
-    ``norm``: the operator's other arguments. If ``x`` has fewer than two dims, return ``KEEP`` (the operator stays).
-    """
+    ``build``: appends operators to the graph. ``norm``: the arguments of the batch norm after ``x``. If ``x`` has fewer
+    than two dims, return ``KEEP`` (the operator stays)."""
     if len(list_node_sizes(x)) < 2:  # a tensor without channels
         return KEEP
     if norm.training or norm.running_mean is None or norm.running_var is None:
@@ -244,8 +243,10 @@ def _broadcast_channels(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: fx.Node, centre: fx.Node) -> fx.Node:
-    """Append the normalisation of ``x`` by channel, ``(x - centre) / sqrt(variance + eps)``, with the weight and bias
-    of ``norm``, and return its node. ``variance``, ``centre``: nodes of the variance and the mean of each channel."""
+    """Append the normalisation of ``x`` by channel (dim 1) to the graph: ``(x - centre) / sqrt(variance + eps)``, times
+    the weight and plus the bias of ``norm``, the arguments of a batch norm. Return the node of the result. ``build``:
+    appends operators to the graph. ``variance``, ``centre``: nodes of the variance and the mean of each channel, with
+    as many dims as ``x`` and size 1 in all but the channel dim."""
     scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, norm.eps))
     result = build(aten.mul.Tensor, build(aten.sub.Tensor, x, centre), scale)
     if norm.weight is not None:
@@ -254,13 +255,13 @@ def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: f
 
 
 def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
-    """Rewrite batch norm with updated running statistics as elementary operators. Return a tuple: the normalised node,
-    two ``None`` for saved statistics that nothing reads, and the new running mean and variance.
+    """Rewrite a batch norm of ``x`` with running statistics, which torch updates, as elementary operators. Return a
+    tuple: the node of the normalised tensor, two ``None`` for saved statistics that nothing reads, and the nodes of the
+    new running mean and running variance.
 
-    In training, the new running statistics are moving averages that take in the batch's mean and unbiased variance with
-    weight ``momentum``. Outside of training, they are the old ones. ``arguments``: the operator's arguments after
-    ``x``.
-    """
+    In training, the new running mean is ``(1 - momentum) * old + momentum * batch mean``; the running variance follows
+    likewise from the batch's unbiased variance. Outside of training, both are the old ones. ``build``: appends
+    operators to the graph. ``arguments``: the operator's arguments after ``x``."""
     norm = BatchNorm(*arguments)
     running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
     assert running_mean is not None
@@ -290,10 +291,10 @@ def functional_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Rewrite batch norm outside of training as elementary operators: it normalises ``x`` by the running statistics
-    ``running_mean`` and ``running_var``. Return the normalised node and two ``None`` for the results that nothing
-    reads. ``weight``, ``bias``: factor and addend of each channel, or ``None``. ``momentum`` is not used. ``eps``: the
-    number that is added to the variance."""
+    """Rewrite a batch norm outside of training as elementary operators: it normalises ``x`` by the running statistics
+    ``running_mean`` and ``running_var``. Return the node of the normalised tensor and two ``None`` for the results that
+    nothing reads. ``build``: appends operators to the graph. ``weight``, ``bias``: factor and addend of each channel,
+    or ``None``. ``momentum`` is not used. ``eps``: the number that is added to the variance."""
     norm = BatchNorm(weight, bias, running_mean, running_var, False, momentum, eps)
     return _rewrite_batch_norm(build, x, norm), None, None
 
@@ -307,10 +308,10 @@ def batch_norm_of_batch(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Rewrite batch norm without running statistics as elementary operators: it normalises ``x`` by the mean and
-    variance of the batch. Return the normalised node and two ``None`` for the results that nothing reads. ``weight``,
-    ``bias``: factor and addend of each channel, or ``None``. ``training`` and ``momentum`` are not used. ``eps``: the
-    number that is added to the variance."""
+    """Rewrite a batch norm without running statistics as elementary operators: it normalises ``x`` by the mean and
+    variance of the batch. Return the node of the normalised tensor and two ``None`` for the results that nothing reads.
+    ``build``: appends operators to the graph. ``weight``, ``bias``: factor and addend of each channel, or ``None``.
+    ``training`` and ``momentum`` are not used. ``eps``: the number that is added to the variance."""
     norm = BatchNorm(weight, bias, None, None, True, momentum, eps)
     return _rewrite_batch_norm(build, x, norm), None, None
 

@@ -43,12 +43,13 @@ from partitioner.passes.ops.documents import document_ops
 
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace attention masks in ``graph``, in place, by arguments of the attention. This is done for a mask by which
-    each query sees a range of positions around its own, everywhere or only within its own document. The range must be
-    constant; documents may depend on data.
+    """Replace attention masks in ``graph``, in place, by arguments of the attention operator. A mask is replaced if
+    each query sees the keys in a range of positions around its own, either all of them or only those in its own
+    document (several documents may be packed in one sequence). The range must be constant; the documents may depend on
+    data.
 
-    ``constants``: the values of placeholders by placeholder name. Attention under any other mask is left unchanged.
-    """
+    ``constants``: placeholder name -> value, of the constants that the graph reads. Attention with any other mask is
+    left unchanged."""
     evaluator = MaskEvaluator(constants)
     kinds: dict[tuple[fx.Node, int], Band | DocumentMask | None] = {}
     ids: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -71,12 +72,12 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
 
 
 def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
-    """Rewrite the attention ``node`` of ``graph`` in place so that it uses ``band``, a range of visible positions,
-    instead of its mask.
+    """Rewrite the attention ``node`` of ``graph`` in place so that it uses ``band`` instead of its mask. ``band``: how
+    many positions before and after its own a query sees.
 
-    A full or causal band only changes arguments of ``node``. A sliding window replaces ``node`` by
-    ``partition::band_attention`` if its shapes allow this; otherwise ``node`` keeps its mask.
-    """
+    If all keys are visible or all keys up to the query, only arguments of ``node`` change. For a sliding window,
+    ``node`` is replaced by the operator ``partition::band_attention`` if its shapes allow this; otherwise ``node``
+    keeps its mask."""
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
@@ -88,11 +89,13 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
 def _replace_mask_by_documents(
     graph: fx.Graph, node: fx.Node, mask: DocumentMask, ids: dict[tuple[fx.Node, int], fx.Node]
 ) -> None:
-    """Replace the attention ``node``, whose mask is ``mask``, by ``partition::document_attention``; leave it unchanged
-    if its operands are not ``[batch, heads, positions, width]`` or its result is an output of the model.
+    """Replace the attention ``node`` of ``graph``, whose mask ``mask`` shows keys of the query's own document only, by
+    the operator ``partition::document_attention``, in place. Leave it unchanged if its operands are not ``[batch,
+    heads, positions, width]``, if it has different numbers of queries and keys, or if its result is an output of the
+    model.
 
-    ``ids``: a cache of the nodes ``[b, s]`` of document ids, by (source node, number of rows); a new one is added.
-    """
+    ``ids``: a cache: (node from which document ids are made, batch size) -> node ``[batch, positions]`` of document
+    ids; a new one is added."""
     query, key = (list_node_sizes(n) for n in node.args[:2])  # type: ignore[arg-type]
     if not _is_plain(node) or query[-2] != key[-2]:
         return
@@ -106,8 +109,8 @@ def _replace_mask_by_documents(
 def _replace_attention(
     graph: fx.Graph, node: fx.Node, target: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:
-    """Replace the attention ``node`` of ``graph`` by the first result of the operator ``target`` with the arguments
-    ``arguments``."""
+    """Replace the attention ``node`` of ``graph``, in place, by the first result of the operator ``target``.
+    ``arguments``: the arguments of ``target``."""
     with graph.inserting_before(node):
         made = insert_operator_node(graph, target, arguments)
         out = insert_operator_node(graph, operator.getitem, (made, 0))
@@ -118,11 +121,11 @@ def _replace_attention(
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Return whether ``partition::band_attention`` can replace the attention ``node``.
+    """Return whether the operator ``partition::band_attention`` (attention within a sliding window) can replace the
+    attention ``node``.
 
     The operands must have four dims (batch, heads, positions, width) and equal batch sizes, and equal numbers of heads
-    unless ``enable_gqa`` is set. The result must not be an output of the model.
-    """
+    unless ``enable_gqa`` is set. The result must not be an output of the model."""
     query, key, value = (list_node_sizes(n) for n in node.args[:3])  # type: ignore[arg-type]
     if any(user.op == "output" for user in node.users) or not len(query) == len(key) == len(value) == 4:
         return False
@@ -131,13 +134,13 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | DocumentMask | None:
-    """Return by what rule a mask ``[..., queries, keys]`` shows keys to queries: a range of positions around the
-    query's own (:class:`Band`), or such a range within the query's document. Return ``None`` if it is neither or not
-    known.
+    """Return by what rule an attention mask ``[..., queries, keys]`` shows keys to queries. A :class:`Band` means a
+    range of positions around the query's own; without limits, no key is hidden. A :class:`DocumentMask` means such a
+    range within the query's document. Return ``None`` for any other mask.
 
-    ``value``: the mask as :class:`MaskEvaluator` found it. A :class:`Band` without limits means that no key is hidden.
-    ``queries``, ``keys``: the numbers of queries and keys.
-    """
+    ``value``: what is known of the mask's elements: a tensor, conditions that must all hold where a key is shown, or a
+    choice between two numbers by such conditions; ``None`` if nothing is known. ``queries``, ``keys``: the numbers of
+    queries and of keys."""
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -156,7 +159,8 @@ def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docum
 
 def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: int) -> Band | None:
     """Return the range of key positions around its own that a query sees, if it sees the keys for which all
-    ``conditions`` hold; ``None`` if these are no such range. ``queries``, ``keys``: the numbers of queries and keys."""
+    ``conditions`` hold; return ``None`` if these keys do not form one range. A condition is a boolean mask or a
+    comparison of two constant tensors. ``queries``, ``keys``: the numbers of queries and of keys."""
     whole = [_classify_tensor(c, queries, keys) for c in conditions if isinstance(c, Tensor)]
     terms = [c for c in conditions if isinstance(c, Term)]
     band = _classify_terms(terms, queries, keys)
@@ -164,8 +168,9 @@ def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: in
 
 
 def _classify_terms(terms: Sequence[Term], queries: int, keys: int) -> Band | None:
-    """Return the range of key positions around its own that a query sees, if it sees the keys for which all comparisons
-    ``terms`` hold; ``None`` if these are no such range. ``queries``, ``keys``: the numbers of queries and keys."""
+    """Return the range of key positions around its own that a query sees, if it sees the keys for which all ``terms``
+    hold; return ``None`` if these keys do not form one range. A term is a comparison of two constant tensors.
+    ``queries``, ``keys``: the numbers of queries and of keys."""
     sides = [_split_term_sides(t, queries, keys) for t in terms]
     known = [s for s in sides if s is not None]
     if len(known) < len(sides):
@@ -181,9 +186,8 @@ def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band
     """Return the range of key positions, relative to its own, that a query sees if query ``i`` sees key ``j`` where
     ``over_keys[j] <= over_queries[i]`` (``<`` if ``strict``).
 
-    ``over_keys``, ``over_queries``: one number for each key and each query. Return ``None`` if the two vectors do not
-    both count up, or both count down, by ones.
-    """
+    ``over_keys`` ``[keys]``, ``over_queries`` ``[queries]``: one number for each key and for each query. Return
+    ``None`` unless both vectors count up by ones, or both count down by ones."""
     if over_keys.numel() < 2 or over_queries.numel() < 2:
         return None
     step = int(over_keys[1] - over_keys[0])
@@ -195,13 +199,12 @@ def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band
 
 
 def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
-    """Return the range of positions around its own that a query sees if every one of ``bands`` (such ranges) must
-    include them.
+    """Return the range of positions that all ``bands`` have in common. A band is a range of key positions that a query
+    sees, as numbers of positions before and after its own.
 
-    Return ``None`` if one of ``bands`` is ``None``, if ``queries`` and ``keys``, the numbers of both, differ, or if a
-    limit is negative, so that a query would not see its own position. A limit that reaches the end of the sequence
-    becomes ``None`` (no limit).
-    """
+    Return ``None`` if one of ``bands`` is ``None``, if ``queries`` and ``keys`` (the numbers of queries and of keys)
+    differ, or if a limit is negative, so that a query would not see its own position. A limit that reaches the end of
+    the sequence becomes ``None`` (no limit)."""
     known = [b for b in bands if b is not None]
     if len(known) < len(bands) or queries != keys:
         return None
@@ -215,9 +218,9 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
 def _find_shown_terms(choice: ConditionalValue) -> tuple[Condition, ...] | None:
     """Return conditions that all hold at exactly those attention scores that an additive mask does not hide.
 
-    An additive mask is 0 at shown scores and -6e4 or less at hidden ones. Return ``None`` if ``choice``, a tensor of
-    two values, is no such mask.
-    """
+    An additive mask is 0 at shown scores and -6e4 or less at hidden ones. ``choice``: the mask: one number where its
+    conditions hold, another one elsewhere. Return ``None`` if these numbers are not those of an additive mask, or if
+    the conditions cannot be negated."""
     if choice.shown == 0 and choice.hidden <= MASKED:
         return choice.terms
     if choice.hidden == 0 and choice.shown <= MASKED and len(choice.terms) == 1:
@@ -227,12 +230,11 @@ def _find_shown_terms(choice: ConditionalValue) -> tuple[Condition, ...] | None:
 
 
 def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
-    """Return the range of positions around its own that the mask ``value`` shows a query; ``None`` if it is not one
-    range.
+    """Return the range of positions around its own that a query sees under the mask ``value``; return ``None`` if the
+    visible keys do not form one range that is the same for all queries.
 
-    ``value``: a boolean (true: shown) or additive mask with size 1 in constant dims. ``queries``, ``keys``: the numbers
-    of both.
-    """
+    ``value``: a mask ``[..., queries, keys]``, boolean (true: shown) or additive (0: shown), with size 1 in dims along
+    which it is constant. ``queries``, ``keys``: the numbers of queries and of keys."""
     while value.dim() < 2:
         value = value.unsqueeze(0)
     if value.numel() != value.shape[-2] * value.shape[-1]:
@@ -255,12 +257,12 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
 
 
 def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
-    """Write the comparison ``term``, a condition of an attention mask, as "number of the key < (or <=) number of the
-    query". Return (whether it is strict, the numbers by key ``[keys]``, the numbers by query ``[queries]``).
+    """Rewrite the comparison ``term``, a condition under which a query sees a key, as ``by_key[j] < by_query[i]`` or
+    ``by_key[j] <= by_query[i]`` for query ``i`` and key ``j``. Return three values: whether the comparison is strict
+    (``<``), ``by_key`` ``[keys]``, and ``by_query`` ``[queries]``.
 
-    Return ``None`` if a side of the comparison changes along both dims or along another dim. ``queries``, ``keys``: the
-    numbers of queries and keys.
-    """
+    Return ``None`` if the comparison cannot be written in this way. ``queries``, ``keys``: the numbers of queries and
+    of keys."""
     a, b = term.a, term.b
     if term.compare in ("gt", "ge"):
         a, b = b, a
@@ -311,9 +313,10 @@ def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
 @contextmanager
 def flex_attention_traced() -> Iterator[None]:
     """Return a context in which ``flex_attention`` is traced as scaled dot-product attention with a mask. Its mask
-    function is called once with the indices of all rows, heads, queries and keys, in place of once for each element. A
-    score function is called with all scores; attention is then a product, a softmax and a product. Without this, torch
-    would trace one operator around functions of single elements, and on CPU refuse gradients."""
+    function is called once, with index tensors of all batch rows, heads, queries and keys, instead of once for each
+    element. If a score function is given, it is called once with all scores, and attention is traced as a product, a
+    softmax and a product. Without this context, torch would trace one operator with functions of single elements, and
+    would refuse gradients on CPU."""
     replaced = {
         "_validate_device": lambda *_: None,
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
@@ -329,12 +332,13 @@ def flex_attention_traced() -> Iterator[None]:
 def _attend_flexibly(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Any], block_mask: Any, scale: float, options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``flex_attention`` with operators on whole tensors. Return three tensors: the result, and two empty ones.
+    """Compute ``flex_attention`` with operators on whole tensors. Return three tensors: the result ``[batch, heads,
+    positions, width]``, and two empty ones in place of statistics.
 
-    ``q``, ``k``, ``v``: queries, keys and values ``[batch, heads, positions, width]``. ``score_mod`` changes a score,
-    given the indices of row, head, query and key. ``block_mask``: a tuple whose last element is the mask function of
-    these indices. ``scale``: the factor of the scores. ``options``: options of kernels; they do not change the result.
-    """
+    ``q``, ``k``, ``v``: queries, keys and values ``[batch, heads, positions, width]``. ``score_mod``: returns the
+    changed scores, given the scores and the indices of batch row, head, query and key. ``block_mask``: a tuple whose
+    last element is the mask function of these indices. ``scale``: the factor of the scores. ``options``: options of
+    kernels; they do not change the result."""
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     sizes = batch, heads, queries, keys
     index = [

@@ -24,11 +24,11 @@ LIMIT = 1 << 22  # most elements of a tensor that is created in full
 
 @dataclass(frozen=True)
 class Term:
-    """A comparison of two constant tensors that is not evaluated: ``compare(a, b)`` with broadcasting.
+    """A comparison of two constant tensors, ``compare(a, b)`` with broadcasting, that is stored instead of its (large)
+    boolean result.
 
-    ``compare``: ``lt``, ``le``, ``gt`` or ``ge``. ``a`` and ``b`` are of int64 or float64, with size 1 in every dim
-    along which they are constant.
-    """
+    ``compare``: ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: tensors of int64 or float64, with size 1 in every dim
+    along which they are constant."""
 
     compare: str
     a: Tensor
@@ -40,7 +40,7 @@ class Term:
         return Term(_OPPOSITE[self.compare], self.a, self.b)
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Term:
-        """Return a copy of this comparison of two tensors, in which both tensors are replaced by ``move(tensor)``.
+        """Return a copy of this comparison of two tensors, in which each tensor is replaced by ``move(tensor)``.
         ``move``: a function that rearranges dims, such as a transpose."""
         return Term(self.compare, move(self.a), move(self.b))
 
@@ -50,28 +50,29 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Integers that depend on data: elements of one tensor of the graph, plus a constant.
+    """A description of an integer tensor whose elements are elements of another tensor of the graph, plus a constant.
+    It says which elements these are; their numbers depend on data.
 
-    ``source``: the node of the tensor. ``places``: for each dim of ``source``, the index of each element along it, with
-    size 1 in every dim along which the index is constant. ``added``: the constant.
-    """
+    ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
+    element along this dim. It has size 1 in every dim along which the index is constant. ``added``: the constant."""
 
     source: fx.Node
     places: tuple[Tensor, ...]
     added: int = 0
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Gathered:
-        """Return a copy of this description of integers, which are elements of one tensor, after a rearrangement of
-        dims. ``move``: the rearrangement; it is applied to the index tensor of each dim of the source."""
+        """Return the description of the described integer tensor after a rearrangement of its dims. ``move``: the
+        function that rearranges, such as a transpose; it is applied to the index tensor of each dim of the source."""
         return Gathered(self.source, tuple(move(p) for p in self.places), self.added)
 
 
 @dataclass(frozen=True, eq=False)
 class DataTerm:
-    """A comparison of two elements of one tensor that depends on data: ``compare(a, b)`` with broadcasting.
+    """A comparison of elements of a tensor that depends on data with other elements of the same tensor: ``compare(a,
+    b)`` with broadcasting.
 
-    ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. ``a`` and ``b`` have the same source.
-    """
+    ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: which elements are compared; both have
+    the same source tensor."""
 
     compare: str
     a: Gathered
@@ -81,8 +82,9 @@ class DataTerm:
         return DataTerm(_OPPOSITE[self.compare], self.a, self.b)
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> DataTerm:
-        """Return a copy of this comparison of two elements of a tensor, after a rearrangement of dims. ``move``: the
-        rearrangement, such as a transpose; it is applied to the index tensors of both sides."""
+        """Return this comparison of elements of a tensor after a rearrangement of the dims of its boolean result.
+        ``move``: the function that rearranges, such as a transpose; it is applied to the index tensors that say which
+        elements are compared."""
         return DataTerm(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
 
 
@@ -92,10 +94,10 @@ Condition = Term | DataTerm | Tensor
 
 @dataclass(frozen=True)
 class ConditionalValue:
-    """A tensor with two values: ``shown`` at elements for which all conditions in ``terms`` hold, ``hidden`` at the
-    others. Both are 0-dimensional tensors. A condition is a boolean tensor or a comparison. If the tensor is a sum of
-    two attention masks, it has several values at the other elements; ``hidden`` is then an upper bound on these values.
-    """
+    """A tensor that is known by conditions: its elements are ``shown`` where all conditions in ``terms`` hold, and
+    ``hidden`` elsewhere. ``shown`` and ``hidden`` are 0-dimensional tensors. A condition is a boolean tensor or a
+    comparison. If the tensor is a sum of two attention masks, it may have several values where the conditions do not
+    hold; ``hidden`` is then an upper bound on them."""
 
     terms: tuple[Condition, ...]
     shown: Tensor
@@ -109,26 +111,25 @@ MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest num
 
 
 class _Unknown(Exception):
-    """Raised if the value of a node cannot be computed or would cost too much."""
+    """Raised if the value of a node cannot be computed from constants, or only with a tensor that is too large."""
 
 
 class ConstantEvaluator:
     """Computes the values of graph nodes that depend on constants only, and caches them.
 
-    ``constants``: the values of placeholders, by placeholder name.
-    """
+    ``constants``: placeholder name -> value, of the placeholders that are constants."""
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:
         self.constants = constants
         self.values: dict[fx.Node, Value | None] = {}
 
     def find_value(self, node: fx.Node) -> Value | None:
-        """Return the value of ``node``; ``None`` if it depends on more than constants or costs too much.
+        """Return the value of ``node``, cached; ``None`` if it depends on more than constants or would be too large.
 
-        The value is a tensor with size 1 in every dim along which it is constant; a tuple of conditions that must all
-        hold (a boolean tensor); a :class:`ConditionalValue`, which has one of two numbers at each element; or, in a
-        :class:`MaskEvaluator`, a :class:`Gathered`, which names elements of a tensor that depends on data.
-        """
+        The value has one of four forms: a tensor with size 1 in every dim along which it is constant; a tuple of
+        conditions, for a boolean tensor that is true where all of them hold; a :class:`ConditionalValue`, which has one
+        number where conditions hold and another elsewhere; or, in a :class:`MaskEvaluator`, a :class:`Gathered`, which
+        says which elements of a tensor that depends on data the elements are."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -142,9 +143,9 @@ class ConstantEvaluator:
         return self.values[node]
 
     def compute_value(self, node: fx.Node) -> Value | None:
-        """Compute the value of ``node`` from the values of its operands, without the cache, and return it, in one of
-        the forms of :meth:`find_value`, such as a tensor; ``None`` if it depends on more than constants or costs too
-        much."""
+        """Compute the value of ``node`` from the cached values of its operands, and return it in one of the forms of
+        :meth:`find_value`, such as a tensor. Return ``None`` if it depends on more than constants or would be too
+        large."""
         if node.op == "placeholder":
             constant = self.constants.get(node.name)
             return None if constant is None or constant.numel() > LIMIT else _squeeze_constant_dims(constant)
@@ -186,15 +187,15 @@ _MOST_DIMS = 4  # of a tensor of data that masks are made of
 
 
 class MaskEvaluator(ConstantEvaluator):
-    """Computes values of the nodes of attention masks. It also follows integers that depend on data, such as the
-    document of each position, as :class:`Gathered`: it knows which element of which tensor each of them is, not the
-    number. An integer that no rule follows, such as a running sum over data, is described as an element of its own
-    node."""
+    """Computes the values of nodes from which attention masks are made. Besides constants, it follows integers that
+    depend on data, such as the document of each position, as a :class:`Gathered`: it knows which element of which
+    tensor each integer is, but not the number. An integer tensor that no rule follows, such as a running sum over data,
+    is described by elements of its own node."""
 
     def compute_value(self, node: fx.Node) -> Value | None:
         """Return the value of ``node`` if it follows from constants. Otherwise, if it is an integer tensor, return a
-        :class:`Gathered` that says that its elements are those of ``node`` itself. Return ``None`` in any other case,
-        and if the tensor has too many dims or a dim above ``LIMIT`` (2**22)."""
+        :class:`Gathered`, which says that its elements are those of ``node`` itself. Return ``None`` in any other case,
+        or if the tensor has more than four dims or a dim larger than ``LIMIT`` (2**22)."""
         value = super().compute_value(node)
         tensor = node.meta.get("val")
         if value is not None or not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
@@ -209,8 +210,7 @@ class MaskEvaluator(ConstantEvaluator):
 
 
 def _squeeze_constant_dims(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with only the first element of every dim along which it is constant, so that the dim has size
-    1."""
+    """Return ``tensor`` with every dim along which it is constant cut to its first element, that is, to size 1."""
     for dim in range(tensor.dim()):
         first = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
         if tensor.shape[dim] > 1 and bool((tensor == first).all()):
@@ -225,8 +225,9 @@ def _expand_to_sizes(tensor: Any, sizes: list[int]) -> Tensor:
 
 
 def _expand_along_dim(tensor: Any, dim: int, size: int) -> Tensor:
-    """Return ``tensor`` expanded to ``size`` along ``dim``; other dims that are constant keep size 1. Raise
-    :class:`_Unknown` if it is no tensor."""
+    """Return ``tensor`` expanded from size 1 to ``size`` along ``dim``; other dims keep their sizes. Raise
+    :class:`_Unknown` if ``tensor`` is not a tensor, or if the result would have more than ``LIMIT`` (2**22) elements.
+    """
     if not isinstance(tensor, Tensor):
         raise _Unknown
     sizes = list(tensor.shape)
@@ -246,10 +247,11 @@ def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -
 
 
 def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
-    """Return the value of the pointwise operator ``node`` for operands with the values ``args`` and ``kwargs``: a
-    tensor if these are constant tensors or numbers. If an operand is a mask (conditions that must all hold, or one of
-    two numbers for each element) or stands for elements of a tensor that depends on data, so does the result. Raise
-    :class:`_Unknown` if it cannot be expressed, or has more than ``LIMIT`` (2**22) elements."""
+    """Return the value of the pointwise operator ``node``. ``args``, ``kwargs``: the values of its operands. If they
+    are constant tensors or numbers, the result is a tensor. If one of them is a mask (conditions that must all hold, or
+    a choice between two numbers by conditions), the result is a mask. If one of them says which elements of a tensor
+    that depends on data it has, so does the result. Raise :class:`_Unknown` if the result cannot be expressed in these
+    forms, or has more than ``LIMIT`` (2**22) elements."""
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
         return _evaluate_choice(node, args, kwargs)
     if any(isinstance(a, Gathered) for a in args):
@@ -262,9 +264,9 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
 
 
 def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
-    """Return the value of the operator ``node`` on integers that are elements of a data tensor (a :class:`Gathered`):
-    the sum with an integer, the difference from one, or the same elements after a cast that keeps integers. ``a``,
-    ``b``, ``rest``: the values of the operands. Raise :class:`_Unknown` for other operators."""
+    """Return the value of the operator ``node`` with an operand that says which elements of a data tensor it has (a
+    :class:`Gathered`). The operator may add an integer, subtract an integer, or cast to another integer type without
+    loss. ``a``, ``b``, ``rest``: the values of the operands. Raise :class:`_Unknown` for any other operator."""
     if isinstance(a, Gathered) and node.target is aten.to.dtype and keeps_integers(node):
         return a
     add, subtract = (getattr(aten, name) for name in ("add", "sub"))
@@ -281,8 +283,8 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
 
 
 def keeps_integers(cast: fx.Node) -> bool:
-    """Return whether the node ``cast`` converts integers to an integer type of at least as many bytes, so that the
-    numbers stay."""
+    """Return whether the node ``cast`` converts signed integers to an integer type of at least as many bytes, so that
+    no number changes."""
     before, after = get_node_tensor(cast.args[0]).dtype, get_node_tensor(cast).dtype  # type: ignore[arg-type]
     return before in _INTEGERS and after in _INTEGERS and before.itemsize <= after.itemsize
 
@@ -293,13 +295,13 @@ def _align_rank(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
-    """Return the value of the pointwise operator ``node`` if one operand is a mask: a tuple of conditions that must all
-    hold, or a :class:`ConditionalValue`, one of two numbers for each element. The result is one of the two as well.
+    """Return the value of the pointwise operator ``node`` if an operand is a mask: a tuple of conditions that must all
+    hold, or a :class:`ConditionalValue`, which has one number where conditions hold and another elsewhere. The result
+    is a mask, too.
 
-    ``args``, ``kwargs``: the values of the operands; those besides the mask are numbers. A sum of two additive
-    attention masks hides the scores that either of them hides. Raise :class:`_Unknown` if the result cannot be
-    expressed in this way.
-    """
+    ``args``, ``kwargs``: the values of the operands; those that are not masks must be single numbers. A sum of two
+    additive attention masks hides the scores that either of them hides. Raise :class:`_Unknown` if the result is not
+    such a mask."""
     if node.target in (aten.bitwise_or.Tensor, aten.logical_or.default):
         return ConditionalValue(_negate(node, args[0]) + _negate(node, args[1]), _FALSE, _TRUE)
     if node.target is aten.add.Tensor and not kwargs and not any(isinstance(a, int | float) for a in args):
@@ -325,15 +327,16 @@ _TRUE, _FALSE = torch.tensor(True), torch.tensor(False)
 
 
 def _simplify_choice(choice: ConditionalValue) -> Value:
-    """Return ``choice``, a tensor that has one number where its conditions hold and another elsewhere, as the tuple of
-    these conditions if the numbers are true and false; otherwise return it unchanged."""
+    """Return the tuple of the conditions of ``choice``, a tensor that has one value where they hold and another
+    elsewhere, if these values are true and false. Otherwise return ``choice`` unchanged."""
     return choice.terms if choice.shown.dtype is torch.bool and choice.shown and not choice.hidden else choice
 
 
 def _negate(node: fx.Node, value: Any) -> tuple[Condition, ...]:
-    """Return conditions that hold together exactly where the boolean ``value`` (a tensor, conditions, or one of two
-    numbers for each element) is false. Their tensors get as many dims as the result of ``node``. Raise
-    :class:`_Unknown` if ``value`` cannot be negated in this form."""
+    """Return conditions that all hold exactly where the boolean mask ``value`` is false. ``value``: a tensor, a tuple
+    of conditions that must all hold, or a choice between two values by conditions. ``node``: the node whose value is
+    computed; the tensors in the conditions get as many dims as its result. Raise :class:`_Unknown` if there are no such
+    conditions."""
     if isinstance(value, Tensor):
         found: tuple[Condition, ...] = (~value,)
     elif isinstance(value, ConditionalValue) and not value.shown and value.hidden and value.shown.dtype is torch.bool:
@@ -351,9 +354,9 @@ def _negate_condition(condition: Condition) -> Condition:
 
 
 def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
-    """Return ``value`` as an additive attention mask, which is 0 at shown scores and ``MASKED`` (-6e4) or less at
-    hidden ones: two numbers, and the conditions for the first. The tensors of the conditions get as many dims as the
-    result of ``node``. Raise :class:`_Unknown` if ``value`` is no such mask."""
+    """Return ``value`` as an additive attention mask: 0 where all of its conditions hold (shown scores), and ``MASKED``
+    (-6e4) or less elsewhere (hidden scores). ``node``: the node whose value is computed; the tensors in the conditions
+    get as many dims as its result. Raise :class:`_Unknown` if ``value`` is not such a mask."""
     if isinstance(value, Tensor) and value.is_floating_point():
         hidden = value[value != 0]
         most = hidden.max() if hidden.numel() else value.new_tensor(-torch.inf)
@@ -368,10 +371,11 @@ def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
-    """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``: a boolean tensor; a
-    tuple of the comparison itself, if the tensor would be too large or the operands are elements of a tensor that
-    depends on data; or, if an operand is a mask, conditions or one of two numbers for each element. Raise
-    :class:`_Unknown` if no form is possible."""
+    """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``. It is a boolean
+    tensor if that is small enough. It is a tuple with the comparison itself as a condition if the tensor would be too
+    large, or if ``a`` and ``b`` are elements of one tensor that depends on data. It is a mask if an operand is a mask
+    (conditions that must all hold, or a choice between two numbers by conditions). Raise :class:`_Unknown` if no form
+    is possible."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         return _evaluate_choice(node, (a, b), {})
     if isinstance(a, Gathered) or isinstance(b, Gathered):
@@ -393,13 +397,14 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _widen_number_type(x: Tensor) -> Tensor:
-    """Return ``x`` as int64 or float64, so that negations are exact."""
+    """Return ``x`` as int64, or as float64 if it is a floating-point tensor, so that its negation is exact."""
     return x.double() if x.is_floating_point() else x.long()
 
 
 def _require_terms(value: Any) -> tuple[Condition, ...]:
-    """Return a tuple of the conditions that hold together exactly where the boolean ``value`` (a tensor, conditions, or
-    one of two numbers for each element) is true. Raise :class:`_Unknown` if there are none."""
+    """Return a tuple of conditions that all hold exactly where the boolean mask ``value`` is true. ``value``: a tensor,
+    a tuple of conditions that must all hold, or a choice between two values by conditions. Raise :class:`_Unknown` if
+    there are no such conditions."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, Tensor):
@@ -411,10 +416,10 @@ def _require_terms(value: Any) -> tuple[Condition, ...]:
 
 
 def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
-    """Return the value of the logical ``and`` that ``node`` computes: a boolean tensor, or a tuple of the conditions of
-    both operands, which must all hold. If one operand is a tensor of one true element, it is the value of the other
-    operand. ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` if an operand cannot be written as
-    conditions."""
+    """Return the value of ``node``, a logical ``and`` of two operands with the values ``a`` and ``b``: a boolean
+    tensor, or a tuple of the conditions of both operands, which must all hold. If one operand is a single true element,
+    the result is the value of the other operand. Raise :class:`_Unknown` if an operand cannot be written as conditions.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
@@ -425,9 +430,9 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
-    """Return the value of ``node``, a ``where`` of operands with the values ``condition``, ``a`` and ``b``: a tensor if
-    the condition is one, or one of two numbers for each element if the condition is a mask and ``a`` and ``b`` are
-    numbers. Raise :class:`_Unknown` in any other case."""
+    """Return the value of ``node``, a ``where`` of operands with the values ``condition``, ``a`` and ``b``. It is a
+    tensor if ``condition`` is a tensor. If ``condition`` is a tuple of conditions and ``a`` and ``b`` are single
+    numbers, it is a choice between these numbers by the conditions. Raise :class:`_Unknown` in any other case."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
     if isinstance(a, Gathered) or isinstance(b, Gathered) or isinstance(condition, Gathered):
@@ -446,9 +451,9 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
 
 
 def _evaluate_not(node: fx.Node, x: Any) -> Value:
-    """Return the value of the logical negation ``node``: a tensor, the opposite of a single condition, or a choice that
-    is false where several conditions hold. ``x``: the operand: a tensor, conditions, or one of two numbers for each
-    element."""
+    """Return the value of ``node``, the logical negation of an operand with the value ``x``. It is a tensor if ``x`` is
+    a tensor; the opposite condition if ``x`` is a single condition; or a choice that is false where all conditions of
+    ``x`` hold and true elsewhere."""
     if isinstance(x, Tensor):
         return _evaluate_pointwise(node, x)
     if isinstance(x, ConditionalValue):
@@ -462,9 +467,10 @@ def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
 
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
-    """Return a function ``rule(node, value, *args)`` that evaluates an operator which only rearranges dims. It applies
-    ``operation(tensor, *args)`` to every tensor in ``value``, the value of the operand: a tensor, the sides of
-    comparisons, or the indices that say which elements of a tensor that depends on data it has."""
+    """Return a function ``rule(node, value, *args)`` that computes the value of a node which only rearranges dims, such
+    as a transpose. ``value``: the value of its operand; ``args``: its further arguments. The function applies
+    ``operation(tensor, *args)`` to ``value`` if it is a tensor, to both sides of the comparisons of a mask, or to the
+    index tensors that say which elements of a data tensor the operand has."""
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
         return _map_value_parts(value, lambda t: operation(t, *args))
@@ -473,9 +479,10 @@ def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Val
 
 
 def _map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
-    """Return the value of a node after a rearrangement of dims. ``value``: the value before: a tensor, conditions, one
-    of two numbers for each element, or elements of a tensor that depends on data. ``move``: the rearrangement of one
-    tensor; it is applied to a tensor, to both sides of each comparison, and to the indices of elements."""
+    """Return the value of a node that rearranges the dims of an operand with the value ``value``. ``move``: the
+    function that rearranges the dims of one tensor. It is applied to ``value`` if it is a tensor, to both sides of each
+    comparison if ``value`` is a mask made of conditions, and to the index tensors if ``value`` says which elements of a
+    data tensor it has."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, Gathered):
@@ -495,10 +502,10 @@ def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
-    """Return the value of ``node``, a reshape to the shape ``sizes``. ``value``: the value of the operand. If the
-    reshape only adds or removes dims of size 1, it may be a tensor, conditions, one of two numbers for each element, or
-    elements of a tensor that depends on data, and so is the result; otherwise :class:`_Unknown` is raised if it is no
-    tensor."""
+    """Return the value of ``node``, a reshape to the shape ``sizes`` of an operand with the value ``value``. If the
+    reshape only adds or removes dims of size 1, ``value`` may have any form (a tensor, conditions, a choice between two
+    numbers, or elements of a data tensor), and the result has the same form. Otherwise ``value`` must be a tensor.
+    Raise :class:`_Unknown` if it is not, or if the tensor is too large."""
     old = list_node_sizes(node.args[0])  # type: ignore[arg-type]
     if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
         return _expand_to_sizes(value, old).reshape(sizes)
@@ -522,10 +529,10 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 
 
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
-    """Return the value of ``node``, which computes ``source[indices]``, if ``indices`` has a known tensor for every dim
-    of ``source``; otherwise raise :class:`_Unknown`. ``source`` is a constant tensor, or names elements of a tensor
-    that depends on data, and so does the result. It has size 1 in dims along which it is constant; indices into these
-    dims are ignored."""
+    """Return the value of ``node``, which computes ``source[indices]``. ``source``: the value of the operand: a
+    constant tensor, or a description of which elements of a data tensor it has; the result has the same form. It has
+    size 1 in dims along which it is constant; indices into these dims are ignored. ``indices``: the values of the index
+    tensors. Raise :class:`_Unknown` unless there is a constant index tensor for every dim of ``source``."""
     if isinstance(source, Gathered):
         return source.map_tensors(lambda place: _evaluate_index(node, place, indices))
     if (
@@ -544,8 +551,9 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
 
 def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
     """Return the value of ``node``, which computes ``gather(source, dim, index)``. ``source``: the value of the
-    operand, a constant tensor or elements of a tensor that depends on data. Raise :class:`_Unknown` if ``index`` is not
-    constant, or selects from a tensor that depends on data along several dims."""
+    operand: a constant tensor, or a description of which elements of a data tensor it has; the result has the same
+    form. ``index``: the value of the index tensor. Raise :class:`_Unknown` if ``index`` is not constant, or if the
+    result cannot be described."""
     if isinstance(source, Tensor) and isinstance(index, Tensor):
         whole = _expand_to_sizes(source, list(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
         return whole.gather(dim, _expand_to_sizes(index, list(list_node_sizes(node))))
@@ -567,10 +575,10 @@ def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
 
 
 def _evaluate_index_select(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
-    """Return the value of ``node``, which computes ``index_select(source, dim, index)`` for a constant ``index``.
-    ``source``: the value of the operand: a tensor, conditions that must all hold, one of two numbers for each element,
-    or elements of a tensor that depends on data; the result has the same form. Raise :class:`_Unknown` if ``index`` is
-    not constant."""
+    """Return the value of ``node``, which computes ``index_select(source, dim, index)``. ``source``: the value of the
+    operand: a tensor, conditions that must all hold, a choice between two numbers by conditions, or a description of
+    which elements of a data tensor it has; the result has the same form. ``index``: the value of the index tensor.
+    Raise :class:`_Unknown` if it is not constant."""
     if not isinstance(index, Tensor):
         raise _Unknown
     where = index.expand(list_node_sizes(node)[dim])
@@ -582,8 +590,9 @@ def _evaluate_cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
 
 
 def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
-    """Return the value of the node ``node``: the ``n``-th difference of neighbours along ``dim``, with ``prepend`` and
-    ``append`` joined to the operand ``x`` first. The arguments are the values of the operands."""
+    """Return the value of ``node``, a ``torch.diff`` of ``x``: the ``n``-th difference of neighbours along ``dim``.
+    ``x``: the value of the operand. ``prepend``, ``append``: values of tensors that are joined to ``x`` along ``dim``
+    first; ``None`` for none."""
 
     def whole(position: int, value: Any) -> Tensor | None:
         given = node.args[position] if len(node.args) > position else None
@@ -596,13 +605,13 @@ def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: An
 
 
 def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
-    """Return the value of ``node``, a ``tril`` or ``triu`` of the operand with the value ``x``: a tensor, conditions
-    that must all hold, or one of two numbers for each element.
+    """Return the value of ``node``, a ``tril`` or ``triu`` of an operand with the value ``x``: a tensor, conditions
+    that must all hold, or a choice between two numbers by conditions.
 
-    If the result is too large to be created, ``x`` must be a mask or have one value everywhere; the result is then a
-    comparison of row and column numbers, or a :class:`ConditionalValue` on it. ``diagonal``: the diagonal at which the
-    triangle ends; 0 is the main one, positive numbers are above.
-    """
+    If the result is too large to be created, ``x`` must be a mask (one of the last two forms) or have the same value
+    everywhere. The result is then a mask, with a comparison of row and column numbers as a condition. ``diagonal``: the
+    diagonal at which the triangle ends; 0 is the main one, positive numbers are above. Raise :class:`_Unknown` in any
+    other case."""
     lower = node.target is aten.tril.default
     rows, columns = list_node_sizes(node)[-2:]
     if isinstance(x, Tensor) and x[..., :1, :1].numel() * rows * columns <= LIMIT:
@@ -622,10 +631,10 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
 
 
 def _hide_outside(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Term, ...]) -> Value:
-    """Return the value of ``tril`` or ``triu`` of ``mask``: the mask itself where all comparisons ``terms`` hold (the
-    triangle), and 0 (false) elsewhere. ``mask``: a tuple of conditions that must all hold, or one of two numbers for
-    each element (by conditions). The result has the same form. Raise :class:`_Unknown` if the number where the
-    conditions of ``mask`` do not hold is not 0."""
+    """Return the value of ``tril`` or ``triu`` of ``mask``: the mask itself inside the triangle, and 0 (false) outside.
+    ``mask``: a tuple of conditions that must all hold, or a choice between two numbers by conditions; the result has
+    the same form. ``terms``: comparisons that all hold exactly inside the triangle. Raise :class:`_Unknown` if the
+    mask's number where its conditions fail is not 0."""
     if isinstance(mask, tuple):
         return mask + terms
     if mask.hidden != 0:

@@ -29,11 +29,11 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
-    """Return a copy of ``graph`` without composite operators, and a map from old node names to new ones.
+    """Return a copy of ``graph`` without composite operators, and a dict from each node name in ``graph`` to the name
+    in the copy.
 
-    A composite operator is one that torch defines by other operators. Those that can be sharded by a rule of their own
-    stay. ``known``: operators that a later rewrite handles; they stay, too.
-    """
+    A composite operator is one that torch defines by other operators. It is replaced by these, unless it has a sharding
+    rule of its own. ``known``: further operators that stay, because a later rewrite handles them."""
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
     apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
     if not apart:
@@ -43,9 +43,9 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
 
 
 def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
-    """Return a graph of the operators of which torch composes the operator ``node``, and the list of operand nodes that
-    the graph's placeholders stand for. Return ``None`` if torch does not define the operator by others, or if its
-    definition reads numbers out of tensors (``item()``)."""
+    """Return a graph of the operators by which torch defines the operator ``node``, and a list of the operand nodes
+    that the placeholders of this graph stand for, in order. Return ``None`` if torch does not define the operator by
+    others, or if its definition reads numbers out of tensors (``item()``)."""
     if not _is_composite(node.target):
         return None
     operands, run = _as_function(node, node.args, node.kwargs)
@@ -69,11 +69,10 @@ def _is_mutating(target: Any) -> bool:
 
 
 def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
-    """Return the operand nodes of ``node``, and a function of their values that executes torch's decomposition of
-    ``node``.
+    """Return two values: a list of the operand nodes of ``node``, and a function that takes their tensors and executes
+    torch's decomposition of the operator of ``node``.
 
-    ``args``, ``kwargs``: the node's arguments, with nodes in place of tensors.
-    """
+    ``args``, ``kwargs``: the arguments of ``node``, with nodes in place of tensors."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
@@ -86,8 +85,8 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
 
 
 def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
-    """Return the graph of the operators that the function ``run`` calls on ``values``. Return ``None`` if there are
-    more than 4096 of them, or if one writes to its operands or reads a constant tensor."""
+    """Return the graph of the operators that the function ``run`` executes on the tensors ``values``. Return ``None``
+    if the graph has more than 4096 nodes, or if an operator of it writes to its operands or reads a constant tensor."""
     traced = make_fx(torch.func.functionalize(run))(*values)
     if any(
         _is_mutating(n.target) for n in traced.graph.nodes
@@ -97,19 +96,19 @@ def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | N
 
 
 def _is_fit(graph: fx.Graph) -> bool:
-    """Return whether ``graph``, the traced definition of an operator, can replace the operator: it has at most 4096
-    nodes, of which none writes to its operands or reads an attribute.
-    """
+    """Return whether ``graph``, the traced definition of an operator, can replace the operator. It must have at most
+    4096 nodes, and none may write to its operands or read an attribute of a module."""
     parts = list(graph.nodes)
     return len(parts) <= _MOST_PARTS and not any(n.op == "get_attr" or _is_mutating(n.target) for n in parts)
 
 
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """Append the operators of torch's decomposition of ``build.node`` to the new graph, and return their result.
+    """Append the operators by which torch defines the operator ``build.node`` to the new graph, and return the node of
+    the result, or a tuple of nodes.
 
-    ``args``, ``kwargs``: the operator's arguments, with nodes in place of tensors. Return ``KEEP`` (the operator stays)
-    if it cannot be traced, because it reads numbers out of tensors or has no meta kernel.
-    """
+    ``build``: appends operators to the new graph. ``args``, ``kwargs``: the operator's arguments, with nodes in place
+    of tensors. Return ``KEEP`` (the operator stays) if the definition cannot be traced, because it reads numbers out of
+    tensors or has no meta kernel, or is not suited."""
     node = build.node
     assert node is not None
     operands, run = _as_function(node, args, kwargs)
@@ -137,9 +136,9 @@ class RecurrentLayers(NamedTuple):
     and the weights, in the order of the function.
 
     ``biased``: whether there are biases among the weights. ``layers``: the number of layers. ``p``: the probability of
-    the dropout between layers. ``train``: whether dropout is on. ``both_ways``: whether each layer also reads its input
-    backward. ``batch_first``: whether the batch is dim 0 of the input, not dim 1.
-    """
+    zeroing an element between layers (dropout). ``train``: whether dropout is on. ``both_ways``: whether each layer
+    also reads its input from the end to the start. ``batch_first``: whether the batch is dim 0 of the input, instead of
+    dim 1."""
 
     biased: bool
     layers: int
@@ -165,14 +164,14 @@ class RecurrentLayers(NamedTuple):
 
 
 def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
-    """Rewrite a recurrent network of several layers as one call per layer, with dropout between them. Return a tuple of
-    the nodes of the result and of the final states of all layers.
+    """Rewrite a recurrent network of several layers with dropout as one recurrent operator per layer, with dropout
+    operators between them. Return a tuple of nodes: the output of the last layer, and the final state of all layers
+    (two nodes for an LSTM).
 
-    ``x``: the input. ``state``: the initial state of all layers; a list of two for an LSTM. ``weights``: those of all
-    layers, in order. ``layers``: whether there are biases, number of layers, probability of dropout, whether it is on,
-    whether each layer also reads backward, and whether the batch is dim 0. For a network without dropout, return
-    ``KEEP`` (the operator stays).
-    """
+    ``build``: appends operators to the graph. ``x``: the input. ``state``: the initial state of all layers; a list of
+    two for an LSTM. ``weights``: those of all layers, in order. ``layers``: six values: whether there are biases,
+    number of layers, probability of dropout, whether dropout is on, whether each layer also reads backward, and whether
+    the batch is dim 0. For a network without dropout, return ``KEEP`` (the operator stays)."""
     stack = RecurrentLayers(*layers)
     if not stack.drops:
         return KEEP

@@ -36,12 +36,12 @@ from partitioner.passes.ops.documents import document_ops
 
 class DocumentMask(NamedTuple):
     """An attention mask by which a query sees the keys that are in its own document and in a range of positions around
-    it.
+    it. Several documents may be packed in one sequence.
 
-    ``source``: the node of an integer tensor, equal for positions of one document. ``position_dim``: the dim of
-    ``source`` that indexes positions. ``batch_dim``: the dim that indexes rows of the batch; ``None`` if all rows have
-    the same documents. ``band``: the range of positions.
-    """
+    ``source``: the node of an integer tensor of document ids; positions of one document have equal ids.
+    ``position_dim``: the dim of ``source`` that indexes positions. ``batch_dim``: the dim of ``source`` that indexes
+    rows of the batch; ``None`` if all rows have the same documents. ``band``: how many positions before and after its
+    own a query sees."""
 
     source: fx.Node
     position_dim: int
@@ -50,12 +50,13 @@ class DocumentMask(NamedTuple):
 
 
 class DocumentTerms(NamedTuple):
-    """The conditions of an attention mask, divided into those on documents and the others.
+    """An attention mask by which a query sees the keys that are in its own document and satisfy further conditions.
+    Several documents may be packed in one sequence.
 
-    ``source``: the node of an integer tensor, equal for positions of one document. ``position_dim``: the dim of
-    ``source`` that indexes positions. ``batch_dim``: the dim that indexes rows of the batch; ``None`` if all rows have
-    the same documents. ``terms``: the other conditions, which depend on positions alone.
-    """
+    ``source``: the node of an integer tensor of document ids; positions of one document have equal ids.
+    ``position_dim``: the dim of ``source`` that indexes positions. ``batch_dim``: the dim of ``source`` that indexes
+    rows of the batch; ``None`` if all rows have the same documents. ``terms``: the further conditions, which depend on
+    positions alone."""
 
     source: fx.Node
     position_dim: int
@@ -64,12 +65,11 @@ class DocumentTerms(NamedTuple):
 
 
 def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms | None:
-    """Return the documents within which an attention mask shows keys, and its other conditions. Return ``None`` if it
-    depends on data in another way.
+    """Return the document ids and the further conditions of an attention mask that shows a query the keys of its own
+    document only. Return ``None`` if the mask depends on data in another way, or not at all.
 
-    ``terms``: conditions that hold together where a key is shown. ``length``: the number of queries, which is also that
-    of keys.
-    """
+    ``terms``: the conditions of the mask, which must all hold where a key is shown. ``length``: the number of queries,
+    which is also that of keys."""
     data = [t for t in terms if isinstance(t, DataTerm)]
     same = [t for t in data if t.compare == "eq" and t.a.added == t.b.added]
     found = {(t.a.source, _find_pair_dims(t, length)) for t in same}
@@ -90,13 +90,12 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
 
 
 def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | None:
-    """Return (dim of positions, dim of batch rows) of the tensor of which ``term`` compares the element at the query's
-    position with that at the key's position.
+    """Return which dim of the compared tensor indexes positions, and which one indexes rows of the batch, if ``term``
+    compares the tensor's element at the query's position with its element at the key's position, in the same row.
 
-    One side of the comparison must be the element of the query, the other that of the key, both of the same row. The
-    second number is ``None`` if the tensor has one row for all. ``length``: the number of queries, which is also that
-    of keys. Return ``None`` if the comparison is of another kind.
-    """
+    ``term``: a comparison of elements of one tensor, with the dims ``[batch, heads, queries, keys]``. ``length``: the
+    number of queries, which is also that of keys. The second number is ``None`` if the tensor has a single row for all.
+    Return ``None`` if the comparison is of another kind."""
     position, batch = None, None
     for dim, size in enumerate(list_node_sizes(term.a.source)):
         sides = term.a.places[dim], term.b.places[dim]
@@ -115,25 +114,26 @@ def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | Non
 
 
 def _counts_along(side: Tensor, dim: int, size: int) -> bool:
-    """Return whether the indices ``side`` are 0, 1, ..., ``size`` - 1 along ``dim``, and constant along all other
-    dims."""
+    """Return whether the index tensor ``side`` is 0, 1, ..., ``size`` - 1 along ``dim`` (a negative number), and has
+    size 1 in all other dims."""
     if side.dim() < -dim or side.numel() != size or side.shape[dim] != size:
         return False
     return bool(torch.equal(side.reshape(-1), torch.arange(size)))
 
 
 def _look_through(node: fx.Node) -> fx.Node:
-    """Follow ``node`` back through ``expand`` and casts between integer types, and return the node before them, which
-    has the same integers."""
+    """Return the node from which ``node`` was made by ``expand`` operators and casts between integer types alone, so
+    that it has the same integers; ``node`` itself if there are none."""
     while node.target is aten.expand.default or (node.target is aten.to.dtype and keeps_integers(node)):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _counts_up_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_dim: int) -> bool:
-    """Return whether the integers ``positions`` are proven to count up by one from position to position of each
-    document. The proof is that ``ids``, the document numbers, are the running sum of ``diff(positions) != 1``.
-    ``position_dim``, ``ids_dim``: the dims that index positions in the two tensors."""
+    """Return whether it is proven that the integers ``positions`` increase by one from each position to the next within
+    a document. The proof is that ``ids``, the document ids, are the running sum of ``diff(positions) != 1``, so that a
+    new document starts wherever positions do not count up by one. ``position_dim``, ``ids_dim``: the dims of the two
+    tensors that index positions."""
     total = _look_through(ids)
     if total.target is not aten.cumsum.default:
         return False
@@ -155,8 +155,9 @@ def _counts_up_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_d
 
 
 def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.Node:
-    """Insert operators that bring the document ids of ``mask`` to the shape ``[rows, s]``, after their source in
-    ``graph``, and return the last node. ``rows``: the number of rows of the batch. ``s``: the number of positions."""
+    """Insert operators into ``graph`` that bring the document ids of ``mask`` to the shape ``[rows, positions]``, and
+    return the node of the result. ``mask``: an attention mask that shows keys of the query's own document only.
+    ``rows``: the batch size."""
     source = mask.source
     kept = [d for d in (mask.batch_dim, mask.position_dim) if d is not None]
     sizes = list(list_node_sizes(source))
@@ -187,12 +188,13 @@ _VARLEN = "torch_attn::_varlen_attn"  # torch registers it when a model imports 
 
 def replace_packed_sequences(graph: fx.Graph) -> None:
     """Replace calls of ``torch.nn.attention.varlen.varlen_attn`` in ``graph``, in place, by
-    ``partition::document_attention``, which works on documents that are packed in one sequence.
+    ``partition::document_attention``, the project's operator for attention within documents that are packed in one
+    sequence.
 
     The queries, keys and values are ``[positions, heads, width]``. The cumulative lengths ``[sequences + 1]`` of
-    queries and of keys must be the same tensor, which starts at 0 and ends at the number of positions. Calls that do
-    not satisfy this are left unchanged.
-    """
+    queries and of keys must be the same tensor, which starts at 0 and ends at the number of positions. A call is left
+    unchanged if the lengths of keys are another tensor, if it reads keys from a paged cache, or if more than its first
+    result is read."""
     ids: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
@@ -228,9 +230,9 @@ _FROM_ROWS: tuple[_Step, ...] = ((aten.transpose.int, (1, 2)), (aten.select.int,
 
 
 def _insert_steps(graph: fx.Graph, value: fx.Node, steps: Sequence[_Step], like: fx.Node) -> fx.Node:
-    """Insert operators at the insertion point of ``graph``, of which the first reads ``value`` and each other one the
-    result of the one before; return the last node. ``steps``: for each, the operator and its further arguments.
-    ``like``: a node whose metadata is copied."""
+    """Insert a chain of operators at the insertion point of ``graph``: the first reads ``value``, each other one reads
+    the result of the one before. Return the last node. ``steps``: for each operator of the chain, the operator and its
+    arguments after the operand. ``like``: a node whose metadata (except the value) the new nodes get."""
     for target, arguments in steps:
         value = insert_operator_node(graph, target, (value, *arguments))
         value.meta.update({k: v for k, v in like.meta.items() if k != "val"})
@@ -238,9 +240,9 @@ def _insert_steps(graph: fx.Graph, value: fx.Node, steps: Sequence[_Step], like:
 
 
 def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.Node:
-    """Insert into ``graph`` operators that compute, for each of ``length`` positions, the number (from 0) of the packed
-    sequence that it is in. Return their node ``[1, length]``. ``ends``: the node of the cumulative lengths of the
-    sequences; the operators are inserted after it."""
+    """Insert operators into ``graph`` that compute, for each of ``length`` positions, the number of the packed sequence
+    that it is in. Return their node ``[1, length]``. ``ends``: the node of the cumulative lengths of the sequences, in
+    positions, ``[sequences + 1]``; the operators are inserted after it."""
     last = ends if ends.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         places = graph.call_function(aten.arange.start_step, (0, length, 1), {"device": META, "dtype": torch.int64})
@@ -266,13 +268,12 @@ def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:
 
 
 def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Store the typical lengths of documents in the attentions of ``captured``, in place, and return them.
+    """Store the typical lengths of documents in the attention operators of ``captured`` (a model as one graph) that
+    work within packed documents, in place, and return these lengths. Only the cost model reads them.
 
-    ``lengths``: the numbers of positions of typical documents. If it is empty, documents are counted in ``inputs``,
-    tensors by the path of the input; this gives nothing for meta tensors, which have no values. Only the cost model
-    reads lengths. Return an empty tuple if there is no such attention, or if the ids depend on more than inputs and
-    constants.
-    """
+    ``lengths``: the numbers of positions of typical documents. If it is empty, lengths are counted in ``inputs``,
+    tensors by the path of the model input, such as ``input_ids``. Return an empty tuple if there is no such operator,
+    if the inputs are meta tensors, or if the document ids depend on more than inputs and constants."""
     nodes = list_document_attentions(captured.graph)
     specs = {i.value: i for i in captured.inputs}
     values = {}
@@ -292,9 +293,9 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
 
 
 def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the values of an input at the larger batch size that the graph is for: the rows of ``value``, a sample of
-    the batch, are repeated. ``shape``: the shape in the graph. Return ``None`` for a tensor without values, for too
-    large a shape, or if the shapes differ in another way."""
+    """Return the tensor ``value``, a sample of a model input, repeated along its dims until it has the shape ``shape``,
+    which the input has in the graph. Return ``None`` if ``value`` is not on the CPU (and so may have no values), if
+    ``shape`` has more than ``LIMIT`` (2**22) elements, or if a size of ``shape`` is not a multiple of the sample's."""
     if value.device.type != "cpu" or value.dim() != len(shape) or not 0 < value.numel() <= math.prod(shape) <= LIMIT:
         return None
     times = [a // b for a, b in zip(shape, value.shape, strict=True)]
@@ -304,9 +305,9 @@ def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _count_documents(evaluator: ConstantEvaluator, ids: fx.Node) -> tuple[int, ...]:
-    """Return the lengths, in positions, of the runs of equal document ids in the first rows of a batch, in order; empty
-    if they are unknown. ``ids``: the node of the document ids. ``evaluator``: computes its values from constants and
-    inputs."""
+    """Return the numbers of positions of documents, that is, of runs of equal ids, row by row in the batch, until at
+    least 256 are found. Return an empty tuple if the ids are unknown. ``ids``: the node ``[batch, positions]`` of the
+    document ids. ``evaluator``: computes the value of a node from constants and given inputs."""
     found = evaluator.find_value(ids)
     if not isinstance(found, Tensor):
         return ()

@@ -26,13 +26,13 @@ _SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
 
 
 class BagReduction(NamedTuple):
-    """The arguments of ``torch.embedding_bag`` after the offsets, in torch's order.
+    """The arguments of ``torch.embedding_bag`` after the offsets, in torch's order. A bag is a group of ids whose rows
+    of the embedding table are reduced to one row.
 
-    A bag is a group of rows that are reduced to one. ``mode``: 0 for the sum, 1 for the mean, 2 for the maximum.
-    ``per_sample_weights``: a factor for each row. ``include_last_offset``: whether the last offset is the end of the
-    last bag. ``padding_idx``: the id of rows that do not count. ``scale_grad_by_freq``: whether a row's gradient is
-    divided by how often it occurs. ``sparse``: whether the gradient is sparse.
-    """
+    ``scale_grad_by_freq``: whether the gradient of a table row is divided by how often its id occurs. ``mode``: 0 for
+    the sum, 1 for the mean, 2 for the maximum. ``sparse``: whether the gradient of the table is sparse.
+    ``per_sample_weights``: the node of a factor for each id, or ``None``. ``include_last_offset``: whether the last
+    offset is the end of the last bag. ``padding_idx``: the id that does not count; ``None`` for none."""
 
     scale_grad_by_freq: bool = False
     mode: int = _SUM
@@ -46,10 +46,10 @@ def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Nod
     """Rewrite ``embedding_bag`` as an embedding and a reduction over each bag, a group of ids. Return the node of the
     result ``[bags, width]`` and three ``None`` for results that nothing reads.
 
-    ``weight``: the table ``[rows, width]``. ``ids`` is a vector of row indices; bag ``i`` starts at ``offsets[i]``.
-    ``reduction``: the operator's further arguments, such as the mode (sum, mean or maximum) and a factor for each row.
-    Raise :class:`UnsupportedError` if bags are not known to have the same size, or if ``scale_grad_by_freq`` is set.
-    """
+    ``build``: appends operators to the graph. ``weight``: the table ``[rows, width]``. ``ids``: a vector of indices of
+    table rows. ``offsets``: a vector; bag ``i`` starts at ``ids[offsets[i]]``. ``reduction``: the operator's further
+    arguments, such as the mode (sum, mean or maximum) and a factor for each id. Raise :class:`UnsupportedError` if bags
+    are not known to have the same size, or if ``scale_grad_by_freq`` is set."""
     how = BagReduction(*reduction)
     bags, length = list_node_sizes(offsets)[0] - how.include_last_offset, list_node_sizes(ids)[0]
     size = length // bags if bags > 0 else 0
@@ -84,8 +84,8 @@ def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
 def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
     """Return the node of the sum (``mode`` 0), mean (1) or maximum (2) of ``rows`` ``[bags, size, width]`` over dim 1.
 
-    ``kept`` ``[bags, size]``: true for the rows that count; ``None`` means all. A bag in which no row counts gives 0.
-    """
+    ``build``: appends operators to the graph. ``kept``: a node ``[bags, size]``, true for the rows that count; ``None``
+    means all. A bag in which no row counts gives 0."""
     left_out = None
     if kept is not None:
         left_out = build(aten.unsqueeze.default, build(aten.logical_not.default, kept), -1)
@@ -112,12 +112,12 @@ def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int)
 def rewrite_embedding(
     build: Builder, weight: fx.Node, ids: fx.Node, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
-    """Rewrite an embedding that has ``sparse=True`` as one with a dense gradient, which has the same values, and return
-    its node; return ``KEEP`` (the operator stays) if ``sparse`` is false.
+    """Rewrite an embedding with ``sparse=True`` as one with a dense gradient, and return its node. The result and the
+    gradient have the same values. Return ``KEEP`` (the operator stays) if ``sparse`` is false.
 
-    ``weight``: the table. ``ids``: the indices of the rows of ``weight`` to read. ``padding``: the id whose row gets no
-    gradient; -1 for none. ``by_frequency``: divide a row's gradient by how often its id occurs.
-    """
+    ``build``: appends operators to the graph. ``weight``: the table ``[rows, width]``. ``ids``: the indices of the rows
+    to read. ``padding``: the id whose row gets no gradient; -1 for none. ``by_frequency``: whether the gradient of a
+    row is divided by how often its id occurs."""
     return build(aten.embedding.default, weight, ids, padding, by_frequency) if sparse else KEEP
 
 
@@ -144,9 +144,10 @@ def rewrite_scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source
 
 
 def index_fill(build: Builder, x: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Any:
-    """Rewrite ``index_fill``, which sets the slices ``index`` of ``x`` along ``dim`` to ``value``, as a ``where`` on a
-    mask of the indexed positions, and return its node. The gradient of ``index_fill`` itself counts repeated indices,
-    and their number depends on data. If ``x`` has no dims, return ``KEEP`` (the operator stays)."""
+    """Rewrite ``index_fill``, which sets the slices with the indices ``index`` along ``dim`` of ``x`` to ``value``, as
+    a ``where`` on a mask of the indexed slices, and return the node of the result. The gradient of ``index_fill``
+    itself would count repeated indices, whose number depends on data. If ``x`` has no dims, return ``KEEP`` (the
+    operator stays). ``build``: appends operators to the graph."""
     if not list_node_sizes(x):
         return KEEP
     rank, size = len(list_node_sizes(x)), list_node_sizes(x)[dim]
@@ -162,12 +163,12 @@ def _rewrite_slice_write(build: Builder, target: Any, x: fx.Node, dim: int, inde
 
 
 def _find_slice_indices(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
-    """Return a one-dimensional node of the indices along ``dim`` if the index tensor ``index`` has the same ones for
-    all positions of the other dims, as ``v.view(-1, 1).expand(n, m)`` has for dim 0.
+    """Return a vector of indices along ``dim``, as a node, if the index tensor ``index`` is this vector expanded over
+    the other dims, as ``v.view(-1, 1).expand(n, m)`` is for dim 0. The ``scatter`` or ``gather`` of ``x`` that reads
+    ``index`` then writes or reads whole slices of ``x``.
 
-    Return ``None`` if ``index`` was not made by such an expansion of a vector to the sizes of ``x``. The ``scatter`` or
-    ``gather`` that reads ``index`` then writes or reads whole slices of ``x``.
-    """
+    ``build``: appends operators to the graph. Return ``None`` if ``index`` is not such an expansion to the sizes of
+    ``x``."""
     sizes, rank = list_node_sizes(index), len(list_node_sizes(index))
     if rank < 2 or index.target not in _VIEWS or get_node_tensor(index).dtype != torch.int64:
         return None
@@ -195,12 +196,11 @@ _RESHAPES = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, at
 
 def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> Any:
     """Rewrite ``x[rows_0, ..., rows_k, index]`` as a ``gather`` of ``x`` along the dim that ``index`` indexes, and
-    return its node.
+    return the node of the result.
 
-    ``indices``: the index tensors of the leading dims of ``x``. Each but the last must be ``arange(size)`` over its
-    whole dim ``d`` of ``x``, and must lie along dim ``d`` of the broadcast shape of the indices. For any other indices,
-    return ``KEEP`` (the operator stays).
-    """
+    ``build``: appends operators to the graph. ``indices``: the nodes of the index tensors of the leading dims of ``x``.
+    Each but the last must be ``arange(size)`` over a whole dim ``d`` of ``x``, and must lie along dim ``d`` of the
+    broadcast shape of the indices. For any other indices, return ``KEEP`` (the operator stays)."""
     if any(i is None or get_node_tensor(i).dtype not in (torch.int64, torch.int32) for i in indices):
         return KEEP
     *rows, places = (i for i in indices if i is not None)
@@ -223,11 +223,10 @@ def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> 
 
 
 def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
-    """Return (dim, size) if ``node`` is an ``arange(size)``, possibly reshaped, that lies along this one dim; ``None``
-    if it has other values.
+    """Return (dim, size) if ``node`` is an ``arange(size)``, possibly reshaped, that varies along this one dim; return
+    ``None`` for any other node.
 
-    ``rank``: the number of dims to which ``node`` is broadcast; the returned dim is an index, from 0, among these.
-    """
+    ``rank``: the number of dims to which ``node`` is broadcast; the returned dim is an index from 0 among these."""
     sizes = [1] * (rank - len(list_node_sizes(node))) + list_node_sizes(node)
     along = [d for d, size in enumerate(sizes) if size > 1]
     while node.target in _RESHAPES and isinstance(node.args[0], fx.Node):
@@ -244,11 +243,11 @@ def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
 def index_put(
     build: Builder, x: fx.Node, indices: list[fx.Node | None], value: fx.Node, accumulate: bool = False
 ) -> Any:
-    """Rewrite ``x[mask] = value`` (or ``+=`` if ``accumulate``) as a ``where``, and return its node.
+    """Rewrite ``x[mask] = value`` (or ``+=`` if ``accumulate``) as a ``where``, and return the node of the result.
 
-    ``mask`` covers the leading dims of ``x``. ``value`` must be one value for all masked positions: a number, or a
-    tensor of the dims of ``x`` behind the mask. In any other case, return ``KEEP`` (the operator stays).
-    """
+    ``build``: appends operators to the graph. ``indices``: must be a single boolean mask over the leading dims of
+    ``x``. ``value``: the node of one value for all masked positions: a number, or a tensor with the dims of ``x``
+    behind the mask. In any other case, return ``KEEP`` (the operator stays)."""
     mask = indices[0] if len(indices) == 1 else None
     if mask is None or get_node_tensor(mask).dtype != torch.bool:
         return KEEP

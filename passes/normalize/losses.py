@@ -37,14 +37,13 @@ _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
 
 def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
-    """Rewrite the operands of a next-token loss, whose logits were sliced because some positions have no target, so
-    that all positions are used. Return two nodes: the unsliced logits, and the targets with ``ignore_index`` at the
-    positions that the slice had removed.
+    """Rewrite the operands of a next-token loss that leaves out positions without a target by slicing the logits, so
+    that it reads all positions. Return two nodes: the logits without the slice, and the targets with ``ignore_index``
+    at the positions that the slice removed.
 
-    ``logits`` ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along
-    ``s``. ``target``: the class for each of these positions. ``ignore_index``: the class that the loss leaves out. In
-    any other form, return ``logits`` and ``target`` unchanged.
-    """
+    ``build``: appends operators to the graph. ``logits``: ``[b * (s - n), classes]`` or ``[b, classes, s - n]``, made
+    by a slice of ``[b, s, classes]`` along ``s``. ``target``: the class for each of these positions. ``ignore_index``:
+    the class that the loss leaves out. In any other form, return ``logits`` and ``target`` unchanged."""
     casts: list[fx.Node] = []
     swaps = 0
     node = logits
@@ -84,8 +83,9 @@ _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
 def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
-    """Append the reduction of a loss to the graph and return its node. ``terms``: the node of the loss term of each
-    element. ``reduction``: torch's code; 0 returns ``terms`` unchanged, 1 is the mean, 2 the sum."""
+    """Append the reduction of a loss to the graph and return the node of the result. ``build``: appends operators to
+    the graph. ``terms``: the node of the loss of each element. ``reduction``: torch's code: 0 returns ``terms``
+    unchanged, 1 gives the mean, 2 the sum."""
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
@@ -101,13 +101,13 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> fx.Node:
-    """Rewrite ``aten.cross_entropy_loss`` as ``logsumexp(logits) - logits[target]`` per target that is not ignored, and
-    a reduction.
+    """Rewrite ``aten.cross_entropy_loss`` as ``logsumexp(logits) - logits[target]`` for each target that is not
+    ignored, and a reduction. Return the node of the loss.
 
-    Return the node of the loss. ``logits``: ``[N, C, ...]`` or ``[C]``. ``target``: class indices, or class
-    probabilities of the sizes of ``logits``. ``weight``: one weight per class. ``reduction``: 0 none, 1 mean (over the
-    weights of the targets), 2 sum. ``ignore_index``: the class of targets that do not count. ``label_smoothing``: the
-    probability that is divided evenly among all classes.
+    ``build``: appends operators to the graph. ``logits``: ``[N, C, ...]`` or ``[C]`` with ``C`` classes. ``target``:
+    class indices, or class probabilities of the shape of ``logits``. ``weight``: ``[C]``, one weight per class, or
+    ``None``. ``reduction``: 0 none, 1 mean (weighted by the class weights of the targets), 2 sum. ``ignore_index``: the
+    class of targets that do not count. ``label_smoothing``: the probability that is divided evenly among all classes.
     """
     dim = min(1, len(list_node_sizes(logits)) - 1)
     if get_node_tensor(target).dtype.is_floating_point:
@@ -136,12 +136,12 @@ def cross_entropy(
 
 
 def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> fx.Node:
-    """Return the node of the cross entropy of each row of ``logits`` with the class in ``index``, with size 1 along
-    ``dim``.
+    """Return the node of the cross entropy of each row of ``logits`` with its target class. It has the shape of
+    ``logits`` with size 1 along ``dim``, the dim of classes.
 
     If the logits were cast from a 16-bit type to float32, the operator reads them before the cast and returns float32.
-    This saves the memory of the float32 logits. ``index``: the class of each row. ``dim``: the class dim.
-    """
+    This saves the memory of the float32 logits. ``build``: appends operators to the graph. ``index``: the node of the
+    class of each row, with size 1 along ``dim``."""
     narrow = _before_cast(build, logits)
     if narrow is None:
         return build(CROSS_ENTROPY, logits, index, dim)
@@ -149,12 +149,11 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
 
 
 def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
-    """Return a node with the value of ``node`` before a cast from a 16-bit type to float32; ``None`` if ``node`` does
-    not come from such a cast.
+    """Return a node with the value that ``node`` has without an earlier cast from a 16-bit type to float32; return
+    ``None`` if ``node`` does not come from such a cast.
 
-    Only reshapes, transposes and slices may lie between the cast and ``node``. They are appended again, on the uncast
-    tensor.
-    """
+    Only reshapes, transposes, copies and slices may lie between the cast and ``node``. They are appended to the graph
+    again, on the tensor before the cast. ``build``: appends operators to the graph."""
     if node.target in CASTS and get_node_tensor(node).dtype == torch.float32:
         source = node.args[0]
         return source if isinstance(source, fx.Node) and get_node_tensor(source).dtype in NARROW else None
@@ -172,11 +171,12 @@ def rewrite_nll_loss(
     reduction: int = MEAN,
     ignore_index: int = -100,
 ) -> fx.Node:
-    """Rewrite ``nll_loss`` as ``-logs[target]`` times the class weight per target that is not ignored, and a reduction.
+    """Rewrite ``nll_loss`` as ``-logs[target]`` times the class weight for each target that is not ignored, and a
+    reduction. Return the node of the loss.
 
-    Return the node of the loss. ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]``. ``weight``: one weight per
-    class. ``reduction``: 0 none, 1 mean, 2 sum. ``ignore_index``: the class of targets that do not count.
-    """
+    ``build``: appends operators to the graph. ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]`` of ``C`` classes.
+    ``target``: class indices. ``weight``: ``[C]``, one weight per class, or ``None``. ``reduction``: 0 none, 1 mean
+    (weighted by the class weights of the targets), 2 sum. ``ignore_index``: the class of targets that do not count."""
     dim = min(1, len(list_node_sizes(logs)) - 1)
     counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
     terms = build(aten.neg.default, build(aten.gather.default, logs, dim, index))
@@ -188,9 +188,10 @@ def rewrite_nll_loss(
 
 
 def _mask_ignored_targets(build: Builder, target: fx.Node, ignore_index: int, dim: int) -> tuple[fx.Node, fx.Node]:
-    """Append and return two nodes: a mask of the targets that are not ignored, and the targets with 0 in place of
-    ignored ones. Both get a class dim of size 1 at index ``dim``. ``target``: the class of each sample.
-    ``ignore_index``: the class of ignored targets."""
+    """Append operators to the graph and return two nodes: a mask, true for targets that are not ignored; and the
+    targets, with 0 in place of ignored ones. Both get a new dim of size 1 at index ``dim``, the dim of classes.
+    ``build``: appends operators to the graph. ``target``: the class index of each sample. ``ignore_index``: the class
+    of ignored targets."""
     target = build(aten.unsqueeze.default, target, dim)
     counts = build(aten.ne.Scalar, target, ignore_index)
     return counts, build(aten.where.ScalarOther, counts, target, 0)
@@ -199,11 +200,12 @@ def _mask_ignored_targets(build: Builder, target: fx.Node, ignore_index: int, di
 def _reduce_counted(
     build: Builder, terms: fx.Node, counts: fx.Node, weights: fx.Node | None, reduction: int, dim: int
 ) -> fx.Node:
-    """Return the node of the reduced ``terms`` of a loss, in which terms of ignored targets are zero.
+    """Return the node of a loss: the reduction of ``terms``, the loss of each target, in which ignored targets count as
+    zero.
 
-    ``counts``: the mask of targets that are not ignored. ``weights``: the class weight of each target; ``None`` means
-    1. ``reduction``: 0 none (the class dim ``dim`` is removed), 1 mean (over the weights of the targets), 2 sum.
-    """
+    ``build``: appends operators to the graph. ``counts``: the mask of targets that are not ignored. ``weights``: the
+    class weight of each target; ``None`` means 1. ``reduction``: 0 none, 1 mean (weighted by ``weights``), 2 sum.
+    ``dim``: the dim of classes, of size 1, which is removed if there is no reduction."""
     terms = build(aten.where.ScalarOther, counts, terms, 0.0)
     if reduction == NONE:
         return build(aten.squeeze.dim, terms, dim)
@@ -217,9 +219,10 @@ def _reduce_counted(
 
 
 def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
-    """Append the label-smoothing term of each row, which is the sum over classes of ``-log softmax(logits)`` times the
-    class weight, and return its node. ``normalizer``: ``logsumexp(logits)`` along ``dim``, the class dim. ``weight``:
-    one weight per class; ``None`` means 1."""
+    """Append the label-smoothing term of each row of ``logits`` to the graph: the sum over classes of
+    ``-log_softmax(logits)`` times the class weight. Return its node, with size 1 along ``dim``, the dim of classes.
+    ``build``: appends operators to the graph. ``normalizer``: the node of ``logsumexp(logits)`` along ``dim``.
+    ``weight``: one weight per class; ``None`` means 1."""
     if weight is None:
         whole = build(aten.mul.Tensor, normalizer, list_node_sizes(logits)[dim])
         return build(aten.sub.Tensor, whole, build(aten.sum.dim_IntList, logits, [dim], True))
@@ -235,12 +238,11 @@ def _by_class(build: Builder, weight: fx.Node, logits: fx.Node, dim: int) -> fx.
 def _cross_entropy_of_probabilities(
     build: Builder, logits: fx.Node, target: fx.Node, weight: fx.Node | None, reduction: int, smoothing: float, dim: int
 ) -> fx.Node:
-    """Append the cross entropy of ``logits`` with targets that are probabilities of the classes along ``dim``; return
-    its node.
+    """Append the cross entropy of ``logits`` with targets that are class probabilities to the graph; return its node.
 
-    ``target``: the probabilities, of the sizes of ``logits``. ``weight``: one weight per class; ``None`` means 1.
-    ``reduction``: 0 none, 1 mean, 2 sum. ``smoothing``: the probability that is divided evenly among all classes.
-    """
+    ``build``: appends operators to the graph. ``target``: the probabilities, of the shape of ``logits``. ``weight``:
+    one weight per class; ``None`` means 1. ``reduction``: 0 none, 1 mean, 2 sum. ``smoothing``: the probability that is
+    divided evenly among all classes. ``dim``: the dim of classes."""
     size = list_node_sizes(logits)[dim]
     if smoothing:
         target = build(aten.add.Tensor, build(aten.mul.Tensor, target, 1 - smoothing), smoothing / size)
@@ -266,15 +268,15 @@ def multilabel_margin(build: Builder, x: fx.Node, target: fx.Node, reduction: in
 
 
 def make_loss_rule(target: Any, position: int) -> Rule:
-    """Return the rewrite rule that turns the loss operator ``target`` into its unreduced terms and a separate sum or
+    """Return the function that rewrites the loss operator ``target`` as the loss of each element and a separate sum or
     mean.
 
-    ``position``: the index of ``reduction`` among its arguments, from 0.
-    """
+    ``position``: the index of the argument ``reduction`` of the operator, from 0."""
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append the loss of each element (the operator with ``args``, ``kwargs`` and without reduction) and then its
-        sum or mean, and return the node of the result."""
+        """Append a loss operator without reduction and then its sum or mean to the graph, and return the node of the
+        result. ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of the loss operator,
+        ``reduction`` (0 none, 1 mean, 2 sum) among them."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:
@@ -335,11 +337,10 @@ def pick_before_softmax(graph: fx.Graph) -> None:
 
 
 def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
-    """Replace ``node``, a ``gather`` from a ``log_softmax``, by the negative of a cross entropy, in place. Return
-    whether it was replaced: nothing else may read the ``log_softmax``, and one element of each row must be gathered.
+    """Replace ``node``, a ``gather``, by the negative of a cross entropy, in place, if it reads one element of each row
+    of a ``log_softmax`` that nothing else reads. Return whether it was replaced.
 
-    ``build`` appends operators to the graph.
-    """
+    ``build``: appends operators to the graph."""
     logs, dim, index = node.args[:3]
     assert isinstance(logs, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node), node
     sizes = list_node_sizes(logs)
@@ -360,12 +361,12 @@ def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
 
 
 def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
-    """Return a node with the scores of which ``logs`` is the ``log_softmax`` along ``dim``, in the shape of ``logs``.
-    Reshapes and slices that lie between the ``log_softmax`` and ``logs``, and that leave ``dim`` whole, are applied to
-    the scores.
+    """Return a node with the scores of which ``logs`` is the ``log_softmax`` along ``dim``, in the shape and dtype of
+    ``logs``. Reshapes and slices between the ``log_softmax`` and ``logs`` that leave ``dim`` whole are applied to the
+    scores.
 
-    Return ``None`` if ``logs`` was not computed in this way, or if more than one operator reads it.
-    """
+    ``build``: appends operators to the graph. Return ``None`` if ``logs`` was not computed in this way, or if more than
+    one operator reads it."""
     if len(logs.users) > 1:
         return None
     if logs.target in _LOGS:

@@ -92,11 +92,11 @@ def refuse_unsupported_nodes(graph: fx.Graph) -> None:
 
 
 def _check_types(node: fx.Node) -> None:
-    """Raise :class:`InputsError` if ``node`` is a matrix product or an attention whose operands have different dtypes.
+    """Raise :class:`InputsError` if ``node`` is a matrix product, a convolution or an attention whose operands have
+    different dtypes.
 
-    Torch refuses such operands only when it computes with real numbers, not while tracing, so the error would come
-    late.
-    """
+    Torch refuses such operands only when it computes with real numbers, not while tracing, so that the error would come
+    late."""
     count = _ONE_TYPE.get(getattr(node.target, "overloadpacket", None), 0)
     found = [a.meta["val"].dtype for a in node.args[:count] if isinstance(a, fx.Node)]
     if len(set(found)) > 1:
@@ -117,13 +117,13 @@ RULES = {**SHAPES, **STRIDES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM, 
 
 
 def normalize(captured: Captured) -> Captured:
-    """Return the captured model with its graph rewritten so that each kind of computation has one form, for which later
-    passes have rules: composite operators are decomposed, and losses, indices and views are rewritten.
+    """Return the captured model (one graph of the whole model) with its graph rewritten so that each kind of
+    computation has one form, for which later passes have rules: composite operators are decomposed, and losses, indices
+    and views are rewritten.
 
-    Loops over mixture-of-experts experts become one product in which each row is multiplied by the matrix of its
-    expert, and separate modules of equal experts become stacked weights. Raise :class:`UnsupportedError` or
-    :class:`InputsError` if no plan can execute the model.
-    """
+    Loops over the experts of a mixture of experts become one product in which each row is multiplied by the matrix of
+    its expert, and separate modules of equal experts become stacked weights. Raise :class:`UnsupportedError` or
+    :class:`InputsError` if no plan can execute the model."""
     try:
         for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
             check_turns(_normalize_graph(empty).graph, _normalize_graph(left_out).graph)
@@ -136,9 +136,8 @@ def normalize(captured: Captured) -> Captured:
 
 
 def _normalize_graph(captured: Captured) -> Captured:
-    """Return ``captured`` with a graph in which composite operators are decomposed and all rewrite rules have been
-    applied.
-    """
+    """Return ``captured``, a model as one graph, with composite operators decomposed, all rewrite rules applied, and
+    constant attention masks replaced by arguments of the attention."""
     graph, layers = captured.graph, {n.name: n.name for n in captured.graph.nodes}
     if any(node.target in RECURRENT for node in graph.nodes):
         graph, layers, _ = rewrite_by_rules(graph, RECURRENT)
@@ -160,11 +159,10 @@ def _normalize_graph(captured: Captured) -> Captured:
 
 
 def _unflatten_captured(captured: Captured) -> Captured:
-    """Return the captured model ``captured`` with flattened dims, such as ``batch * positions``, as separate dims
+    """Return ``captured``, a model as one graph, with flattened dims, such as ``batch * positions``, as separate dims
     again, and with reads and writes by index rewritten where possible.
 
-    Indices that route rows to experts have rewrites of their own, which must have run before.
-    """
+    The rewrites of indices that assign rows to experts must have run before."""
     graph, results = captured.graph, _list_result_names(captured.graph)
     unflatten_dims(graph)
     moved = _deduplicate_results(graph, results)
@@ -192,10 +190,9 @@ def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
 
 
 def _replace_graph(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> Captured:
-    """Return ``captured`` with ``graph`` instead of its own graph.
+    """Return ``captured``, a model as one graph, with ``graph`` instead of its own graph.
 
-    ``moved``: for each node name in the old graph, the name of the node in ``graph`` that replaces it.
-    """
+    ``moved``: for each node name in the old graph, the name of the node in ``graph`` that replaces it."""
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
     updates = {state: moved[node] for state, node in captured.updates.items()}
@@ -204,7 +201,8 @@ def _replace_graph(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]
 
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:
-    """Return ``captured`` with the constants ``added`` (value by name) and a placeholder for each of them."""
+    """Return ``captured``, a model as one graph, with further constants and a placeholder for each. ``added``: value by
+    name of the constant."""
     states = {name: ModelState(name, TensorSpec.of(value), "constant") for name, value in added.items()}
     return captured.with_(
         states={**captured.states, **states},

@@ -38,11 +38,11 @@ def rewrite_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
 
 
 def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> Any:
-    """Rewrite ``aten.native_dropout``; return the nodes of the result and of the mask of kept elements.
+    """Rewrite ``aten.native_dropout`` of ``x``. Return two nodes: the result, and the boolean mask of elements that are
+    not zeroed.
 
-    ``p``: the probability of zeroing. Without training (``train``) or with ``p`` of 0, the result is ``x`` and the mask
-    is all ones.
-    """
+    ``build``: appends operators to the graph. ``p``: the probability of zeroing an element. ``train``: whether dropout
+    is on. If it is false or ``p`` is 0, the result is ``x`` and the mask is true everywhere."""
     if train is False or p == 0:
         return x, build(aten.ones_like.default, x, dtype=torch.bool, device=META)
     return _build_dropout(build, x, p)
@@ -54,11 +54,11 @@ def _build_dropout(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.No
 
 
 def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """Replace a random operator of torch by operators that compute each element's number from its index, and return the
-    result.
+    """Replace a random operator of torch by operators that compute each element's random number from the element's
+    index in the whole tensor, and return the node of the result. All plans then draw the same numbers.
 
-    Return ``KEEP`` (the operator stays) if there is no formula for it. ``args``, ``kwargs``: the operator's arguments.
-    """
+    ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of the replaced operator. Return
+    ``KEEP`` (the operator stays) if there is no such formula for it."""
     assert build.node is not None
     formula = formula_of(build.node.target, args, kwargs)
     if formula is None:
@@ -69,12 +69,9 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
-    """Return a :class:`Sampler` that appends to the graph of ``build``. The function that rewrites a random operator of
-    torch gets it, draws random numbers with it and appends operators to the graph.
-
-    ``given``: the arguments of torch's random operator by name. ``made``: a meta tensor of its result's shape and
-    dtype.
-    """
+    """Return the object that the formula of a random operator uses to append operators and draws of random numbers to a
+    graph. ``build``: appends operators to this graph. ``given``: the arguments of torch's random operator by name.
+    ``made``: a meta tensor with the shape and dtype of its result."""
 
     def numbers(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: fx.Node) -> fx.Node:
         return _draw_random_numbers(build, list(sizes), distribution, *parameters)
@@ -87,9 +84,10 @@ def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> S
 
 
 def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Rewrite ``_standard_gamma`` as an operator that draws each sample from the element's index, and return its node;
-    return ``KEEP`` (the operator stays) if a ``generator`` is given. ``concentration``: the parameter of each element's
-    distribution. The gradient with respect to it is torch's, by implicit differentiation."""
+    """Rewrite ``_standard_gamma`` as operators that compute each sample from the element's index in the whole tensor,
+    and return the node of the samples. ``build``: appends operators to the graph. ``concentration``: the node of the
+    shape parameter of each element's gamma distribution. ``generator``: if it is given, return ``KEEP`` (the operator
+    stays). The gradient with respect to ``concentration`` is torch's, by implicit differentiation."""
     if generator is not None:
         return KEEP
     sample = sample_gamma(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
@@ -100,9 +98,10 @@ def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None)
 
 
 def rewrite_dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Rewrite ``_sample_dirichlet`` as operators that draw each sample from the element's index, and return the node;
-    return ``KEEP`` (the operator stays) if a ``generator`` is given. ``concentration``: the parameters of each
-    distribution along the last dim. The gradient with respect to them is torch's, by implicit differentiation."""
+    """Rewrite ``_sample_dirichlet`` as operators that compute each sample from the element's index in the whole tensor,
+    and return the node of the samples. ``build``: appends operators to the graph. ``concentration``: the node of the
+    parameters of each Dirichlet distribution, along the last dim. ``generator``: if it is given, return ``KEEP`` (the
+    operator stays). The gradient with respect to ``concentration`` is torch's, by implicit differentiation."""
     if generator is not None:
         return KEEP
     sample = random.sample_dirichlet(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
@@ -122,9 +121,10 @@ def rewrite_rrelu(
     training: bool = False,
     generator: Any = None,
 ) -> Any:
-    """Rewrite the randomized leaky ReLU of ``x`` as a product with drawn slopes, and return its node; return ``KEEP``
-    (the operator stays) if a ``generator`` is given. ``lower``, ``upper``: the bounds of the slope. ``training``:
-    whether slopes are drawn; otherwise the mean of the bounds is used."""
+    """Rewrite the randomized leaky ReLU of ``x`` as a product with randomly drawn slopes, and return the node of the
+    result. ``build``: appends operators to the graph. ``lower``, ``upper``: the bounds of the slope of negative
+    elements. ``training``: whether slopes are drawn; otherwise the mean of the bounds is used. ``generator``: if it is
+    given, return ``KEEP`` (the operator stays)."""
     if generator is not None:
         return KEEP
     given = {"self": x, "lower": lower, "upper": upper, "training": training}
@@ -134,12 +134,12 @@ def rewrite_rrelu(
 def _draw_random_numbers(
     build: Builder, sizes: list[int], distribution: Any = ops.uniform.default, *parameters: fx.Node
 ) -> fx.Node:
-    """Append a draw of one random number for each element of a tensor of ``sizes``, and return its node.
+    """Append a draw of one random number for each element of a tensor of the shape ``sizes`` to the graph, and return
+    its node.
 
-    Every call adds a constant with a new stream number to the graph, so that no two operators draw the same numbers.
-    ``distribution``: the operator that draws, such as ``partition::uniform``. ``parameters``: its further operands,
-    such as a rate.
-    """
+    Every call adds a constant with a new stream number to the graph, so that no two draws give the same numbers.
+    ``build``: appends operators to the graph. ``distribution``: the operator that draws, such as ``partition::uniform``
+    (numbers from 0 to 1). ``parameters``: its further operands, such as a rate."""
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
     own = build.constant(stream, torch.tensor(int(stream.rsplit(".", 1)[1])))
@@ -147,11 +147,11 @@ def _draw_random_numbers(
 
 
 def _build_element_index(build: Builder, sizes: list[int]) -> fx.Node:
-    """Return the node of every element's index in the flattened whole tensor of ``sizes``, from 0.
+    """Append operators to the graph that compute each element's index, from 0, in the flattened whole tensor of the
+    shape ``sizes``. Return their int64 node, of a shape that broadcasts to ``sizes``.
 
-    It is built from sums of ``arange``, so that any dim can be sharded and each rank gets the indices of its own
-    elements.
-    """
+    The index is a sum of ``arange`` operators, so that any dim can be sharded and each rank gets the indices of its own
+    elements. ``build``: appends operators to the graph."""
     total: fx.Node | None = None
     stride = 1
     for dim in reversed(range(len(sizes))):
@@ -182,13 +182,14 @@ def rewrite_attention_dropout(
     is_causal: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """Rewrite attention with dropout as matrix products and a softmax, because dropout needs the attention weights as a
-    tensor. Return the node of the result, or ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
+    """Rewrite scaled dot-product attention with dropout as matrix products and a softmax, because dropout needs the
+    attention weights as a tensor. Return the node of the result, or ``KEEP`` (the operator stays) if ``dropout_p`` is
+    0.
 
-    ``q``, ``k``, ``v``: queries, keys and values. ``mask``: boolean (true where a query sees a key) or numbers to add
-    to the scores; ``None`` for none. ``dropout_p``: the probability of zeroing a weight. ``is_causal``: hide keys
-    behind the query. ``options``: ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``.
-    """
+    ``build``: appends operators to the graph. ``q``, ``k``, ``v``: queries, keys and values ``[..., heads, positions,
+    width]``. ``mask``: boolean (true where a query sees a key) or numbers to add to the scores; ``None`` for none.
+    ``dropout_p``: the probability of zeroing a weight. ``is_causal``: hide keys behind the query. ``options``:
+    ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``."""
     if not dropout_p:
         return KEEP
     groups = list_node_sizes(q)[-3] // list_node_sizes(k)[-3] if options.get("enable_gqa") else 1
@@ -224,19 +225,17 @@ _SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that swit
 
 
 def refuse_draws(graph: fx.Graph) -> None:
-    """Raise :class:`UnsupportedError` if ``graph`` has a random operator that no rule of this module replaced."""
+    """Raise :class:`UnsupportedError` if ``graph`` still has a random operator of torch, one that no rewrite rule has
+    replaced. Its numbers would differ between plans."""
     for node in graph.nodes:
         if node.op == "call_function" and _is_random_draw(node):
             raise _create_draw_error(node)
 
 
 def _is_random_draw(node: fx.Node) -> bool:
-    """Return whether ``node`` draws random numbers: its operator is tagged as random or takes a generator, and is not
-    switched off.
-
-    Both are checked because torch does not tag all random operators. A random operator is switched off by an argument
-    such as ``train=False`` or ``dropout_p=0``.
-    """
+    """Return whether ``node`` draws random numbers. Its operator must be tagged as random or take a generator (torch
+    does not tag all random operators), and must not be switched off by an argument such as ``train=False`` or
+    ``dropout_p=0``."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -261,10 +260,10 @@ def _create_draw_error(node: fx.Node) -> UnsupportedError:
 
 
 def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-    """Rewrite dropout that zeroes whole channels (dim 1) of a sample, and return the node of the result.
+    """Rewrite dropout of ``x`` that zeroes whole channels (dim 1) of a sample, and return the node of the result.
 
-    ``p``: the probability with which a channel is zeroed. ``train``: whether dropout is on; if not, ``x`` is returned.
-    """
+    ``build``: appends operators to the graph. ``p``: the probability with which a channel is zeroed. ``train``: whether
+    dropout is on; if not, ``x`` is returned."""
     if not train or p == 0:
         return x
     if p == 1:
@@ -275,15 +274,15 @@ def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -
 
 
 def make_alpha_dropout_rule(of_channels: bool) -> Rule:
-    """Return the rewrite rule for alpha dropout, which keeps the mean and variance of its input (Klambauer et al.
-    2017).
+    """Return the function that rewrites alpha dropout, which keeps the mean and variance of its input (Klambauer et al.
+    2017), as elementary operators.
 
-    ``of_channels``: drop whole channels (dim 1) of a sample instead of single elements.
-    """
+    ``of_channels``: whether whole channels (dim 1) of a sample are dropped, instead of single elements."""
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-        """Append alpha dropout of ``x`` with probability ``p`` and return its node; return ``x`` itself if ``train`` is
-        false or ``p`` is 0."""
+        """Append alpha dropout of ``x``, which keeps the mean and variance of its input, to the graph and return the
+        node of the result. ``build``: appends operators to the graph. ``p``: the probability of dropping an element or
+        channel. Return ``x`` itself if ``train`` is false or ``p`` is 0."""
         if not train or p == 0:
             return x
         if p == 1:
@@ -301,9 +300,10 @@ _SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 
 
 def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
-    """Append a random mask for dropout of ``x``: ones with probability ``1 - p``, zeros elsewhere. Return its node.
-    ``p``: the probability of zeroing. The mask has the sizes of ``x``, or size 1 in every dim behind the channels (dim
-    1) if ``of_channels``."""
+    """Append a random mask for dropout of ``x`` to the graph: 1 with probability ``1 - p``, otherwise 0. Return its
+    node. ``build``: appends operators to the graph. ``p``: the probability of zeroing. ``of_channels``: whether one
+    number is drawn for each channel (dim 1) of a sample; the mask then has size 1 in every dim behind dim 1. Otherwise
+    it has the shape of ``x``."""
     sizes = list_node_sizes(x)
     sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
     kept: fx.Node = random.sample_bernoulli(_create_sampler(build, {"p": 1 - p}, get_node_tensor(x).new_empty(sizes)))

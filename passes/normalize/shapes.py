@@ -30,8 +30,9 @@ def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
 
 
 def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewrite ``x.to(...)`` in any form as a cast to the given dtype or to the dtype of the given tensor, and return
-    its node. ``args``, ``kwargs``: the arguments of ``to`` after ``x``; devices among them are ignored."""
+    """Rewrite ``x.to(...)`` in any of its forms as a cast to a dtype, and return its node; return ``x`` if it has this
+    dtype already. ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of ``to`` after ``x``:
+    a dtype, or a tensor whose dtype is taken; devices among them are ignored."""
     if not isinstance(x, fx.Node):  # a plain number, which nested vmaps pass
         return _create_full_tensor(build, x)
     for argument in (*args, *kwargs.values()):
@@ -43,9 +44,9 @@ def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def rewrite_reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
-    """Rewrite any view that keeps the order of elements as one ``reshape``, and return its node; ``x`` if it changes
-    nothing.
-    """
+    """Rewrite a view of ``x`` that keeps the order of its elements as one ``reshape``, and return its node; return
+    ``x`` if the view changes nothing. ``build``: appends operators to the graph; the shape is that of ``build.node``,
+    the replaced operator."""
     assert build.node is not None
     sizes = list_node_sizes(build.node)
     while x.target is aten.reshape.default:
@@ -68,9 +69,9 @@ def rewrite_broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> tuple[f
 def rewrite_slice(
     build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
-    """Rewrite the slice of ``x`` along ``dim`` from ``start`` to ``end`` (either may be ``None`` or negative) with
-    bounds that are numbers from 0 on, and return its node; return ``x`` if the slice takes the whole dim. ``step``: the
-    distance of neighbouring indices."""
+    """Rewrite the slice of ``x`` along ``dim`` from ``start`` to ``end`` (each may be ``None`` or negative) as one with
+    bounds from 0 to the size of ``dim``, and return its node; return ``x`` if the slice takes the whole dim. ``build``:
+    appends operators to the graph. ``step``: the distance of neighbouring indices."""
     dim %= len(list_node_sizes(x))
     size = list_node_sizes(x)[dim]
     start, end, step = slice(start, end, step).indices(size)
@@ -88,8 +89,8 @@ def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int
 
 def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     """Rewrite ``split`` or ``chunk`` of ``x`` along ``dim`` as ``split_with_sizes`` with explicit sizes, and return its
-    node. ``sizes``: the size or sizes of the pieces, or their number; not read, because the node's results have the
-    sizes."""
+    node. ``build``: appends operators to the graph; the sizes are those of the results of ``build.node``, the replaced
+    operator. ``sizes``: the replaced operator's argument (sizes or number of the pieces); not used."""
     assert build.node is not None
     dim %= len(list_node_sizes(x))
     return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)
@@ -98,9 +99,9 @@ def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
 def rewrite_padding(
     build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", value: float | None = None
 ) -> Any:
-    """Rewrite padding of ``x`` with the constant ``value`` (``None`` means 0) as ``constant_pad_nd``, and return its
-    node; return ``KEEP`` (the operator stays) for another ``mode``. ``pads``: numbers of elements before and after,
-    from the last dim on."""
+    """Rewrite padding of ``x`` with a constant as ``constant_pad_nd``, and return its node; return ``KEEP`` (the
+    operator stays) if ``mode`` is not ``constant``. ``build``: appends operators to the graph. ``pads``: numbers of
+    elements to add before and after each dim, from the last dim on. ``value``: the constant; ``None`` means 0."""
     if mode != "constant":
         return KEEP
     fill = value if value is not None else 0
@@ -110,8 +111,8 @@ def rewrite_padding(
 
 
 def rewrite_detach(build: Builder, x: fx.Node) -> Any:
-    """Rewrite a ``detach`` of ``x``: return ``KEEP`` (the operator stays) if a gradient could flow to ``x``, which the
-    ``detach`` stops; otherwise return ``x``, because the ``detach`` has no effect."""
+    """Rewrite a ``detach`` of ``x``: return ``KEEP`` (the operator stays) if ``x`` is of a type that can have a
+    gradient, which the ``detach`` stops; otherwise return ``x``, because the ``detach`` has no effect."""
     return KEEP if is_differentiable(get_node_tensor(x)) else x
 
 
@@ -121,11 +122,11 @@ def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
 
 
 def rewrite_overwrite(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
-    """Rewrite an operator that overwrites all elements of ``x``, such as ``copy`` or ``fill``: return the node of
-    ``value`` in the dtype and sizes of ``x``.
+    """Rewrite an operator that overwrites all elements of ``x``, such as ``copy`` or ``fill``: return a node of the new
+    elements, in the dtype and shape of ``x``.
 
-    ``value``: the new elements, as a node that broadcasts to ``x``, or one number.
-    """
+    ``build``: appends operators to the graph. ``value``: the new elements, as a node that broadcasts to ``x``, or one
+    number."""
     if not isinstance(value, fx.Node):
         return _create_full_tensor(build, value)
     value = to_dtype(build, value, get_node_tensor(x).dtype)
@@ -247,12 +248,12 @@ SHAPES: dict[Any, Rule] = {
 
 
 def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
-    """Rewrite ``as_strided`` as an index into the flattened tensor, because a rank's memory layout differs, and return
-    its node.
+    """Rewrite ``as_strided`` of ``x`` as an index into the flattened tensor, because the memory layout of a rank's
+    shard differs, and return its node.
 
-    ``sizes``, ``strides``: the result's sizes, and the distance of neighbours along each dim in the memory of ``x``, in
-    elements. ``offset``: the position of the first element; ``None`` means 0.
-    """
+    ``build``: appends operators to the graph. ``sizes``: the shape of the result. ``strides``: for each dim of the
+    result, the distance of neighbours in the memory of ``x``, in elements. ``offset``: the position of the first
+    element in memory; ``None`` means 0."""
     flat, _ = flat_in_memory(
         build, x, 1 + (offset or 0) + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     )
@@ -261,8 +262,10 @@ def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int],
 
 def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node, list[int]]:
     """Return two values: the node of ``x`` as a vector in the order of its elements in memory, and a list of the dims
-    of ``x`` by decreasing stride. ``reach``: the number of elements from the start that the caller accesses. Raise
-    :class:`UnsupportedError` if ``x`` has fewer, or has gaps in memory."""
+    of ``x`` by decreasing stride.
+
+    ``build``: appends operators to the graph. ``reach``: the number of elements of memory, from the start, that the
+    caller accesses. Raise :class:`UnsupportedError` if ``x`` has fewer, or has gaps in memory."""
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
     order = sorted(range(old.dim()), key=lambda d: (-old.stride(d), -old.shape[d]))
@@ -274,12 +277,11 @@ def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node,
 
 
 def strided_places(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
-    """Return an int64 node of the shape ``sizes`` with the memory position of each element that ``as_strided``
-    accesses.
+    """Return an int64 node of the shape ``sizes``: the memory position, in elements, of each element that
+    ``as_strided`` accesses.
 
-    ``strides``: the distance in memory between neighbours along each dim, in elements. ``offset``: the position of the
-    first element; ``None`` means 0.
-    """
+    ``build``: appends operators to the graph. ``strides``: the distance in memory between neighbours along each dim, in
+    elements. ``offset``: the position of the first element; ``None`` means 0."""
     places = build(aten.full.default, [], offset or 0, dtype=torch.int64, device=META)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         along = build(
@@ -293,11 +295,12 @@ def strided_places(build: Builder, sizes: list[int], strides: list[int], offset:
 def diagonal_scatter(
     build: Builder, x: fx.Node, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> fx.Node:
-    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on the diagonal, ``x`` elsewhere. Return its node.
+    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on a diagonal, ``x`` elsewhere. Return the node of the
+    result.
 
-    ``dim1``, ``dim2``: the two dims that span the matrices. ``offset``: which diagonal; 0 is the main one, positive
-    numbers are above.
-    """
+    ``build``: appends operators to the graph. ``source``: the new elements of the diagonal, along its last dim.
+    ``dim1``, ``dim2``: the two dims of ``x`` that span the matrices. ``offset``: which diagonal; 0 is the main one,
+    positive numbers are above."""
     sizes = list_node_sizes(x)
     first, second = dim1 % len(sizes), dim2 % len(sizes)
     along, across = (first, second) if offset >= 0 else (second, first)  # the diagonal is indexed along the first
@@ -320,14 +323,14 @@ def diagonal_scatter(
 def as_strided_scatter(
     build: Builder, x: fx.Node, source: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None
 ) -> fx.Node:
-    """Rewrite ``as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one, and return its
-    node.
+    """Rewrite ``as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one, and return the node
+    of the result. The operator itself has a wrong gradient in torch 2.13: zero for the elements that are not
+    overwritten.
 
-    ``source``: the new values. ``sizes``, ``strides``, ``offset``: which positions in the memory of ``x`` are written
-    (sizes, distances of neighbours, and first position, in elements). The operator itself has a wrong gradient in torch
-    2.13: zero for the elements that stay. Raise :class:`UnsupportedError` if several elements are written to one
-    position.
-    """
+    ``build``: appends operators to the graph. ``source``: the new values. ``sizes``, ``strides``, ``offset``: which
+    positions in the memory of ``x`` are written: the shape of the written region, the distance of neighbours along each
+    dim, and the first position, in elements. Raise :class:`UnsupportedError` if several elements are written to one
+    position."""
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
     if old.dim() == 2 and not offset and [sum(old.stride())] == strides and [min(old.shape)] == sizes:
@@ -342,20 +345,19 @@ def as_strided_scatter(
 
 
 def written_piece(target: Any) -> Rule:
-    """Return the rewrite rule for ``target``, which writes a slice into a tensor (``slice_scatter`` or
+    """Return the function that rewrites ``target``, an operator that writes a slice into a tensor (``slice_scatter`` or
     ``select_scatter``).
 
-    Complex tensors are rewritten as real and imaginary parts, because torch does not differentiate the operator for
-    them. For real ones, the rule returns ``KEEP`` (the operator stays).
-    """
+    It rewrites complex tensors as real and imaginary parts, because torch does not differentiate the operator for them.
+    For real tensors, it returns ``KEEP`` (the operator stays)."""
 
     def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
-        """Append the write of ``source`` into a slice of the complex tensor ``x`` and return its node; return ``KEEP``
-        (the operator stays) for a real ``x``.
+        """Append the write of ``source`` into a slice of the complex tensor ``x`` to the graph, on real and imaginary
+        parts, and return the node of the result; return ``KEEP`` (the operator stays) for a real ``x``.
 
-        ``dim``: the dim along which the slice is taken. ``place``, ``named``: the further arguments of the operator:
-        the index for ``select_scatter``, or start, end and step for ``slice_scatter``.
-        """
+        ``build``: appends operators to the graph. ``dim``: the dim along which the slice is taken. ``place``,
+        ``named``: the further arguments of the operator: the index for ``select_scatter``, or start, end and step for
+        ``slice_scatter``."""
         if not get_node_tensor(x).dtype.is_complex:
             return KEEP
         parts = [build(aten.view_as_real.default, value) for value in (x, source)]

@@ -39,11 +39,11 @@ def unflatten_dims(graph: fx.Graph) -> None:
 
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a matrix product of rows that are flattened dims by a product that keeps these dims separate, in place.
+    """Replace a matrix product whose rows are several dims flattened into one by a product that keeps these dims
+    separate, in place.
 
-    ``node``: the ``reshape`` that splits the rows of the product, to which a bias may have been added, into the dims;
-    the new product takes its place. Any other ``reshape`` is left unchanged.
-    """
+    ``node``: the ``reshape`` behind the product (and behind the addition of a bias, if there is one) that splits the
+    rows into the dims again; the new product takes its place. Any other ``reshape`` is left unchanged."""
     sizes = list_node_sizes(node)
     value: Any = node.args[0]
     bias: Any = None
@@ -66,10 +66,8 @@ def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_flat_product(value: Any, sizes: list[int]) -> bool:
-    """Return whether ``value`` is a matrix product ``[rows, n]`` that a reshape splits into ``sizes`` ``[..., n]``.
-
-    The reshape must be the only reader of ``value``.
-    """
+    """Return whether ``value`` is a matrix product ``[rows, n]`` that a reshape splits into the shape ``sizes``,
+    ``[..., n]`` with three or more dims. The reshape must be the only reader of ``value``."""
     if not isinstance(value, fx.Node) or value.target not in _PRODUCTS or len(value.users) > 1:
         return False
     flat = list_node_sizes(value)
@@ -81,11 +79,11 @@ def _is_bias(bias: Any, size: int) -> bool:
 
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a transpose of flattened dims by a permutation of the separate dims, in place.
+    """Replace a transpose of a tensor in which several dims are flattened into one by a permutation of the separate
+    dims, in place.
 
-    ``node``: the ``reshape`` that splits the flattened dims behind the transpose; the permutation takes its place. Any
-    other ``reshape`` is left unchanged.
-    """
+    ``node``: the ``reshape`` behind the transpose that splits the flattened dim again; the permutation takes its place.
+    Any other ``reshape`` is left unchanged."""
     moved: Any = node.args[0]
     order = _find_transpose_order(moved)
     flat = moved.args[0] if order is not None else None
@@ -107,12 +105,11 @@ def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _unflatten_elementwise(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace an elementwise operator and the ``reshape`` ``node`` of its result, which splits dims, by reshapes of the
-    operands and the operator on the split dims, in place.
+    """Move the reshape ``node``, which splits dims of the result of an elementwise operator, to the operands of the
+    operator, in place.
 
-    This is done only if it adds no more than views: each operand must come from a ``reshape`` or ``repeat``, or have
-    size 1 in the dims that are split, or they are not split in it.
-    """
+    This is done only if it adds nothing but views. Each operand must come from a ``reshape`` or ``repeat``, or have
+    size 1 in all dims that are split."""
     value: Any = node.args[0]
     if not _is_elementwise(value) or len(value.users) > 1 or len(list_node_sizes(node)) <= len(list_node_sizes(value)):
         return
@@ -140,8 +137,8 @@ def _is_elementwise(value: Any) -> bool:
 
 def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
     """Return, for each dim of the operand ``x`` of an elementwise operator, the list of sizes into which this dim is
-    split. ``sizes``: the shape of the operator's result. ``parts``: for each dim of the result, the sizes into which it
-    is split. A dim along which ``x`` broadcasts is split into ones."""
+    split when the result's dims are split. A dim along which ``x`` broadcasts is split into ones. ``sizes``: the shape
+    of the operator's result. ``parts``: for each dim of the result, the sizes into which it is split."""
     own = list_node_sizes(x)
     last = list(zip(sizes, parts, strict=True))[len(sizes) - len(own) :]
     return [part if size == whole else [1] * len(part) for size, (whole, part) in zip(own, last, strict=True)]
@@ -169,9 +166,10 @@ def _read_repeat_counts(x: fx.Node) -> list[tuple[int, int]]:
 
 
 def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Node:
-    """Append ``x`` with each dim split into the sizes in ``parts`` (a list for each dim), and return its node.
+    """Append a view of ``x`` with its dims split to the graph, and return its node. ``build``: appends operators to the
+    graph. ``parts``: for each dim of ``x``, the list of sizes into which it is split.
 
-    The split must need no more than a view. A ``repeat`` becomes an ``expand``.
+    The split must be possible as a view. If ``x`` is a ``repeat``, the view is an ``expand`` of the tensor before it.
     """
     source: Any = x.args[0] if x.target in _FLAT else x
     sizes = [size for part in parts for size in part]
@@ -187,7 +185,8 @@ def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Nod
 
 
 def _find_transpose_order(node: fx.Node) -> list[int] | None:
-    """Return, for each dim of a transpose's result, the index of the operand's dim; ``None`` for another operator."""
+    """Return, for each dim of the result of ``node``, the index of the operand's dim that it is, if ``node`` is a
+    transpose or permutation; return ``None`` for another operator."""
     rank = len(list_node_sizes(node)) if node.target in _TRANSPOSES else 0
     given: Any = node.args[1:]
     if node.target is aten.permute.default:

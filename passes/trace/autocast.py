@@ -43,15 +43,15 @@ _known: dict[Any, Any] = {}
 
 @contextmanager
 def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
-    """Return a context in which autocast casts traced operators as if the tensors were on the device type ``device``.
-    With ``None`` nothing is cast, which is right for a model in float64.
+    """Return a context for tracing a model's forward, in which autocast regions cast the operands of traced operators
+    as they would on a device of the type ``device``. With ``None`` nothing is cast, which is right for a model in
+    float64.
 
     Tensors are on the CPU during a trace, so a region that forward opens for the CPU is opened for ``device`` instead.
 
     Args:
         device: ``cpu``, ``cuda`` or ``None``.
-        line: returns the present line of forward, for error messages.
-    """
+        line: returns the line of the model's forward that is running, as text for error messages."""
     plain_init, plain_call = autocast_mode.autocast.__init__, proxy_tensor.proxy_call
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -59,13 +59,12 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
         plain_init(self, own, *args, **kwargs)
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        """Trace a call of the operator ``func`` with ``args`` and ``kwargs``, in place of torch's own function, and
-        return its result. Operands are cast as autocast would; if autocast casts inside of the operator, the operators
-        that it consists of are traced.
+        """Trace a call of the operator ``func`` with ``args`` and ``kwargs``, in place of torch's own function for
+        this, and return its result. Operands are cast as autocast would. If autocast casts inside of the operator, the
+        operators into which it decomposes are traced instead.
 
-        ``mode``: torch's trace. ``pre_dispatch``: whether the trace records operators before autograd and autocast
-        handle them; otherwise nothing is cast.
-        """
+        ``mode``: the dispatch mode of torch that records the trace. ``pre_dispatch``: whether the trace records
+        operators before autograd and autocast handle them; otherwise nothing is cast."""
         asked = _read_autocast_request(device)
         with _disable_torch_autocast():
             if asked is None or not pre_dispatch:
@@ -152,9 +151,9 @@ def _is_cast(value: Any) -> bool:
 
 
 def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[], str]) -> Any:
-    """Return the dtype to which autocast casts the operands of an operator: ``None`` if it does not cast them; the
-    constant ``_APART`` if it casts inside of the operator, so that the caller must trace the operators that it
-    decomposes into.
+    """Return the dtype to which autocast casts the operands of the operator ``func``; ``None`` if it does not cast
+    them. Return the constant ``_APART`` if it casts inside of the operator, so that the caller must trace the operators
+    into which it decomposes.
 
     Raise :class:`UnsupportedError` if the effect of autocast on the operator cannot be found or traced, for example
     because sizes depend on data.
@@ -163,9 +162,8 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
         func: the operator.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        asked: (device type, narrow dtype) of the autocast region.
-        line: returns the present line of forward, for error messages.
-    """
+        asked: (device type, dtype) of the autocast region, such as ``("cuda", torch.bfloat16)``.
+        line: returns the line of the model's forward that is running, as text for error messages."""
     device, narrow = asked
     if func in _WHOLE_ON_GPU and device == "cuda":
         return narrow
@@ -198,9 +196,9 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
 
 
 def _format_autocast_refusal(func: Any, asked: Asked, line: Callable[[], str], why: str) -> str:
-    """Return the text of the error that a plan would not compute the same as the operator ``func`` in an autocast
-    region. ``asked``: (device type, narrow dtype) of the region. ``line``: returns the present line of forward.
-    ``why``: the reason."""
+    """Return the message of the error that is raised if a plan would not compute what the operator ``func`` computes in
+    an autocast region. ``asked``: (device type, dtype) of the region. ``line``: returns the line of the model's forward
+    that is running, as text. ``why``: the reason."""
     return (
         f"{func.name()}{line()} in a region of torch.autocast({asked[0]!r}, {asked[1]}) cannot be kept exact ({why}): "
         "take it out of the region, or cast its operands yourself within autocast(enabled=False)"
@@ -223,16 +221,16 @@ def _build_tensor_spec(tensor: Tensor) -> _Spec:
 
 
 def _require_plain_value(value: Any) -> Any:
-    """Return ``value``. Raise :class:`TypeError` if it is a number that depends on data."""
+    """Return ``value`` unchanged. Raise :class:`TypeError` if it is a symbolic number of a trace, which depends on
+    data."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise TypeError("depends on numbers")
     return value
 
 
 def _in_thread(function: Callable[[], Any]) -> Any:
-    """Run ``function`` in a thread of its own, where no trace is active. Return its result, or the exception that it
-    raises.
-    """
+    """Run ``function`` in a new thread, where no trace is active, and wait for it. Return its result, or the exception
+    that it raises."""
     found: list[Any] = []
 
     def work() -> None:
@@ -248,16 +246,15 @@ def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> Any:
-    """Return the operand dtype with which the operator ``func`` computes the same without autocast as it does with
-    autocast: ``None`` for no cast, the narrow dtype of the region or float32, tried in this order. Return the constant
-    ``_APART`` if none of them does.
+    """Return the dtype to which the operands of the operator ``func`` must be cast by hand so that it computes without
+    autocast what it computes with autocast: ``None`` for no cast, the dtype of the autocast region, or float32, tried
+    in this order. Return the constant ``_APART`` if none of them does.
 
     Args:
         func: the operator.
-        shown: the flattened arguments; tensors are given by shape, stride and dtype.
+        shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, narrow dtype) of the autocast region.
-    """
+        asked: (device type, dtype) of the autocast region."""
     _, narrow = asked
     with mock.patch.object(fake_tensor, "init_gpu_context"):
         try:
@@ -276,16 +273,15 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
 
 
 def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
-    """Return whether autocast has a rule neither for the operator ``func`` nor for the operators that it decomposes
-    into. The decomposition is found by running ``func`` on fake CPU tensors, because some operators cannot be run for a
-    GPU on a machine without one.
+    """Return whether autocast has no rule for the operator ``func``, nor for any operator into which it decomposes, and
+    so casts nothing. The decomposition is found by running ``func`` on fake CPU tensors, because some operators cannot
+    be run for a GPU on a machine without one.
 
     Args:
         func: the operator.
-        shown: the flattened arguments; tensors are given by shape, stride and dtype.
+        shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, narrow dtype) of the autocast region.
-    """
+        asked: (device type, dtype) of the autocast region."""
     log, _ = _run_with_cast_operands(func, shown, tree, ("cpu", asked[1]), None, on=False)
     return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))
 
@@ -297,13 +293,12 @@ def _is_listed(name: str, device: str) -> bool:
 
 
 def _log_operator_run(*call: Any, on: bool) -> Any:
-    """Run an operator on fake tensors, and return two values: for each operator that this runs and that computes
-    something, (operator, floating-point dtypes that it reads, those that it returns), as a list; and the floating-point
-    dtypes of the results.
+    """Run an operator on fake tensors, and return two lists. The first has an entry for each operator that this
+    executes and that computes something: (operator, dtypes of the floating-point tensors that it reads, dtypes of those
+    that it returns). The second has the floating-point dtypes of the results.
 
-    ``call``: the operator, its flattened arguments, their structure, the (device type, dtype) of autocast, and the
-    dtype to which operands are cast. ``on``: whether autocast is on.
-    """
+    ``call``: five values: the operator, its flattened arguments, their structure, (device type, dtype) of autocast, and
+    the dtype to which operands are cast by hand (``None``: not cast). ``on``: whether autocast is on."""
     log, made = _run_with_cast_operands(*call, on=on)
     return log.entries, made
 
@@ -311,17 +306,16 @@ def _log_operator_run(*call: Any, on: bool) -> Any:
 def _run_with_cast_operands(
     func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked, to: torch.dtype | None, *, on: bool
 ) -> tuple[_AutocastLog, list[torch.dtype]]:
-    """Run the operator ``func`` on fake tensors whose floating-point operands are cast to ``to`` (``None``: not cast).
-    Return the log of the operators that computed something, and the floating-point dtypes of the results.
+    """Run the operator ``func`` on fake tensors, with its floating-point operands cast by hand to ``to``. Return two
+    values: the log of the operators that this executed, and a list of the floating-point dtypes of the results.
 
     Args:
         func: the operator.
-        shown: the flattened arguments; tensors are given by shape, stride and dtype.
+        shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, narrow dtype) of autocast.
-        to: the dtype of the operands.
-        on: whether autocast is on during the run.
-    """
+        asked: (device type, dtype) of autocast.
+        to: the dtype to which operands are cast; ``None`` means that they are not cast.
+        on: whether autocast is on during the run."""
     device, narrow = asked
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_autocast_cache_enabled(False)
@@ -346,9 +340,9 @@ def _run_with_cast_operands(
 
 
 class _AutocastLog(TorchDispatchMode):
-    """Dispatch mode that records each operator that computes something, as (operator, floating-point dtypes that it
-    reads, those that it returns) in ``entries``, and its name in ``names``.
-    """
+    """Dispatch mode that records the operators that run in it, except those that only move or copy numbers.
+    ``entries``: a list of (operator, dtypes of the floating-point tensors that it reads, dtypes of those that it
+    returns). ``names``: the names of the operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -357,7 +351,8 @@ class _AutocastLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator ``func`` on ``args`` and ``kwargs`` and return its result. Record its name, and the
-        floating-point dtypes that it reads and returns, unless it only moves numbers."""
+        floating-point dtypes that it reads and returns, unless it only moves or copies numbers. ``types`` is not used.
+        """
         made = func(*args, **(kwargs or {}))
         read, gives = _list_floating_dtypes((args, kwargs or {})), _list_floating_dtypes(made)
         if gives and func.overloadpacket not in _MOVES and not func.is_view:

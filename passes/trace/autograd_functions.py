@@ -78,14 +78,16 @@ torch.library.register_fake("partition::own", lambda x, *_: torch.empty_like(x),
 
 
 def _keep_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
-    """Store in ``ctx``, for the backward of the operator ``partition::own``, how many loss terms and inputs it has.
-    ``inputs``: its arguments (tensor, loss terms, inputs). ``output``: its result, which is not read."""
+    """Store in ``ctx`` how many loss terms and how many inputs the operator ``partition::own`` was called with; its
+    backward reads these counts. ``inputs``: the arguments of the call: a tensor, a list of loss terms and a list of
+    inputs. ``output``: its result, which is not used."""
     ctx.counts = len(inputs[1]), len(inputs[2])
 
 
 def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[None]]:
-    """Return the gradients of the operator ``partition::own``: ``grad`` for the tensor that it returns, and ``None``
-    for each of its loss terms and inputs, whose numbers are stored in ``ctx``."""
+    """Compute the backward of the operator ``partition::own(tensor, loss terms, inputs)``, which returns its tensor
+    unchanged. Return ``grad`` as the gradient of the tensor, and a list of ``None`` for the loss terms and for the
+    inputs. ``ctx``: has the lengths of both lists. ``grad``: the gradient of the operator's result."""
     terms, inputs = ctx.counts
     return grad, [None] * terms, [None] * inputs
 
@@ -98,9 +100,8 @@ _CHECKPOINT_ARGUMENTS = 2  # of CheckpointFunction.apply: the function and wheth
 
 
 class _Context(FunctionCtx):
-    """Replacement of the ``ctx`` object through which ``forward`` of a ``torch.autograd.Function`` passes tensors and
-    flags to ``backward``.
-    """
+    """Replacement, during a trace, of the ``ctx`` object through which ``forward`` of a ``torch.autograd.Function``
+    passes tensors and flags to ``backward``. It stores what torch's own object stores."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         """Start with nothing saved. ``needs_input_grad``: for each argument of forward, whether it needs a gradient."""
@@ -117,17 +118,17 @@ class _Context(FunctionCtx):
 
 @contextlib.contextmanager
 def traced_with_own_gradients() -> Iterator[None]:
-    """Return a context in which user-defined ``torch.autograd.Function`` classes are traced together with their
-    ``backward``.
+    """Return a context for tracing a model's forward, in which user-defined ``torch.autograd.Function`` classes are
+    traced so that the gradient of the trace is the one that their ``backward`` returns.
 
-    Calling such a function in it raises :class:`UnsupportedError` if its ``backward`` is not affine, that is not a
-    linear function of the incoming gradient plus a part that does not depend on it.
-    """
+    A call of such a function raises :class:`UnsupportedError` if its ``backward`` is not affine. Affine means a linear
+    function of the incoming gradient plus a part that does not depend on it."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace ``Function.apply``: trace a user-defined function with its gradient, and return its result. Torch's
-        own functions, and calls without a gradient, run as usual; a checkpointed function is simply called.
-        """
+        """Call the ``torch.autograd.Function`` ``cls`` with ``args`` and ``kwargs`` during a trace, in place of
+        ``Function.apply``, and return its result. A user-defined function is traced so that its gradient is the one of
+        its ``backward``. Torch's own functions, and calls without a gradient, run as usual. For torch's activation
+        checkpointing, the checkpointed function is called directly."""
         if cls is CheckpointFunction:  # the plan decides on recomputation, see ``LeftToPlan``
             return args[0](*args[_CHECKPOINT_ARGUMENTS:])
         takes_grad = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
@@ -136,9 +137,8 @@ def traced_with_own_gradients() -> Iterator[None]:
         return _apply_custom_function(cls, _bind_positional_arguments(cls, args, kwargs))
 
     def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace torch's call of a ``Function`` inside a transform of ``torch.func``: raise :class:`UnsupportedError`
-        for one of the user's.
-        """
+        """Call the ``torch.autograd.Function`` ``cls`` inside of a transform of ``torch.func``, in place of torch's
+        function for this, and return its result. Raise :class:`UnsupportedError` if ``cls`` is user-defined."""
         if not _is_torchs(cls):
             raise UnsupportedError(
                 f"{_format_class_name(cls)}.apply is called inside a transform of torch.func (vmap, grad, "
@@ -156,14 +156,14 @@ def traced_with_own_gradients() -> Iterator[None]:
 
 
 def _is_torchs(cls: type) -> bool:
-    """Return whether the class ``cls`` is defined by torch."""
+    """Return whether the class ``cls`` is defined in the package ``torch``, not by a user."""
     return cls.__module__.split(".")[0] == "torch"
 
 
 def _bind_positional_arguments(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return all arguments of a call of the ``torch.autograd.Function`` ``cls`` in the order of forward's parameters,
-    which is the order of backward's gradients. Raise :class:`UnsupportedError` if some can be passed only by keyword.
-    """
+    """Return ``args`` and ``kwargs``, the arguments of a call of the ``torch.autograd.Function`` ``cls``, as one tuple
+    in the order of the parameters of its ``forward``. Its ``backward`` returns gradients in this order. Raise
+    :class:`UnsupportedError` if an argument can be passed only by keyword."""
     if not kwargs:
         return args
     before = () if _is_setup_context_defined(cls.setup_context) else (None,)
@@ -177,12 +177,11 @@ def _bind_positional_arguments(cls: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
-    """Call the user's ``torch.autograd.Function`` ``cls`` with ``args`` in a trace, and return its results, whose
-    traced gradient is what the function's ``backward`` returns.
+    """Call the user's ``torch.autograd.Function`` ``cls`` with ``args`` during a trace, and return its results, with a
+    traced gradient that equals what the function's ``backward`` returns.
 
-    Each result is ``forward``'s plus a term that is zero and has this gradient. Raise :class:`UnsupportedError` if the
-    gradient cannot be traced.
-    """
+    Each result is the one of ``forward`` plus a traced term that is zero and has this gradient. Raise
+    :class:`UnsupportedError` if the gradient cannot be traced."""
     needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     ctx = _Context(needs)
     inputs = _select_needing_gradient(args, needs)
@@ -221,30 +220,30 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
-    """Return a 0-dimensional tensor whose gradient with respect to ``change`` is ``constant``, and whose value is zero
-    because ``change`` is. Added to the loss, it adds ``constant`` to a gradient and changes nothing else."""
+    """Return a 0-dimensional tensor, the product of ``constant`` and ``change``, summed. ``change`` must be zero
+    everywhere, so that the result is zero; its gradient with respect to ``change`` is ``constant``. Added to a loss, it
+    adds ``constant`` to a gradient and changes nothing else."""
     if change.is_complex():
         return (constant.conj() * change).real.sum()
     return (constant * change).sum()
 
 
 def _select_needing_gradient(args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
-    """Return those of the arguments ``args`` for which the flag at the same position of ``needs`` is true."""
+    """Return a list of the arguments in ``args`` that need a gradient. ``needs``: for each argument, whether it needs
+    one."""
     return [a for a, need in zip(args, needs, strict=True) if need]
 
 
 def _marks_dirty(cls: Any) -> bool:
-    """Return whether the source of the ``torch.autograd.Function`` ``cls`` calls ``mark_dirty``, by which it says that
-    it writes to its arguments.
-    """
+    """Return whether the code of the ``torch.autograd.Function`` ``cls`` calls ``ctx.mark_dirty``, which says that it
+    writes to its arguments in place."""
     functions = (inspect.unwrap(function) for function in (cls.forward, cls.setup_context))
     return any("mark_dirty" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
 
 
 def _copy_tensor_argument(argument: Any) -> Any:
-    """Return a copy of ``argument`` that requires a gradient if ``argument`` does; a value that is no tensor
-    unchanged.
-    """
+    """Return a detached copy of the tensor ``argument`` that requires a gradient if ``argument`` does. Return a value
+    that is not a tensor unchanged."""
     if not isinstance(argument, Tensor):
         return argument
     return argument.detach().clone().requires_grad_(argument.requires_grad)
@@ -258,20 +257,19 @@ def _transpose_custom_backward(
     outputs: Sequence[Any],
     which: Sequence[int],
 ) -> Transposed:
-    """Return the transpose of ``backward`` of the ``torch.autograd.Function`` ``cls``, which maps changes of its inputs
-    to changes of its outputs.
+    """Return the transpose of the ``backward`` of ``cls``, a user's ``torch.autograd.Function``. The transpose maps
+    small changes of the function's inputs to changes of its outputs, so that its traced gradient is ``backward``.
 
-    ``ctx``: the context that forward has filled. ``args``: forward's arguments. ``needs``: for each argument, whether
-    it needs a gradient. ``outputs``: forward's results. ``which``: the indices of the results that can have a gradient.
-    Raise :class:`UnsupportedError` if ``backward`` fails, cannot be traced or is not affine.
-    """
+    ``ctx``: the context object that ``forward`` has filled. ``args``: the arguments of ``forward``. ``needs``: for each
+    argument, whether it needs a gradient. ``outputs``: the results of ``forward``. ``which``: the indices of the
+    results that can have a gradient. Raise :class:`UnsupportedError` if ``backward`` fails, cannot be traced or is not
+    affine in the gradients."""
 
     own = cls.backward if cls.vjp is Function.vjp else cls.vjp
 
     def backward(*grads: Tensor | None) -> list[Tensor | None]:
-        """Run the user's ``backward`` with ``grads``, those of the results that can have one, and return the gradients
-        of the arguments that need one; ``None`` for zero.
-        """
+        """Run ``backward`` of a user's ``torch.autograd.Function``. ``grads``: the gradients of those results that can
+        have one. Return the gradients of those arguments that need one, in order; ``None`` for a gradient of zero."""
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
         with torch.no_grad(), _side_effects_refused(cls):
@@ -312,11 +310,12 @@ def _transpose_custom_backward(
 
 
 def _as_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients for the arguments that need one, made from what the user's ``backward`` returned as autograd
-    does: broadcast dims are summed and dtypes cast. ``None`` is a gradient of zero.
+    """Return the gradients of those arguments of a user's ``torch.autograd.Function`` that need one, in order. They are
+    made from what its ``backward`` returned as autograd does: broadcast dims are summed, and dtypes cast. ``None`` is a
+    gradient of zero.
 
-    ``found``: what ``backward`` returned. ``args``: forward's arguments. ``needs``: for each argument, whether it needs
-    a gradient. Raise :class:`_Wrong` if number, types or shapes do not match the arguments.
+    ``found``: what ``backward`` returned. ``args``: the arguments of ``forward``. ``needs``: for each argument, whether
+    it needs a gradient. Raise :class:`_Wrong` if number, types or shapes of the gradients do not match the arguments.
     """
     if len(found) < len(args) or any(g is not None for g in found[len(args) :]):
         raise _Wrong(f"it returns {len(found)} gradients for {len(args)} arguments")
@@ -342,26 +341,28 @@ def _as_input(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Wrong(Exception):
-    """Raised if a user's ``backward`` fails by its own fault, or if autograd would refuse what it returns."""
+    """Raised if the ``backward`` of a user's ``torch.autograd.Function`` has an error of its own, or returns what
+    autograd would refuse."""
 
 
 class _Untraced(Exception):
-    """Raised if a user's ``backward`` fails on fake tensors, for example because it reads their numbers."""
+    """Raised if the ``backward`` of a user's ``torch.autograd.Function`` cannot run on fake tensors, for example
+    because it reads their values."""
 
 
 def _format_error_reason(error: Exception) -> str:
-    """Return the first line of the message of ``error``, or its type if it has no message."""
+    """Return the first line of the message of ``error``, or a text with its type if it has no message."""
     return next(iter(str(error).splitlines()), "").rstrip(".") or f"{type(error).__name__} is raised"
 
 
 @contextlib.contextmanager
 def _side_effects_refused(cls: Any) -> Iterator[None]:
-    """Return a context in which :class:`UnsupportedError` is raised if the ``backward`` of ``cls``, a user's
-    ``torch.autograd.Function``, calls ``torch.autograd.backward`` or assigns ``tensor.grad``.
-    """
+    """Return a context for running the ``backward`` of ``cls``, a user's ``torch.autograd.Function``. In it,
+    :class:`UnsupportedError` is raised if ``backward`` calls ``torch.autograd.backward`` or assigns ``tensor.grad``."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        """Raise :class:`UnsupportedError`, in place of ``torch.autograd.backward``."""
+        """Raise :class:`UnsupportedError` in place of running ``torch.autograd.backward``, which would store gradients
+        as a side effect. The arguments are not used."""
         raise UnsupportedError(
             f"{_format_class_name(cls)}.backward runs layers again and calls backward() on them, so that "
             "gradients of weights come as a side effect, of which a plan cannot know; expected a backward that returns "
@@ -415,16 +416,15 @@ _GLOBAL_FORWARD = {"_global_forward_hooks": (MODEL, GIVEN, GIVEN), "_global_forw
 
 
 def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
-    """Check the hooks of ``model``. Return a tuple of texts for the user, one for each hook that a plan will not call
-    because it only observes: it returns ``None`` and changes nothing.
+    """Check the hooks that are registered on ``model``, its parameters, or all modules. Return a tuple of texts for the
+    user, one for each hook that a plan will not call because it only observes: it returns ``None`` and changes nothing.
 
-    Raise :class:`UnsupportedError` if a hook on gradients, or a forward hook on all modules, does more than observe.
-    Forward hooks of single modules that do more are allowed, because they are traced with forward.
+    Raise :class:`UnsupportedError` if a hook on gradients, or a forward hook on all modules, may do more than observe.
+    Forward hooks of single modules that do more are allowed, because they are traced with the model's forward.
 
     Args:
         model: the model.
-        train: whether gradients are computed; if not, hooks on gradients are not checked.
-    """
+        train: whether gradients are computed; if not, hooks on gradients are not checked."""
     notes = []
     for name, parameter in model.named_parameters() if train else ():
         for table in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
@@ -449,16 +449,16 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
 
 
 def _of_tables(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tuple[Any, tuple[HookValue, ...]]]:
-    """Return a list of all hooks of ``owner``, a module or ``torch.nn.modules.module``, each as (hook, kinds of its
-    arguments). ``tables``: for the name of each attribute in which ``owner`` stores hooks, the kinds (such as a module
-    or a value) of the arguments with which they are called."""
+    """Return a list of all hooks of ``owner`` that are stored in the given attributes, each as (hook, kinds of its
+    arguments). ``owner``: a module, or ``torch.nn.modules.module`` for hooks on all modules. ``tables``: attribute name
+    -> kinds of the arguments with which its hooks are called; a kind says whether an argument is a module or a value.
+    """
     return [(hook, given) for table, given in tables.items() for hook in getattr(owner, table).values()]
 
 
 def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[HookValue, ...]]]:
-    """Return the forward hooks of ``module``: for each (name of the hook table, key), the hook and the kinds of its
-    arguments. A kind tells the analysis of hooks what an argument is, such as a module or a value.
-    """
+    """Return the forward hooks and forward pre-hooks of ``module`` as a dict: (name of the attribute that stores the
+    hook, key in it) -> (hook, kinds of its arguments). A kind says whether an argument is a module or a value."""
     found = {}
     for table, given in _FORWARD.items():
         for key, hook in getattr(module, table).items():
@@ -474,16 +474,15 @@ def forward_hooks_of(model: nn.Module) -> list[Any]:
 
 def _check_hook_effects(hook: Any, given: Sequence[HookValue], what: str) -> None:
     """Raise :class:`UnsupportedError` if ``hook`` may do more than observe its arguments. ``given``: the kind of each
-    argument, such as a module or a value. ``what``: the start of the message.
-    """
+    argument, that is, whether it is a module or a value. ``what``: the start of the error message."""
     reason = what_it_does(hook, given)
     if reason is not None:
         raise UnsupportedError(f"{what}, {_ADVICE}. The hook is {_format_hook_location(hook)}; it {reason}")
 
 
 def _format_hook_note(hook: Any, of: str, at: str) -> str:
-    """Return a note for the user that a plan does not call ``hook``, which only observes. ``of``: what the hook is
-    registered on. ``at``: what it observes.
+    """Return a text for the user that says that a plan does not call ``hook``, because it only observes. ``of``: words
+    for what the hook is registered on, such as "of the model". ``at``: words for what it observes, such as "gradients".
     """
     return f"the hook {_format_hook_location(hook)} {of} only looks at {at}: the plan does not call it"
 
@@ -510,9 +509,8 @@ def drop_looking_hooks(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def global_hooks_dropped() -> Iterator[None]:
-    """Return a context in which hooks on all modules (``register_module_*_hook``) are not called if they only observe,
-    that is return ``None`` and change nothing.
-    """
+    """Return a context in which hooks on all modules (``register_module_*_hook``) that only observe, that is, return
+    ``None`` and change nothing, are not called. Other hooks stay."""
     with contextlib.ExitStack() as stack:
         for table, given in (*_GLOBAL_BACKWARD.items(), *_GLOBAL_FORWARD.items()):
             hooks = getattr(modules, table)
@@ -523,21 +521,21 @@ def global_hooks_dropped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_refused(notes: list[str]) -> Iterator[None]:
-    """Return a context in which forward cannot register hooks on gradients: one that only observes (returns ``None``
-    and changes nothing) is ignored, any other raises :class:`UnsupportedError`.
+    """Return a context for tracing a model's forward, in which forward cannot register hooks on gradients. A hook that
+    only observes (returns ``None`` and changes nothing) is ignored; any other raises :class:`UnsupportedError`.
 
-    ``notes``: receives a text on each ignored hook, and on activation checkpointing and ``save_on_cpu`` in forward.
-    """
+    ``notes``: a list to which a text for the user is added for each ignored hook, and for activation checkpointing and
+    ``save_on_cpu`` in forward."""
 
     def checked(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
-        """Return a replacement for a function that registers a hook on ``what``. ``given``: the kinds of the hook's
-        arguments.
-        """
+        """Return a replacement for a torch function that registers a hook. It ignores a hook that only observes, and
+        raises :class:`UnsupportedError` for any other. ``given``: the kinds of the hook's arguments: module or value.
+        ``what``: the word for what the hook is registered on, such as "tensor", for messages."""
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
-            """Add a text for the user on ``hook``, which forward wants to register on ``owner``, to the notes, and
-            return a handle. The hook is not registered, because it only observes; if it may do more, raise
-            :class:`UnsupportedError`."""
+            """Ignore the hook ``hook``, which a model's forward wants to register on ``owner``, if it only observes;
+            otherwise raise :class:`UnsupportedError`. For an ignored hook, add a text for the user to the notes and
+            return an empty handle."""
             reason = what_it_does(hook, given)
             if reason is not None:
                 raise UnsupportedError(
@@ -591,11 +589,11 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def looking_hooks_skipped() -> Iterator[None]:
-    """Return a context in which hooks on gradients are not called if they only observe, that is return ``None`` and
-    change nothing.
+    """Return a context in which hooks on gradients that only observe, that is, return ``None`` and change nothing, are
+    not called.
 
-    ``Tensor.register_hook`` ignores them, and they are removed from the hooks on all modules.
-    """
+    ``Tensor.register_hook`` does not register such hooks in the context, and they are removed from the hooks on all
+    modules."""
     native = Tensor.register_hook
 
     def register(tensor: Tensor, hook: Any) -> Any:
@@ -614,11 +612,12 @@ _REENTRANT_NOTE = (
 
 @dataclass
 class LeftToPlan:
-    """Places in a model's forward that control memory by themselves, which a plan replaces by its own decisions.
+    """The lines of a model's forward that save memory themselves, such as by activation checkpointing. A plan ignores
+    them and decides itself what is recomputed or offloaded.
 
-    Each set has texts with file and line. ``checkpointed``: activation checkpointing. ``offloaded``: activations that
-    are offloaded to host memory. ``without_gradients``: checkpointed calls to which torch would give no gradient.
-    """
+    Each set has texts with file and line. ``checkpointed``: lines that use activation checkpointing. ``offloaded``:
+    lines that offload activations to host memory. ``without_gradients``: lines with checkpointed calls to which torch
+    would give no gradient."""
 
     checkpointed: set[str] = field(default_factory=set)
     offloaded: set[str] = field(default_factory=set)
@@ -626,8 +625,8 @@ class LeftToPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return one text for the user on each kind of place in forward that controls memory by itself and that a plan
-        replaces, such as activation checkpointing."""
+        """Return texts for the user about the lines of the model's forward that save memory themselves and that a plan
+        ignores, one for each kind that occurs: checkpointing, offloading, and checkpointed calls without a gradient."""
         told = (
             (CHECKPOINT_NOTE, self.checkpointed),
             (OFFLOAD_NOTE, self.offloaded),
@@ -638,7 +637,7 @@ class LeftToPlan:
 
 @contextlib.contextmanager
 def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
-    """Return a context for a trace of forward. Each place in forward that uses activation checkpointing or
+    """Return a context for tracing a model's forward. In it, each line of forward that uses activation checkpointing or
     ``save_on_cpu`` adds a text for the user to ``notes``, and ``save_on_cpu`` has no effect, because a plan decides
     itself what to keep in memory. Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
     """
@@ -647,8 +646,9 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
     run_later, run_twice = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
 
     def entered(hooks: Any) -> Any:
-        """Replace ``saved_tensors_hooks.__enter__``. For ``save_on_cpu``, record the line of forward and do not enter
-        it; for hooks of the user, raise :class:`UnsupportedError`. ``hooks``: the context that is to be entered."""
+        """Enter ``hooks``, a context for tensors that are saved for backward, in place of
+        ``saved_tensors_hooks.__enter__``. For ``save_on_cpu``, only record the line of the model's forward. For hooks
+        of the user, raise :class:`UnsupportedError`. For torch's other contexts, return what they return."""
         if isinstance(hooks, graph.save_on_cpu):
             left.offloaded.add(_format_user_line())
             return None
@@ -666,8 +666,9 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
             leave(hooks, *error)
 
     def noted(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the line of forward that checkpoints ``function``, and whether torch would give it no gradient. Then
-        call it by ``run``, torch's checkpoint function, and return the result."""
+        """Record the line of the model's forward that checkpoints ``function``, and whether torch would give this call
+        no gradient. Then call ``run``, torch's checkpointing, with ``function``, ``args`` and ``kwargs``, and return
+        its result."""
         name = _class_of(function)
         left.checkpointed.add(f"{name} at {_format_user_line()}" if name else _format_user_line())
         takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
@@ -688,9 +689,8 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
 
 
 def _class_of(function: Any) -> str:
-    """Return the class name of the module that the checkpointed function ``function`` runs; an empty text if that is
-    not known.
-    """
+    """Return the class name of the module whose call ``function``, the function passed to activation checkpointing,
+    stands for; an empty text if that is not known."""
     if isinstance(function, functools.partial):
         return _class_of(function.func) or next((_class_of(a) for a in function.args if isinstance(a, nn.Module)), "")
     module = getattr(function, "__self__", function)
@@ -698,15 +698,14 @@ def _class_of(function: Any) -> str:
 
 
 def _format_user_line() -> str:
-    """Return ``file:line`` of the user's code that is running now."""
+    """Return ``file:line`` of the line of the user's code that is running; a text that says so if it is not known."""
     frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
     return f"{shorten_file_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else "a line that is not known"
 
 
 def _format_user_location() -> str:
-    """Return file, line and text of the user's code that is running now, with a blank and ``at`` in front; empty if it
-    is not known.
-    """
+    """Return a text such as ``" at model.py:12 (x = self.layer(x))"`` for the line of the user's code that is running;
+    an empty text if it is not known."""
     frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
     return f" at {shorten_file_path(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
@@ -719,9 +718,9 @@ _NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, typ
 
 @contextlib.contextmanager
 def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Return a context at whose end everything outside of the model that its forward hooks have changed during the
-    context, such as a list to which they append, is restored. ``notes``: receives a text on each hook that had changed
-    something."""
+    """Return a context at whose end everything outside of the model that the forward hooks of ``model`` have changed in
+    the meantime, such as a list to which they append, is restored. ``notes``: a list to which a text for the user is
+    added for each hook that had changed something."""
     before = [
         (hook, name, _HookState.of(hook))
         for name, module in model.named_modules()
@@ -742,7 +741,7 @@ class _HookState:
     """Snapshot of the closure variables and containers (lists, dicts, sets, deques) that a hook function can reach. It
     is taken before a trace, to undo what the hook stores during the trace.
 
-    ``cells``: the closure variables. ``containers``: the containers.
+    ``cells``: pairs of a closure variable and its value. ``containers``: pairs of a container and a list of its items.
     """
 
     def __init__(self, cells: Sequence[Any], containers: Sequence[Any]) -> None:
@@ -751,8 +750,9 @@ class _HookState:
 
     @staticmethod
     def of(hook: Any) -> _HookState:
-        """Return a snapshot of what ``hook`` can reach and change: closure variables, default arguments, globals,
-        attributes of these objects, and containers one level deep in them."""
+        """Return a snapshot of what the hook function ``hook`` can reach and change: closure variables, default
+        arguments, globals that it names, attributes of these objects, and containers inside of these, one level deep.
+        """
         function = getattr(hook, "func", hook)
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
@@ -768,7 +768,7 @@ class _HookState:
         return _HookState(cells, [*containers, *inner])
 
     def restore(self) -> bool:
-        """Set the variables and containers that a hook can reach back to their state in this snapshot. Return whether
+        """Restore the variables and containers that a hook can reach to their state in this snapshot. Return whether
         anything had changed."""
         changed = False
         for cell, held in self.cells:
@@ -784,14 +784,15 @@ class _HookState:
 
 
 def _is_same_object(a: Any, b: Any) -> bool:
-    """Return whether ``a`` and ``b`` are the same object, or two pairs, such as (key, value), of the same objects."""
+    """Return whether ``a`` and ``b`` are the same object, or two pairs, such as (key, value), whose entries are the
+    same objects."""
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
         return a[0] is b[0] and a[1] is b[1]
     return a is b
 
 
 def _is_set(cell: Any) -> bool:
-    """Return whether the closure variable ``cell`` has a value."""
+    """Return whether a value has been assigned to the closure variable ``cell``."""
     try:
         return cell.cell_contents is not cell
     except ValueError:
@@ -799,12 +800,12 @@ def _is_set(cell: Any) -> bool:
 
 
 def with_terms_added(captured: Captured) -> Captured:
-    """Remove the ``partition::own`` operators from a captured graph, in place, and return ``captured`` with outputs,
-    loss and updates under their new node names.
+    """Remove the ``partition::own`` operators from the graph of ``captured``, a model as one graph, in place. Return
+    ``captured`` with the new node names of outputs, loss and updated buffers.
 
     Such an operator marks the result of a user's ``torch.autograd.Function`` whose ``backward`` adds a part that does
-    not depend on the incoming gradient. It holds loss terms: values of zero, with this part as gradient. They are added
-    to the loss if autograd would reach the function from the loss, because only then would its ``backward`` run.
+    not depend on the incoming gradient. It holds loss terms: values of zero, with this part as gradient. The terms are
+    added to the loss if autograd would reach the function from the loss, because only then would its ``backward`` run.
     """
     graph = captured.graph
     marks = [n for n in graph.nodes if n.target is OWN]
@@ -835,7 +836,8 @@ def with_terms_added(captured: Captured) -> Captured:
 
 
 def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node]) -> fx.Node:
-    """Append to ``graph`` the sum of ``loss`` and all ``terms``, cast to its dtype, and return the node."""
+    """Append to ``graph`` the sum of ``loss`` and all ``terms`` (nodes of 0-dimensional tensors), which are cast to the
+    dtype of ``loss`` first. Return the node of the sum."""
     with graph.inserting_before(graph.output_node()):
         for term in terms:
             added = _insert_call_like(graph, aten._to_copy.default, (term,), {"dtype": loss.meta["val"].dtype}, loss)
@@ -846,16 +848,18 @@ def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node])
 def _insert_call_like(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
 ) -> fx.Node:
-    """Append to ``graph`` the operator ``target`` with its meta value, and the module path, source line and module
-    stack of ``like``; return its node."""
+    """Insert the operator ``target`` with the arguments ``args`` and ``kwargs`` at the insertion point of ``graph``,
+    infer its meta value, and return its node. ``like``: the node whose module path, source line and stack of modules
+    the new node gets."""
     node = insert_operator_node(graph, target, args, kwargs, like=like)
     node.meta["stack"] = like.meta.get("stack", ())
     return node
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the set of ``loss`` and of those nodes of ``graph`` that autograd reaches from ``loss``, even by a zero
-    gradient, and that are in ``marks`` or depend on a node in it. ``marks``: ``partition::own`` operators."""
+    """Return the nodes of ``graph`` that autograd reaches from ``loss``, even by a zero gradient, as far as they are in
+    ``marks`` or depend on a node in ``marks``; ``loss`` is always included. ``marks``: nodes that mark results of
+    users' ``torch.autograd.Function`` classes."""
     behind = set(marks)
     for node in graph.nodes:
         if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):
@@ -868,9 +872,8 @@ def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node
 
 
 def _has_edge(node: fx.Node, operand: fx.Node) -> bool:
-    """Return whether autograd connects the result of ``node`` with ``operand``, so that a gradient can flow to the
-    operand.
-    """
+    """Return whether autograd connects the result of the operator ``node`` with ``operand``, one of its operands, so
+    that a gradient can flow from the one to the other."""
     if not is_differentiable(operand.meta["val"]) or not is_differentiable(node.meta["val"]):
         return False
     if node.target is OWN:

@@ -44,16 +44,15 @@ _MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
 def numbers_known(
     model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
 ) -> Iterator[None]:
-    """Return a context in which forward of ``model``, while it is traced, may read tensors as numbers (``item``,
-    ``bool``) if they depend on no input, parameter or random number, such as a counter in a buffer.
+    """Return a context for tracing a model's forward, in which forward may read tensors as numbers (``item``, ``bool``)
+    if these depend on no input, parameter or random number, such as a counter in a buffer.
 
     Args:
         model: the model.
-        held: buffers with real numbers, by name.
+        held: buffer name -> tensor with the buffer's real values.
         asked: a set to which the names of the buffers are added on which a number that was read depends.
         drawn: a list to which the names of random operators are added if a number cannot be computed because it depends
-            on them.
-    """
+            on them."""
     known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
 
     @functools.wraps(forward)
@@ -66,12 +65,12 @@ def numbers_known(
 
 
 class _ConcreteScalarMode(TorchFunctionMode):
-    """A torch function mode that answers functions such as ``Tensor.item`` in a trace with real numbers, if these
-    follow from constants and buffers of the model.
+    """A torch function mode for a trace, in which functions that read tensors as numbers, such as ``Tensor.item``,
+    return real numbers if these follow from constants and buffers of the model.
 
-    ``held``: buffers with real numbers, by name. ``asked``: receives the names of the buffers that an answer depends
-    on. ``drawn``: receives the random operators that a number which could not be computed depends on.
-    """
+    ``held``: buffer name -> tensor with the buffer's real values. ``asked``: a set that receives the names of the
+    buffers on which a number that was read depends. ``drawn``: a list that receives the names of the random operators
+    on which a number that could not be computed depends."""
 
     def __init__(self, held: Mapping[str, Tensor], asked: set[str], drawn: list[str]) -> None:
         super().__init__()
@@ -79,8 +78,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
         self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
 
     def enter(self, model: nn.Module) -> None:
-        """Find which placeholders in the graph of the trace that begins stand for the model's buffers, and store this,
-        so that numbers that depend on buffers can be computed. It must be called at the start of forward."""
+        """Find the placeholders of the buffers of ``model`` in the graph of the trace that begins, and store them;
+        numbers that depend on buffers can then be computed. It must be called at the start of the model's forward."""
         self.placeholders, mode = {}, get_proxy_mode()
         if mode is None:
             return
@@ -92,9 +91,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` and return its result; on real numbers if it reads traced tensors as numbers that can be
-        computed.
-        """
+        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it reads traced
+        tensors as numbers, and these can be computed, it runs on tensors with real values. ``types`` is not used."""
         kwargs = kwargs or {}
         mode = get_proxy_mode() if func in _ASKING else None
         if mode is not None:
@@ -109,8 +107,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _compute_tensor_numbers(self, tensors: list[Tensor], tracer: Any) -> list[Tensor] | None:
-        """Return copies of the traced ``tensors`` with real numbers; ``None`` if these depend on more than constants
-        and buffers. ``tracer``: records the operators of the trace."""
+        """Return copies of the traced ``tensors`` with real values; ``None`` if the values depend on more than
+        constants and buffers of the model. ``tracer``: torch's object that records the operators of the trace."""
         slots = [get_proxy_slot(t, tracer, None) for t in tensors]
         buffers, wanted = self.placeholders, [slot.proxy.node for slot in slots if slot is not None]
         if not wanted or len(wanted) < len(tensors):
@@ -136,12 +134,11 @@ def _suspend_tracing() -> Iterator[None]:
 
 
 def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
-    """Return the nodes that must run to compute the values of ``wanted``, in graph order. Operators that write in place
-    to memory that one of these nodes uses are among them.
+    """Return the nodes that must run to compute the values of the nodes ``wanted``, in graph order. Operators that
+    write in place to memory that one of these nodes uses are among them.
 
-    ``given``: nodes whose values are known. Return ``None`` if a node is neither known nor computable from the model
-    alone (an input, a parameter, a random operator), or if the values are too large.
-    """
+    ``given``: nodes whose values are known. Return ``None`` if the values depend on anything else that is not computed
+    from constants (an input, a parameter, a random operator), or if they are too large."""
     order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
@@ -164,7 +161,7 @@ def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.No
 
 
 def _draws_behind(wanted: list[fx.Node]) -> list[str]:
-    """Return the names of the random operators on which the values of ``wanted`` depend."""
+    """Return the names of the random operators on which the values of the nodes ``wanted`` depend."""
     seen, left, found = set[fx.Node](), list(wanted), list[str]()
     while left:
         node = left.pop()
@@ -177,7 +174,8 @@ def _draws_behind(wanted: list[fx.Node]) -> list[str]:
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Return whether ``node`` is deterministic: it computes equal results from equal operands."""
+    """Return whether ``node`` is a constant of the graph or a deterministic operator of torch, which computes equal
+    results from equal operands."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
     overload = node.target
@@ -212,17 +210,16 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
-    """Return whether the operator ``first`` or a later one in its graph writes in place to memory that one of the nodes
-    ``memory`` allocated.
-    """
+    """Return whether the operator ``first`` or a later operator in its graph writes in place to memory that one of the
+    nodes in ``memory`` allocated."""
     nodes = list(first.graph.nodes)
     return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
 
 
 def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
-    """Run ``nodes``, in order, and return the value of each. ``root``: the module that holds the graph's constants.
-    ``given``: the values of nodes that are known.
-    """
+    """Run the operators ``nodes``, which are in graph order, and return a dict from each node to its value. ``root``:
+    the module that holds the constants of the graph. ``given``: node -> value, for nodes that are not run because their
+    values are known."""
     values: dict[fx.Node, Any] = {}
     for node in nodes:
         if node in given:
@@ -241,19 +238,19 @@ def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Nod
 
 @contextmanager
 def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
-    """Return a context in which forward, while it is traced, can call ``module.to``, ``float`` and similar methods that
-    change neither dtype nor device. Raise :class:`UnsupportedError` in it if a parameter or buffer would get another
-    dtype or device.
+    """Return a context for tracing a model's forward, in which forward can call ``module.to``, ``module.float`` and
+    similar methods if they change neither dtype nor device. A call that would change those of a parameter or buffer
+    raises :class:`UnsupportedError`.
 
     Args:
         model: the model.
-        double: whether the whole model is in float64, so that a conversion to another floating-point dtype is ignored.
-    """
+        double: whether the model was converted to float64 for the trace, so that a conversion to another
+            floating-point dtype is ignored."""
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Return ``module`` unchanged, in place of ``nn.Module._apply``. Raise :class:`UnsupportedError` if
-        ``function``, which converts a tensor, would change the dtype or device of a parameter or buffer of it or its
-        submodules. ``recurse`` is not read."""
+        """Return ``module`` unchanged, in place of ``nn.Module._apply(function)``. Raise :class:`UnsupportedError` if
+        ``function``, which converts a tensor, would change the dtype or device of a parameter or buffer of the module
+        or its submodules. ``recurse`` is not used."""
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), _disable_current_modes():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 made = function(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
@@ -273,7 +270,6 @@ def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
 
 def _both_float(made: Any, tensor: Tensor) -> bool:
-    """Return whether ``made``, the converted form of ``tensor``, is floating-point on the same device, and ``tensor``
-    is in float64.
-    """
+    """Return whether a conversion of ``tensor`` to ``made`` may be ignored in a model in float64: ``tensor`` is in
+    float64, and ``made`` is floating-point and on the same device."""
     return bool(made.dtype.is_floating_point and tensor.dtype == torch.float64 and made.device == tensor.device)

@@ -34,19 +34,18 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 
 @dataclass(frozen=True)
 class HookValue:
-    """What the analysis of a hook's source, which does not run the hook, knows of a value in it.
+    """What is known of a value that occurs in the source of a hook. The source is analysed without running the hook.
 
     ``kind``: "given" for an argument of the hook or a view of one, "model" for a module or what it holds, "known" for
     one of ``objects``, which exist already, "fresh" for a new value that the hook makes, "none" for ``None``, or
-    "unknown".
-    """
+    "unknown"."""
 
     kind: Kind
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
     def joined(self, other: HookValue) -> HookValue:
-        """Return the kind of a value that is either this value or ``other``, depending on what happens when the hook
-        runs, as in ``a if c else b``."""
+        """Return what is known of a value in a hook's source that is either this value or ``other``, depending on what
+        happens when the hook runs, as in ``a if c else b``."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -70,10 +69,9 @@ class _SideEffect(Exception):
 
 def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
     """Return a text that says what ``hook`` does or may do besides observing its arguments; ``None`` if it only
-    observes, that is returns ``None`` and changes nothing. The hook is not called; its source is analysed.
+    observes, that is, returns ``None`` and changes nothing. The hook is not called; its source is analysed.
 
-    ``given``: for each argument of the hook, what kind of value it is, such as a module or a tensor that it gets.
-    """
+    ``given``: for each argument of the hook, what is known of it: whether it is a module or a value."""
     try:
         returned = _evaluate_call(hook, list(given), {}, 0)
     except _SideEffect as found:
@@ -82,17 +80,16 @@ def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | 
 
 
 def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
-    """Return the qualified name of the function behind ``hook``, and its code object (``None`` if it is no Python
-    function).
-    """
+    """Return two values: the qualified name of the function behind ``hook`` (which may be a partial, a bound method or
+    a callable object), and its code object; ``None`` in place of the code if it is not a Python function."""
     function, _, _ = _unwrap_callable(hook)
     return getattr(function, "__qualname__", type(hook).__qualname__), getattr(function, "__code__", None)
 
 
 def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
-    """Return three values for ``called``, a partial, a bound method or a callable object: the function behind it, and
-    the positional and keyword arguments that the object passes in addition, as kinds of values for the analysis of
-    hooks."""
+    """Return three values for ``called``, a function, partial, bound method or callable object: the function behind it,
+    and what is known of the positional arguments and, by name, of the keyword arguments that the object passes in
+    addition (such as ``self``)."""
     first: list[HookValue] = []
     named: dict[str, HookValue] = {}
     for _ in range(_MOST_DEPTH):
@@ -120,9 +117,9 @@ _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torc
 
 
 def _of_object(value: Any) -> HookValue:
-    """Describe an existing object, such as a closure variable of a hook, for the analysis of the hook's source: return
-    the kind ``NONE`` for ``None``, the kind of a newly made value for a number, text or the like, which a hook cannot
-    change, and otherwise a kind that names the object itself."""
+    """Return what the analysis of a hook's source knows of the existing object ``value``, such as a closure variable:
+    its kind is "none" for ``None``, "fresh" for a number, text or the like, which a hook cannot change, and otherwise
+    "known", with the object itself."""
     if value is None:
         return NONE
     return FRESH if isinstance(value, _PLAIN) else HookValue("known", (value,))
@@ -164,30 +161,27 @@ _TORCHS_ACTING = ("torch.distributed", "torch.optim", "torch.amp", "torch.autogr
 
 
 def _is_state(value: Any) -> bool:
-    """Return whether ``value`` is a part of training that a hook must not change: module, tensor, generator, optimizer
-    or scaler.
-    """
+    """Return whether ``value`` is a part of training that a hook must not change: a module, tensor, generator,
+    optimizer or gradient scaler."""
     acting = type(value).__module__.startswith(("torch.optim", "torch.amp", "torch.distributed"))
     return isinstance(value, nn.Module | Tensor | torch.Generator | torch.optim.Optimizer) or acting
 
 
 def _in_place(name: str) -> bool:
-    """Return whether a method or function of this name writes to its tensor or takes part in training, such as ``add_``
-    or ``backward``.
-    """
+    """Return whether a method or function with the name ``name`` writes to its tensor in place or takes part in
+    training, such as ``add_`` or ``backward``."""
     return name in _WRITING or name in _TRAINING or (name.endswith("_") and not name.endswith("__"))
 
 
 def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
-    """Return what kind of value a call in a hook's source returns, without running it. Raise :class:`_SideEffect` if
-    the call may change its arguments, the model or other state.
+    """Return what is known of the result of a call in a hook's source, without running it. Raise :class:`_SideEffect`
+    if the call may change its arguments, the model or other state.
 
     Args:
         called: the function or object that is called.
-        args: kinds of the positional arguments.
-        named: kinds of the keyword arguments, by name.
-        depth: number of calls that enclose this one; the analysis stops at a limit.
-    """
+        args: what is known of each positional argument.
+        named: what is known of each keyword argument, by name.
+        depth: number of calls that enclose this one; the analysis stops at a limit."""
     function, first, more = _unwrap_callable(called)
     args, named = [*first, *args], {**more, **named}
     values = [*args, *named.values()]
@@ -222,7 +216,7 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
 
 
 def _hashable_in(function: Any, table: set[Any]) -> bool:
-    """Return whether ``function`` is in ``table``; false for an object without a hash."""
+    """Return whether ``function`` is in the set ``table``; false for an object that cannot be hashed."""
     try:
         return function in table
     except TypeError:
@@ -230,18 +224,16 @@ def _hashable_in(function: Any, table: set[Any]) -> bool:
 
 
 def _find_home_module(function: Any) -> str:
-    """Return the name of the module in which ``function`` is defined, or, for a method without one, that of its
-    object's class.
-    """
+    """Return the name of the Python module in which ``function`` is defined, or, for a method without one, the module
+    of its object's class."""
     owner = getattr(function, "__self__", None)
     home = getattr(function, "__module__", None) or type(owner if owner is not None else function).__module__
     return str(home)
 
 
 def _is_own(function: types.FunctionType) -> bool:
-    """Return whether ``function`` is user code, whose source can be analysed, and not from an installed package or from
-    Python.
-    """
+    """Return whether ``function`` is the user's own code, whose source can be analysed, and not from an installed
+    package or from Python."""
     file = function.__code__.co_filename
     return "site-packages" not in file and not file.startswith(_PYTHON)
 
@@ -250,12 +242,12 @@ _PYTHON = str(Path(logging.__file__).parent.parent)
 
 
 def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touched: list[HookValue]) -> HookValue:
-    """Return what kind of value a call of a torch function, or of a method of a tensor or module, returns. Raise
-    :class:`_SideEffect` if it may change something.
+    """Return what is known of the result of a call of a torch function, or of a method of a tensor or module, in a
+    hook's source. Raise :class:`_SideEffect` if the call may change something.
 
-    ``name``: the function's name. ``home``: the name of its module. ``owner``: the object of a method, else ``None``.
-    ``values``: the kinds of all arguments. ``touched``: those of them that the call must not change.
-    """
+    ``name``: the function's name. ``home``: the name of its Python module. ``owner``: the object of a method, else
+    ``None``. ``values``: what is known of each argument. ``touched``: those of ``values`` that the call must not
+    change."""
     if home.startswith(_TORCHS_LOOKING):
         return FRESH
     if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
@@ -268,16 +260,16 @@ def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touch
 
 
 def _join_value_elements(value: HookValue) -> HookValue:
-    """Return the kind of value that an element of ``value``, a value in a hook's source such as a container, can be."""
+    """Return what is known of an element of ``value``, a value in a hook's source such as a container."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
     return functools.reduce(HookValue.joined, map(_join_object_elements, value.objects))
 
 
 def _join_object_elements(owner: Any) -> HookValue:
-    """Return the kind of value that an element of the existing object ``owner`` can be, for the analysis of a hook's
-    source. It covers all elements of a container, if it has at least one and not too many; for a tensor it is the
-    tensor itself, because its elements share its memory. For any other object the kind is "unknown"."""
+    """Return what the analysis of a hook's source knows of an element of the existing object ``owner``. For a container
+    with at least one element and not too many, the result covers all elements. For a tensor, it is the tensor itself,
+    because its elements share its memory. For any other object, it is unknown."""
     if isinstance(owner, Tensor):
         return HookValue("known", (owner,))
     held = (
@@ -293,11 +285,10 @@ def _join_object_elements(owner: Any) -> HookValue:
 # --- one function -----------------------------------------------------------------------------------------------------
 class _HookReader:
     """Analyses the source of one Python function, such as a hook, without running it. ``depth``: the number of calls
-    that enclose it.
+    that enclose the call of this function.
 
-    A local name has one kind of value in the whole function, and the statements are read until no kind changes. The
-    order of statements and the number of loop iterations therefore do not matter.
-    """
+    What is known of a local name is the same in the whole function. The statements are analysed again until it no
+    longer changes. The order of statements and the number of loop iterations therefore do not matter."""
 
     def __init__(self, function: types.FunctionType, depth: int) -> None:
         self.function, self.depth = function, depth
@@ -306,9 +297,9 @@ class _HookReader:
         self.result: HookValue | None = None
 
     def find_returned_value(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
-        """Return what kind of value the function returns for arguments of the kinds ``args`` and, by name, ``named``.
-        Raise :class:`_SideEffect` if it may change something, or cannot be analysed.
-        """
+        """Return what is known of the value that the analysed function returns. ``args``, ``named``: what is known of
+        its positional arguments and, by name, of its keyword arguments. Raise :class:`_SideEffect` if the function may
+        change something, or cannot be analysed."""
         self._bind_parameters(args, named)
         for _ in range(_MOST_ROUNDS):
             before, self.result = dict(self.names), None
@@ -320,9 +311,9 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
-        """Set the kind of value of each parameter of the analysed function for one call. ``args``, ``named``: the kinds
-        of the call's positional and keyword arguments. A parameter without an argument gets the kind of its default, or
-        "unknown"."""
+        """Record what is known of each parameter of the analysed function in one call. ``args``, ``named``: what is
+        known of the call's positional arguments and, by name, of its keyword arguments. A parameter without an argument
+        gets what is known of its default, or "unknown"."""
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -335,21 +326,21 @@ class _HookReader:
                 self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
 
     def create_side_effect(self, what: str, node: ast.AST) -> _SideEffect:
-        """Return the exception that says ``what`` the analysed function may do. ``node``: the syntax tree node, for its
-        line."""
+        """Return the exception that says that the analysed function may change something. ``what``: words for what it
+        may do. ``node``: the part of the syntax tree that does it, for its line."""
         return _SideEffect(f"{what} (line {getattr(node, 'lineno', '?')})")
 
     # statements
 
     def read_statements(self, body: Sequence[ast.stmt]) -> None:
-        """Analyse all statements of ``body`` without running them. Raise :class:`_SideEffect` if one may change
-        something."""
+        """Analyse the statements ``body`` of the function, without running them. Raise :class:`_SideEffect` if one may
+        change something."""
         for statement in body:
             self.read_statement(statement)
 
     def read_statement(self, node: ast.stmt) -> None:
-        """Analyse the statement ``node`` of a hook's source: set the kinds of values of the names that it assigns, and
-        of what it returns. Raise :class:`_SideEffect` if it may change something, raise an error, or cannot be
+        """Analyse the statement ``node`` of a hook's source: record what is known of the names that it assigns, and of
+        the value that it returns. Raise :class:`_SideEffect` if it may change something, raise an error, or cannot be
         analysed."""
         match node:
             case ast.Return():
@@ -399,8 +390,8 @@ class _HookReader:
                 raise self.create_side_effect(f"has a statement that is not read ({type(node).__name__.lower()})", node)
 
     def _bind_imported_names(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Set the value of each name that the import statement ``node`` of a hook's source binds; unknown if its module
-        is not loaded."""
+        """Record what is known of each name that the import statement ``node`` of a hook's source binds: the imported
+        object; "unknown" if its module is not loaded."""
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             if isinstance(node, ast.Import):
@@ -410,12 +401,11 @@ class _HookReader:
             self.names[name] = UNKNOWN if found is None else HookValue("known", (found,))
 
     def store_value(self, target: ast.expr, found: HookValue) -> None:
-        """Record an assignment in a hook's source, without running it. For a name, its kind of value becomes ``found``
-        or, if it already has another, a kind that covers both. Raise :class:`_SideEffect` for an assignment to an
-        attribute or element of an object that the hook has not made, or that is a part of training.
+        """Record an assignment in a hook's source, without running it. For a name, ``found`` is added to what is known
+        of it. Raise :class:`_SideEffect` for an assignment to an attribute or element of an object that the hook has
+        not made, or that is a part of training.
 
-        ``target``: the expression that is assigned to. ``found``: the kind of the assigned value.
-        """
+        ``target``: the expression that is assigned to. ``found``: what is known of the assigned value."""
         match target:
             case ast.Name():
                 held = self.names.get(target.id)
@@ -435,9 +425,8 @@ class _HookReader:
     # expressions
 
     def evaluate_node(self, node: ast.expr) -> HookValue:
-        """Return what kind of value the expression ``node`` has. Raise :class:`_SideEffect` if it may change something,
-        or cannot be analysed.
-        """
+        """Return what is known of the value of the expression ``node`` in a hook's source. Raise :class:`_SideEffect`
+        if evaluating it may change something, or if it cannot be analysed."""
         match node:
             case ast.Constant():
                 return NONE if node.value is None else FRESH
@@ -474,15 +463,16 @@ class _HookReader:
         return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _join_held_values(parts)
 
     def evaluate_either(self, *nodes: ast.expr) -> HookValue:
-        """Return what kind of value an expression has that is one of the expressions ``nodes``, such as ``a if c else
-        b``; ``NONE`` only if all of them are ``None``."""
+        """Return what is known of the value of an expression in a hook's source that has the value of one of ``nodes``,
+        such as ``a if c else b``. It is ``None`` only if all of them are ``None``."""
         found = [self.evaluate_node(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE
         return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
 
     def evaluate_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
-        """Return what kind of value the comprehension ``node`` has, after setting the kinds of its loop names."""
+        """Return what is known of the value of the comprehension ``node`` in a hook's source, and record what is known
+        of its loop names."""
         for loop in node.generators:
             self.store_value(loop.target, _join_value_elements(self.evaluate_node(loop.iter)))
             for test in loop.ifs:
@@ -491,9 +481,8 @@ class _HookReader:
         return _join_held_values([self.evaluate_node(p) for p in parts])
 
     def evaluate_name(self, name: str) -> HookValue:
-        """Return what kind of value ``name`` has in the function: a local name, a closure variable, a global or a
-        builtin; unknown if it is none of these.
-        """
+        """Return what is known of the value of ``name`` in the analysed function: of a local name, a closure variable,
+        a global or a builtin; "unknown" if it is none of these."""
         if name in self.names:
             return self.names[name]
         cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
@@ -508,7 +497,8 @@ class _HookReader:
         return UNKNOWN
 
     def evaluate_attribute(self, base: HookValue, name: str) -> HookValue:
-        """Return what kind of value the attribute ``name`` of an object of the kind ``base`` has."""
+        """Return what is known of the attribute ``name`` of an object in a hook's source. ``base``: what is known of
+        the object."""
         if base.kind != "known":
             return FRESH if base.kind == "none" or name in _DESCRIBING else base
         found = FRESH
@@ -523,9 +513,8 @@ class _HookReader:
         return found
 
     def evaluate_call(self, node: ast.Call) -> HookValue:
-        """Return what kind of value the call ``node`` returns. Raise :class:`_SideEffect`, with the line of the call,
-        if it may change something or cannot be analysed.
-        """
+        """Return what is known of the result of the call ``node`` in a hook's source. Raise :class:`_SideEffect`, with
+        the line of the call, if it may change something or cannot be analysed."""
         args = [self.evaluate_node(a) for a in node.args]
         named = {k.arg or "**": self.evaluate_node(k.value) for k in node.keywords}
         text = ast.unparse(node.func)
@@ -549,14 +538,13 @@ class _HookReader:
             raise found_out if "(line " in str(found_out) else self.create_side_effect(str(found_out), node) from None
 
     def evaluate_method_call(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
-        """Return what kind of value a method call in a hook's source returns, for an object that is not known before
-        the hook runs. Raise :class:`_SideEffect` if the method may change its object or an argument.
+        """Return what is known of the result of a method call in a hook's source, on an object that does not exist
+        before the hook runs. Raise :class:`_SideEffect` if the method may change its object or an argument.
 
         Args:
             function: the expression ``object.method`` of the call.
-            base: the kind of value of the object.
-            values: the kinds of the arguments.
-        """
+            base: what is known of the object.
+            values: what is known of each argument."""
         name = function.attr
         if base.kind in ("unknown", "none"):
             raise _SideEffect(f"calls {ast.unparse(function)}, which cannot be read")
@@ -581,9 +569,9 @@ _DESCRIBING = {
 
 
 def _join_held_values(values: Sequence[HookValue]) -> HookValue:
-    """Return the kind of a new value in a hook's source that is made of ``values`` or holds them, such as a list. It
-    covers the kinds of all ``values``; an existing object that is no part of training (no module, tensor, optimizer)
-    counts as a value that the hook has made, which it may change."""
+    """Return what is known of a new value in a hook's source that is made of ``values`` or holds them, such as a list.
+    It covers all ``values``; an existing object that is not a part of training (a module, tensor, optimizer) counts as
+    a value that the hook has made, which it may change."""
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
     ]
@@ -591,7 +579,8 @@ def _join_held_values(values: Sequence[HookValue]) -> HookValue:
 
 
 def _all_containers(value: HookValue) -> bool:
-    """Return whether ``value`` is known to be a list, dict, set or deque that exists already."""
+    """Return whether ``value``, a value in a hook's source, is known to be a list, dict, set or deque that exists
+    before the hook runs."""
     return value.kind == "known" and all(isinstance(o, _CONTAINERS) for o in value.objects)
 
 
@@ -600,9 +589,8 @@ Definition = ast.FunctionDef | ast.Lambda
 
 
 def _find_code_definition(code: types.CodeType) -> Definition:
-    """Return the syntax tree node of the function that ``code`` was compiled from. Raise :class:`_SideEffect` if it is
-    not found.
-    """
+    """Return the syntax tree node of the function from which the code object ``code`` was compiled. Raise
+    :class:`_SideEffect` if its source is not found."""
     text = "".join(linecache.getlines(code.co_filename))
     try:
         tree, compiled = _parse_and_compile(text, code.co_filename)
@@ -627,21 +615,20 @@ def _find_code_definition(code: types.CodeType) -> Definition:
 
 
 def _build_code_key(code: types.CodeType) -> tuple[str, int, bytes]:
-    """Return the name, first line and bytecode of ``code``."""
+    """Return the name, first line and bytecode of the code object ``code``, by which it is compared with others."""
     return code.co_name, code.co_firstlineno, code.co_code
 
 
 @lru_cache(maxsize=64)
 def _parse_and_compile(text: str, file: str) -> tuple[ast.Module, tuple[types.CodeType, ...]]:
-    """Return the syntax tree of the source ``text`` of the file ``file``, and the code objects of all functions
-    in it.
-    """
+    """Return the syntax tree of ``text``, the source of the file ``file``, and a tuple of the code objects of all
+    functions in it."""
     whole = compile(text, file, "exec", dont_inherit=True)
     return ast.parse(text), tuple(_iterate_nested_code(whole))
 
 
 def _iterate_nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield all code objects inside ``code``, outer ones first."""
+    """Yield the code objects of all functions defined inside ``code``, outer ones before the ones inside of them."""
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield constant
@@ -659,7 +646,8 @@ def _first_line(node: Definition) -> int:
 
 
 def _has_name_of_code(node: Definition, code: types.CodeType) -> bool:
-    """Return whether ``node`` defines a function of the name of ``code``; a lambda has the name ``<lambda>``."""
+    """Return whether the definition ``node`` has the name of the code object ``code``; a lambda has the name
+    ``<lambda>``."""
     return code.co_name == (node.name if isinstance(node, ast.FunctionDef) else "<lambda>")
 
 

@@ -42,9 +42,8 @@ _PLAIN_FLAG: Any = torch._C.TensorBase.requires_grad
 
 
 def _of_reals(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the decomposition ``function`` restricted to real tensors: it returns ``NotImplemented`` for complex ones,
-    because some of its operators have no derivative for them.
-    """
+    """Return the decomposition ``function`` of an operator, restricted to real tensors: it returns ``NotImplemented``
+    for complex ones, because some operators in it have no derivative for them."""
 
     def simpler(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tensor) and x.is_complex() for x in args):
@@ -75,12 +74,11 @@ _UNUSED = (
 
 @contextlib.contextmanager
 def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
-    """Return a context in which traced code can compute gradients by ``torch.autograd.grad``, ``torch.func`` and
-    ``torch.autograd.functional``. It raises :class:`UnsupportedError` for gradients that cannot be traced, such as
-    those inside of ``torch.vmap``.
+    """Return a context for tracing a model's forward, in which forward itself can compute gradients by
+    ``torch.autograd.grad``, ``torch.func`` and ``torch.autograd.functional``. It raises :class:`UnsupportedError` for
+    gradients that cannot be traced, such as those inside of ``torch.vmap``.
 
-    ``line``: returns the present line of forward, for error messages.
-    """
+    ``line``: returns the line of forward that is running, as text for error messages."""
     gradients = _InnerGradients(line)
     with (
         mock.patch.object(torch.autograd, "_engine_run_backward", gradients.run_engine),
@@ -102,18 +100,17 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
 class _InnerGradients:
     """Replacements of torch's gradient functions during one trace of a model's forward.
 
-    ``line``: returns the present line of forward, for error messages. ``begun``: for each node whose tensor forward has
-    set to require a gradient, the number of nodes that the graph had at that time. Operators before this point that
-    read the tensor pass no gradient to it, as in autograd.
-    """
+    ``line``: returns the line of forward that is running, as text for error messages. ``begun``: for each node whose
+    tensor forward has set to require a gradient, the number of nodes that the graph had at that time. Operators before
+    this point that read the tensor pass no gradient to it, as in autograd."""
 
     line: Callable[[], str]
     begun: dict[fx.Node, int] = field(default_factory=dict)
 
     def request_gradient(self, tensor: Tensor, flag: bool = True) -> Tensor:
-        """Set whether ``tensor`` requires a gradient, in place of ``tensor.requires_grad_(flag)``, and return
-        ``tensor``. If it begins to require one, the present length of the graph is stored in :attr:`begun`, because
-        earlier operators that read the tensor must pass no gradient to it."""
+        """Set whether ``tensor`` requires a gradient to ``flag``, in place of ``tensor.requires_grad_(flag)``, and
+        return ``tensor``. If it begins to require one, the present number of nodes of the traced graph is stored in
+        :attr:`begun`, because earlier operators that read the tensor must pass no gradient to it."""
         tracer = _find_active_tracer()
         node = _node_of(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
@@ -121,9 +118,9 @@ class _InnerGradients:
         return _plain_requires_grad_(tensor, flag)
 
     def assign_requires_grad(self, tensor: Tensor, flag: bool) -> None:
-        """Set whether ``tensor`` requires a gradient, in place of the assignment ``tensor.requires_grad = flag``. If it
-        begins to require one, the present length of the graph is stored in :attr:`begun`, because earlier operators
-        that read the tensor must pass no gradient to it."""
+        """Set whether ``tensor`` requires a gradient to ``flag``, in place of the assignment ``tensor.requires_grad =
+        flag``. If it begins to require one, the present number of nodes of the traced graph is stored in :attr:`begun`,
+        because earlier operators that read the tensor must pass no gradient to it."""
         self.request_gradient(tensor, flag)
 
     def run_engine(
@@ -136,14 +133,14 @@ class _InnerGradients:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> tuple[Any, ...]:
-        """Replace the autograd engine: return a tuple with the gradient of ``outputs`` with respect to each of
-        ``inputs``, computed by traced operators; ``None`` for an input on which no output depends.
+        """Compute gradients by traced operators, in place of torch's autograd engine. Return a tuple with the gradient
+        of ``outputs`` with respect to each of ``inputs``; ``None`` for an input on which no output depends.
 
         ``grad_outputs``: the gradient of each output. ``create_graph``: whether the results can be differentiated
-        again. ``allow_unreachable``: whether ``None`` is allowed; if not, raise :class:`RuntimeError` for it.
-        ``accumulate_grad``: whether gradients are to be stored on tensors, as ``backward()`` does; then raise
-        :class:`UnsupportedError`. ``keep_graph`` is not read in a trace.
-        """
+        again. ``allow_unreachable``: whether ``None`` is allowed in the result; if not, raise :class:`RuntimeError` for
+        it. ``accumulate_grad``: whether gradients are to be stored on tensors, as ``backward()`` does; if so, raise
+        :class:`UnsupportedError`. ``keep_graph`` is not used during a trace. Outside of a trace, torch's engine is
+        called."""
         tracer = _find_active_tracer()
         if tracer is None:
             made: tuple[Any, ...] = _plain_engine(
@@ -173,9 +170,8 @@ class _InnerGradients:
         return checked
 
     def check_unmapped(self) -> None:
-        """Raise :class:`UnsupportedError` inside of a transform such as ``torch.vmap``, where a gradient cannot be
-        traced.
-        """
+        """Raise :class:`UnsupportedError` if the caller is inside of a transform such as ``torch.vmap``, where a
+        gradient cannot be traced."""
         if get_dynamic_layer_stack_depth():
             raise self.create_error(
                 "takes a gradient inside of torch.vmap",
@@ -183,20 +179,19 @@ class _InnerGradients:
             )
 
     def create_error(self, does: str, why: str) -> UnsupportedError:
-        """Return the error that says that forward cannot be traced. ``does``: what it does at its present line.
-        ``why``: the reason."""
+        """Return the error that says that the model's forward cannot be traced. ``does``: words for what forward does
+        at the line that is running. ``why``: words for the reason."""
         return UnsupportedError(f"forward {does}{self.line()}, which {why}")
 
 
 @dataclass(frozen=True)
 class _GradientBody:
-    """The part of a trace through which a gradient is taken: the operators that lead from some tensors to others.
+    """The part of a traced graph through which forward takes a gradient itself.
 
     ``outputs``, ``inputs``: the nodes of the tensors whose gradient is taken, and of those with respect to which it is
     taken; ``None`` for a tensor that is not in the trace. ``body``: the operators between them, in graph order.
-    ``given``: the nodes that the body reads from outside, and the inputs that do not depend on another input.
-    ``tensors``: the outputs as tensors.
-    """
+    ``given``: the nodes that ``body`` reads from outside, and the inputs that do not depend on another input.
+    ``tensors``: the outputs as tensors."""
 
     outputs: list[fx.Node | None]
     inputs: list[fx.Node | None]
@@ -206,12 +201,11 @@ class _GradientBody:
 
     @classmethod
     def of(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:
-        """Return the part of the trace between the tensors ``inputs`` and ``outputs``. Raise :class:`UnsupportedError`
-        if it has an operator that cannot be computed a second time.
+        """Return the part of the traced graph between the tensors ``inputs`` and ``outputs``. Raise
+        :class:`UnsupportedError` if it has an operator that cannot be computed a second time.
 
-        ``tracer``: records forward's operators. ``gradients``: the replacements of torch's gradient functions in this
-        trace.
-        """
+        ``tracer``: torch's object that records the traced operators. ``gradients``: the replacements of torch's
+        gradient functions in this trace."""
         if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
             raise gradients.create_error("takes the gradient of a GradientEdge", "is followed for tensors alone")
         ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))
@@ -241,23 +235,22 @@ class _GradientBody:
     def differentiate(
         self, tracer: Any, gradients: _InnerGradients, grad_outputs: list[Any], create_graph: bool
     ) -> list[Any]:
-        """Return the gradients of the inputs, computed by traced operators; ``None`` for an input on which no output
-        depends.
+        """Return a list of the gradients of the inputs, computed by traced operators; ``None`` for an input on which no
+        output depends.
 
         Args:
-            tracer: records forward's operators.
+            tracer: torch's object that records the traced operators.
             gradients: the replacements of torch's gradient functions in this trace.
             grad_outputs: the gradient of each output.
-            create_graph: whether the gradients can be differentiated again.
-        """
+            create_graph: whether the gradients can be differentiated again."""
         values = [n.meta["val"] for n in self.given]
         seeds = [g for g in grad_outputs if g is not None]
         reached: list[bool] = []
 
         def derivative(*flat: Tensor) -> list[Tensor]:
-            """Compute the operators between inputs and outputs again. ``flat``: the values of the nodes ``given``,
-            which these operators read from outside, followed by the gradients of the outputs. Return a list of the
-            gradients of those inputs that have one, and the outputs."""
+            """Compute the operators between inputs and outputs again, and the gradients of the inputs. Return a list of
+            the gradients of those inputs that have one, followed by the outputs. ``flat``: the values of the nodes that
+            these operators read from outside, followed by the gradients of the outputs."""
             env: dict[fx.Node, Any] = dict(zip(self.given, flat, strict=False))
             for node in self.inputs:
                 if node in env:
@@ -298,19 +291,22 @@ class _GradientBody:
 
     @staticmethod
     def _read_again(tracer: Any, tensor: Tensor, again: Tensor) -> None:
-        """Change the trace so that operators which are recorded from now on read the node of ``again`` where they use
-        ``tensor``. ``again``: a traced tensor with equal values. ``tracer``: records forward's operators."""
+        """Change the trace so that operators that are recorded from now on and use ``tensor`` read the node of
+        ``again`` instead. ``again``: a traced tensor with equal values. ``tracer``: torch's object that records the
+        traced operators."""
         track_tensor(tensor, get_proxy_slot(again, tracer).proxy, constant=None, tracer=tracer)
 
 
 def _find_active_tracer() -> Any:
-    """Return the tracer that records forward's operators; ``None`` if nothing is traced now."""
+    """Return torch's object that records the operators of the trace that is active; ``None`` if nothing is being
+    traced."""
     mode = _get_dispatch_mode_pre_dispatch(_TorchDispatchModeKey.PROXY)
     return None if mode is None else mode.tracer
 
 
 def _node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
-    """Return the node of ``tensor`` in the trace of ``tracer``; ``None`` if it is not in the trace."""
+    """Return the graph node of ``tensor`` in the trace that ``tracer`` records; ``None`` if the tensor is not in the
+    trace."""
     slot: Any = get_proxy_slot(tensor, tracer, None)
     return None if slot is None else slot.proxy.node
 
@@ -320,8 +316,8 @@ def _make_empty_like(value: Tensor) -> Tensor:
 
 
 def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
-    """Return a new tensor that stands for the result of ``node`` in the trace of ``tracer``. ``value``: a tensor of the
-    same shape, strides and type."""
+    """Return a new tensor that stands for the result of ``node`` in the trace that ``tracer`` records. ``value``: a
+    tensor whose shape, strides and dtype it gets."""
     made = _make_empty_like(value)
     if made.is_floating_point() or made.is_complex():
         _plain_requires_grad_(made)
@@ -343,10 +339,11 @@ def _is_gradient_stopped(node: fx.Node) -> bool:
 
 
 def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> None:
-    """Raise :class:`UnsupportedError` if the operator ``node`` cannot be computed a second time with an equal result.
+    """Raise :class:`UnsupportedError` if the operator ``node`` cannot be computed a second time with an equal result,
+    as a gradient that forward takes itself requires.
 
-    ``reached``: nodes through which a gradient flows to the inputs. ``gradients``: creates the error.
-    """
+    ``reached``: nodes that depend on the tensors with respect to which the gradient is taken. ``gradients``: creates
+    the error."""
     if node.target is operator.getitem:
         return
     does = "takes a gradient"
@@ -371,9 +368,9 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
 
 
 def _find_written_values(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that are the same tensor as ``node`` before in-place operators wrote to it, if ``node`` is such
-    an operator: the operand of each, from ``node`` back to the node that created the tensor, which is last. Return an
-    empty list if ``node`` does not write in place."""
+    """Return the nodes that were the same tensor as ``node`` before in-place operators wrote to it, if ``node`` is
+    such an operator: its operand, the operand of the in-place operator that made this one, and so on, back to the
+    node that created the tensor, which is last. Return an empty list if ``node`` does not write in place."""
     found = []
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         node = node.args[0]  # type: ignore[assignment]
@@ -382,7 +379,7 @@ def _find_written_values(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_random_operator(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` draws random numbers; a dropout does not if it is switched off."""
+    """Return whether the operator ``node`` draws random numbers; dropout that is switched off does not."""
     tagged = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -395,9 +392,8 @@ def _is_random_operator(node: fx.Node) -> bool:
 
 
 def _replay_without_writes(node: fx.Node, env: dict[fx.Node, Any]) -> None:
-    """Compute ``node`` again by an out-of-place operator, so that no operand is changed, and store the value in
-    ``env``, which has the value of each node.
-    """
+    """Compute the operator ``node`` again, out of place, so that no operand is changed, and store its value in ``env``.
+    ``env``: node -> value; it has the values of the operands."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
     target: Any = node.target
     if target in _UPDATING and len(args) > _UPDATING[target][-1] and args[_UPDATING[target][-1]]:
@@ -414,7 +410,8 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return ``traced`` as a graph in which no operator writes in place. ``arguments``: tensors like its inputs."""
+    """Return a graph that computes what ``traced`` computes, with no operator that writes in place. ``arguments``:
+    tensors of the shapes and dtypes of its inputs."""
 
     def run(*flat: Tensor) -> list[Any]:
         return list(fx.Interpreter(traced).run(*flat, enable_io_processing=False))
@@ -434,13 +431,11 @@ def _take_out_detached(traced: fx.GraphModule) -> None:
 
 
 def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients: _InnerGradients) -> None:
-    """Raise :class:`UnsupportedError` if torch would differentiate the graph ``traced``, which is a derivative,
-    wrongly.
+    """Raise :class:`UnsupportedError` if torch would differentiate ``traced``, the graph of a derivative, wrongly.
 
-    This happens if it reads a secondary result of an operator, such as the mean of a norm, that torch treats as a
-    constant although it depends on the operands. ``arguments``: tensors like the inputs of the graph. ``gradients``:
-    creates the error.
-    """
+    This happens if the graph reads a secondary result of an operator, such as the mean that a norm returns, that torch
+    treats as a constant although it depends on the operands. ``arguments``: tensors of the shapes and dtypes of the
+    graph's inputs. ``gradients``: creates the error."""
     env: dict[fx.Node, Any] = {}
     floating = (
         a.requires_grad_() if a.is_floating_point() or a.is_complex() else a for a in map(_make_empty_like, arguments)
@@ -465,13 +460,12 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
 def _gradient_of_input(
     grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *how: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | Any:
-    """Decompose ``convolution_backward`` into a transposed convolution if only the input's gradient is wanted: return
-    (gradient, ``None``, ``None``). Return ``NotImplemented`` if other gradients are wanted too.
+    """Decompose ``convolution_backward`` into a transposed convolution if only the gradient of the input is wanted.
+    Return (gradient of the input, ``None``, ``None``), or ``NotImplemented`` if other gradients are wanted too.
 
     ``grad``: the gradient of the convolution's result. ``input``, ``weight``: its operands. ``bias_sizes``: the shape
     of its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
-    number of groups, and the three wanted gradients as booleans.
-    """
+    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
     stride, padding, dilation, transposed, _, groups, wanted = how
     if list(wanted) != [True, False, False]:
         return NotImplemented
@@ -494,11 +488,10 @@ _SIMPLER[aten.convolution_backward.default] = _gradient_of_input
 def _grad_and_value(
     func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Replace ``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)``: return (gradients, output), or
-    (gradients, (output, further result of ``func``)) with ``has_aux``.
+    """Compute ``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)`` by ``torch.autograd.grad``, which
+    can be traced. Return (gradients, output), or (gradients, (output, auxiliary result of ``func``)) with ``has_aux``.
 
-    ``argnums``: the index or indices of the arguments that are differentiated.
-    """
+    ``argnums``: the index or indices of the arguments that are differentiated."""
     with torch.enable_grad():
         args, chosen = _separate_arguments(args, argnums)
         output = func(*args, **kwargs)
@@ -513,11 +506,11 @@ def _grad_and_value(
 def _compute_output_and_vjp(
     func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """Replace ``torch.func.vjp``: return the output of ``func`` and the function from output gradients to input
-    gradients; with ``has_aux`` also the further result of ``func``.
+    """Compute ``torch.func.vjp`` in a way that can be traced. Return the output of ``func`` for the arguments
+    ``primals``, and a function that maps gradients of the output to gradients of the arguments; with ``has_aux`` also
+    the auxiliary result of ``func``.
 
-    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all.
-    """
+    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all."""
     with torch.enable_grad():
         primals, chosen = _separate_arguments(primals, argnums)
         output = func(*primals)
@@ -537,13 +530,12 @@ def _compute_output_and_vjp(
 def _compute_output_and_jvp(
     func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, *, strict: bool = False, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """Replace ``torch.func.jvp``: return the output of ``func`` and its directional derivative along ``tangents``; with
-    ``has_aux`` also the further result of ``func``.
+    """Compute ``torch.func.jvp`` in a way that can be traced. Return the output of ``func`` and its directional
+    derivative along ``tangents``; with ``has_aux`` also the auxiliary result of ``func``.
 
-    ``primals``: the arguments of ``func``. ``tangents``: a direction for each. ``argnums``: the index or indices of the
-    arguments that are differentiated. ``strict``: not read. A vector-Jacobian product is linear in its cotangents, so
-    its own gradient is the Jacobian-vector product.
-    """
+    ``primals``: the arguments of ``func``. ``tangents``: a direction for each differentiated argument. ``argnums``: the
+    index or indices of these arguments. ``strict`` is not used. The Jacobian-vector product is computed as the gradient
+    of the vector-Jacobian product, which is linear in its vector."""
     output, pull_back, *aux = _compute_output_and_vjp(func, *primals, argnums=argnums, has_aux=has_aux)
     ends, spec = pytree.tree_flatten(output)
     with torch.enable_grad():
@@ -554,12 +546,12 @@ def _compute_output_and_jvp(
 
 
 def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
-    """Replace ``torch.vmap(func)`` by a loop over the rows of the arguments (dim 0); torch.func computes Jacobians with
-    it. Return the function that runs the loop; it stacks the results of the rows along ``out_dims``. ``in_dims`` is not
-    read; torch.func passes 0."""
+    """Return a function that computes what ``torch.vmap(func)`` computes by a loop: it calls ``func`` for each index
+    along dim 0 of its arguments, and stacks the results along ``out_dims``. ``torch.func`` computes Jacobians with it.
+    ``in_dims`` is not used; ``torch.func`` passes 0."""
 
     def mapped(*args: Any) -> Any:
-        """Call ``func`` for each row of ``args`` and return its results, stacked."""
+        """Call a function once for each index along dim 0 of ``args`` and return its results, stacked."""
         leaves, spec = pytree.tree_flatten(args)
         rows = [func(*pytree.tree_unflatten([x[i] for x in leaves], spec)) for i in range(leaves[0].shape[0])]
         parts = [pytree.tree_flatten(row) for row in rows]
@@ -571,11 +563,10 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
 
 
 def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return ``args`` with those that are differentiated replaced by separate tensors that require gradients, and the
-    replaced ones alone (a single one if ``argnums`` is an integer).
+    """Return two values: ``args`` with the differentiated arguments replaced by separate tensors that require
+    gradients; and these separate tensors alone (not in a tuple if ``argnums`` is an integer).
 
-    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all.
-    """
+    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all."""
     numbers = range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
     numbers = [number % len(args) for number in numbers]
     made = tuple(pytree.tree_map(_make_separate_tensor, a) if i in numbers else a for i, a in enumerate(args))
@@ -585,14 +576,14 @@ def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any,
 
 
 def _make_separate_tensor(value: Any) -> Any:
-    """Return a new tensor with the values of ``value`` that requires a gradient; if ``value`` required one, it stays
-    connected with ``value``. A value that is no tensor is returned unchanged.
-    """
+    """Return a new tensor with the values of ``value`` that requires a gradient. If ``value`` requires one, gradients
+    also flow on to ``value``. Return a value that is not a tensor unchanged."""
     if not isinstance(value, Tensor):
         return value
     return aten.alias.default(value) if value.requires_grad else value.detach().requires_grad_()
 
 
 def _zeros_for_none(grads: Sequence[Tensor | None], of: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``grads`` with zeros like the tensor at the same position of ``of`` in place of each ``None``."""
+    """Return ``grads`` with each ``None`` replaced by zeros in the shape of the tensor at the same position of
+    ``of``."""
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, of, strict=True)]

@@ -36,9 +36,8 @@ _MOST_TOLD = 1 << 16  # of a value that is told by them
 
 
 def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
-    """Set ``use_cache`` to False in every configuration object that the model's modules hold. Return a tuple of those
-    in which it was True.
-    """
+    """Set ``use_cache`` to False in every configuration object that the modules of ``model`` hold. Return a tuple of
+    the configuration objects in which it was True."""
     found = []
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -51,16 +50,16 @@ def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
 
 
 def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any], run: Callable[[], Any]) -> bool:
-    """Return whether ``model`` computes something else with generation (key/value) caches than without them. Its
-    forward is run both ways on fake tensors, and its results are compared by the operations that they come from.
+    """Return whether ``model`` computes something else if its forward fills caches of keys and values for generation
+    than if it does not. Forward is run both ways on fake tensors, and the results are compared by the operations that
+    they come from.
 
     Args:
         model: the model.
         mode: the fake tensor mode of the model's tensors.
         configs: configuration objects in which ``use_cache`` was set to False.
         run: calls forward, and returns its result or the exception that it raises. If both runs raise exceptions of one
-            type, their last calls of torch functions are compared instead of results.
-    """
+            type, their last calls of torch functions are compared instead of results."""
     names: dict[Any, int] = {}
     for groups in (find_equal_layers(model, _LEAST), []):
         without, last = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
@@ -76,7 +75,8 @@ def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any]
 
 @contextmanager
 def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which ``use_cache`` is True in all of ``configs``; it is False afterwards."""
+    """Return a context in which ``use_cache`` is True in all the configuration objects ``configs``; it is False
+    afterwards."""
     for config in configs:
         config.use_cache = True
     try:
@@ -89,16 +89,16 @@ def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
 def _name_output_tensors(
     model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
-    """Run forward and identify its results by how they were computed. Return two values: a dict from the path of each
-    output tensor to an integer, or the exception that forward raised; and a key of forward's last call of a torch
-    function. Tensors that were computed by the same operations have equal integers.
+    """Run a model's forward and identify its results by how they were computed. Return two values: a dict from the path
+    of each output tensor in the result to an integer, or the exception that forward raised; and a hashable key of the
+    last torch function that forward called and of its arguments. Tensors that were computed by the same operations have
+    equal integers.
 
     Args:
         model: the model.
         groups: groups of equal modules, of which only one member is run.
-        named: the mode that gives tensors identifiers.
-        run: calls forward, and returns its result or the exception that it raises.
-    """
+        named: the torch function mode that gives tensors these integers.
+        run: calls forward, and returns its result or the exception that it raises."""
     for place, tensor in enumerate([*model.parameters(), *model.buffers()]):
         named.give(tensor, ("state", place))
     with _standing_in(groups, named), named:
@@ -112,11 +112,11 @@ def _name_output_tensors(
 
 @contextmanager
 def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Iterator[None]:
-    """Return a context in which, of the calls of equal modules with arguments of the same shapes and types, only the
-    first is run. Other calls return new tensors of the same shapes; their identifiers depend on the call's operands.
+    """Return a context that makes a run of a model faster. Of the calls of equal modules with arguments of the same
+    shapes and types, only the first is run. Other calls return new tensors of the same shapes, whose identifiers depend
+    on the call's operands.
 
-    ``groups``: the groups of equal modules. ``named``: the mode that gives tensors identifiers.
-    """
+    ``groups``: the groups of equal modules. ``named``: the mode that gives every tensor an identifier."""
     try:
         for group in groups:
             first: dict[Any, Any] = {}
@@ -137,13 +137,12 @@ def _run_once_per_kind(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``forward`` of ``module`` and return its result. If an equal module was called before with arguments of the
-    same shapes and types, return new tensors of the shapes of its result instead, whose identifiers depend on the
-    operands.
+    """Call ``forward`` of ``module`` with ``args`` and ``kwargs`` and return its result. If an equal module was called
+    before with arguments of the same shapes and types, return new tensors of the shapes of its result instead, whose
+    identifiers depend on the operands.
 
-    ``first``: the result of the first call for each kind of arguments; a first call is added to it. ``named``: the mode
-    that gives tensors identifiers.
-    """
+    ``first``: a dict from a key of the shapes and types of arguments to the result of the first call; a first call is
+    added to it. ``named``: the mode that gives every tensor an identifier."""
     with torch._C.DisableTorchFunction():
         leaves, tree = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -167,15 +166,13 @@ class _TensorNamingMode(TorchFunctionMode):
     """Torch function mode that gives every tensor an integer identifier. Two tensors have the same identifier if they
     were computed by the same operations from the same tensors.
 
-    ``mode``: the fake tensor mode of the model's tensors. ``names``: the identifiers so far, by a key of the
-    computation; two runs of a model share it if their results are to be compared. ``last``: a key of the last call of a
-    torch function.
-    """
+    ``mode``: the fake tensor mode of the model's tensors. ``names``: a dict from a hashable key of a computation to the
+    identifier of its result; two runs of a model share it if their results are to be compared. ``last``: a key of the
+    last call of a torch function."""
 
     def __init__(self, mode: FakeTensorMode, names: dict[Any, int]) -> None:
-        """Start without tensors. ``mode``: the fake tensor mode of the model's tensors. ``names``: the identifiers so
-        far, by a key of the computation.
-        """
+        """Start with no tensor identified. ``mode``: the fake tensor mode of the model's tensors. ``names``: a dict
+        from a key of a computation to the identifier of its result; new ones are added."""
         super().__init__()
         self.mode, self.names = mode, names
         self.last: Any = None  # what was asked last
@@ -185,31 +182,31 @@ class _TensorNamingMode(TorchFunctionMode):
         self._instead: dict[int, Tensor] = {}  # a tensor that had numbers -> that which stands for it without
 
     def give(self, tensor: Tensor, key: Any) -> Tensor:
-        """Give ``tensor`` an identifier if it has none, and return the tensor. The identifier depends on the tensor's
-        values if it is small and has values, otherwise on ``key``.
-        """
+        """Give ``tensor`` an integer identifier if it has none, and return the tensor. If the tensor is small and has
+        real values, its identifier stands for these values, otherwise for ``key``, a key of how it was computed."""
         if id(tensor) not in self._by_id:
             self._held.append(tensor)
             self._by_id[id(tensor)] = self._assign_key_number(_read_small_tensor(tensor) or key)
         return tensor
 
     def of(self, tensor: Tensor) -> int:
-        """Return the identifier of the present value of ``tensor``. If a call has written in place to its memory, the
-        identifier depends on that call, too. A tensor of unknown origin gets an identifier of its own."""
+        """Return the integer identifier of ``tensor``, which stands for how its present values were computed. If a call
+        has written in place to its memory, the identifier depends on that call, too. A tensor of unknown origin gets an
+        identifier of its own."""
         self.give(tensor, ("other", id(tensor)))
         name, written = self._by_id[id(tensor)], self._written.get(_identify_storage(tensor))
         return name if written is None else self._assign_key_number((name, written))
 
     def _assign_key_number(self, key: Any) -> int:
-        """Return the integer that stands for ``key``, a key of a computation; equal keys have equal integers."""
+        """Return the integer identifier for ``key``, a hashable key of a computation; equal keys get equal integers."""
         return self.names.setdefault(key, len(self.names))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on real values or fake tensors and return its result. Give the new tensors identifiers, and
-        those that it wrote to new ones.
-        """
+        """Run the torch function ``func`` with ``args`` and ``kwargs``, on tensors with real values if all operands
+        have them, otherwise on fake tensors, and return its result. Give identifiers to the new tensors, and new
+        identifiers to tensors to which it has written. ``types`` is not used."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             if self._instead:
@@ -234,9 +231,8 @@ class _TensorNamingMode(TorchFunctionMode):
         return result
 
     def _with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call ``func`` on tensors with real values and return the result. If a result would be too large, the function
-        runs on fake tensors, and the results have no values.
-        """
+        """Call ``func`` with ``args`` and ``kwargs``, whose tensors have real values, and return the result. If a
+        result would be too large, return fake tensors, which have no values."""
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         try:
@@ -253,8 +249,8 @@ class _TensorNamingMode(TorchFunctionMode):
 
     def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
         """Return a fake copy (without values) of ``tensor``, which takes its place in all later calls. It is needed
-        before a call writes values that are not known into ``tensor``. ``asked``: a key of this call, from which the
-        copy and other views of the memory get new identifiers."""
+        before a call writes values that are not known to ``tensor``. ``asked``: a key of this call, which enters the
+        new identifiers of the copy and of other views of the memory."""
         fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
         self._by_id[id(fake)] = self.of(tensor)
@@ -276,8 +272,9 @@ class _TensorNamingMode(TorchFunctionMode):
 
 
 def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
-    """Return the operand of a call of the torch function ``func`` whose values its ``result`` has, as for a clone, or a
-    concatenation of one tensor with empty ones; ``None`` if there is none. ``args``: the arguments of the call."""
+    """Return the operand of a call of the torch function ``func`` whose values the result of the call has, as for a
+    clone, or a concatenation of one tensor with empty ones; ``None`` if there is none. ``args``: the arguments of the
+    call. ``result``: its result."""
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):
         return first
@@ -289,7 +286,7 @@ def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: 
 
 
 def _read_small_tensor(tensor: Tensor) -> Any:
-    """Return (dtype, shape, bytes) of a small tensor; ``None`` if the tensor is large or has no values."""
+    """Return (dtype, shape, values as bytes) of a small tensor; ``None`` if ``tensor`` is large or has no values."""
     if isinstance(tensor, FakeTensor) or type(tensor) is not Tensor or tensor.numel() > _MOST_TOLD or tensor.is_meta:
         return None
     numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -297,11 +294,11 @@ def _read_small_tensor(tensor: Tensor) -> Any:
 
 
 def _is_in_place_function(func: Callable[..., Any]) -> bool:
-    """Return whether ``func`` writes to its first operand, judged by the function's name."""
+    """Return whether the torch function ``func`` writes to its first operand in place, judged by its name."""
     name = getattr(func, "__name__", "")
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """Return an integer that is equal for tensors that share memory."""
+    """Return an integer that is equal for tensors that share their memory, and differs for others."""
     return int(tensor.untyped_storage()._cdata)

@@ -33,20 +33,21 @@ _Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, num
 
 
 class Unlike(Exception):
-    """Raised if two modules of the model, or two of their calls, that should be equal differ or cannot be compared."""
+    """Raised if two modules of a model that should compute the same, or two calls of such modules, differ or cannot be
+    compared."""
 
 
 class Unread:
-    """Placeholder for an attribute's value that forward must not read, because it differs between modules that should
-    compute the same. Every use except an ``is`` test raises :class:`Unlike`. ``kept``: the value.
-    """
+    """Placeholder for the value of a module's attribute that forward must not read, because it differs between modules
+    that should compute the same. Every use except an ``is`` test raises :class:`Unlike`. ``kept``: the attribute's real
+    value."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept  # the value
 
     def _refuse_attribute_use(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise :class:`Unlike`, in place of any use of an attribute's value that differs between modules which should
-        be equal."""
+        """Raise :class:`Unlike`, in place of any use of this placeholder, which stands for an attribute that differs
+        between modules that should compute the same. The arguments are not used."""
         raise Unlike("forward reads an attribute that each layer has for itself")
 
     __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = (
@@ -68,11 +69,10 @@ class Unread:
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules of the model that compute the same with different weights, such as the decoder layers.
+    """Modules of a model that compute the same with different weights, such as the decoder layers.
 
-    ``members``: the modules. ``names``: the path of each of them in the model. ``own``: the attributes in which all
-    members differ, such as an index, as (path of a submodule in the member, attribute name).
-    """
+    ``members``: the modules. ``names``: the path of each of them in the model. ``own``: the attributes whose values
+    differ between the members, such as a layer's index, as (path of a submodule in the member, attribute name)."""
 
     members: tuple[nn.Module, ...]
     names: tuple[str, ...]
@@ -80,12 +80,11 @@ class ModuleGroup:
 
 
 def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
-    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``, with at
-    least ``least`` members each.
+    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``. ``least``:
+    the smallest number of modules of a group.
 
     Modules are equal if they have the same class, submodules, attributes, and shapes of parameters and buffers. An
-    integer or text attribute, such as an index, may differ between all members.
-    """
+    integer or text attribute, such as an index, may differ between all modules of a group."""
     counts: dict[int, int] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
         module = model.get_submodule(name)
@@ -109,11 +108,10 @@ def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
 
 def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
     """Split ``members``, modules that are equal except for integer and text attributes, into groups, and yield each
-    group of at least ``least`` modules. Attributes whose values differ between all members, such as a layer's index,
-    are named in the group; in all others, the members of a group are equal.
+    group of at least ``least`` modules. An attribute whose value is different in each member, such as a layer's index,
+    may differ within a group. All other attributes are equal in a group.
 
-    ``members``: each as (name, module, the values of its integer and text attributes by (submodule path, attribute
-    name)).
+    ``members``: each as (name, module, values of its integer and text attributes by (submodule path, attribute name)).
     """
     if len(members) < least:
         return
@@ -146,20 +144,18 @@ def has_call_hooks(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Description:
-    """What a module computes, for comparison with other modules.
+    """A description of what a module computes, for comparison with other modules.
 
     ``key``: a hashable value that is equal for modules that are equal except for the values of integer and text
-    attributes. ``texts``: the values of these attributes, by (submodule path, attribute name).
-    """
+    attributes. ``texts``: (submodule path, attribute name) -> value, of these attributes."""
 
     key: Any
     texts: dict[tuple[str, str], Any]
 
 
 def describe_layer_module(module: nn.Module) -> Description:
-    """Return what ``module`` computes, in a form that can be compared with other modules. Raise :class:`Unlike` if the
-    module has hooks or a ``forward`` that is set on the instance.
-    """
+    """Return a description of what ``module`` computes, which can be compared with those of other modules. Raise
+    :class:`Unlike` if the module has hooks, or a ``forward`` that is set on the instance."""
     if has_call_hooks(module) or any("forward" in vars(m) for m in module.modules()):
         raise Unlike("hooked")
     texts: dict[tuple[str, str], Any] = {}
@@ -167,11 +163,11 @@ def describe_layer_module(module: nn.Module) -> Description:
 
 
 def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None) -> Any:
-    """Return a hashable value that describes ``module``: submodules, attributes, and shapes and flags of its tensors.
+    """Return a hashable value that describes ``module``: its submodules, attributes, and shapes and flags of its
+    parameters and buffers.
 
-    ``texts``: if given, integer and text attributes are stored there by (submodule path, attribute name), and only
-    their types are part of the returned value.
-    """
+    ``texts``: if given, integer and text attributes are stored in it, (submodule path, attribute name) -> value, and
+    only their types are part of the returned value."""
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
     tensors: dict[int, int] = {}
@@ -198,9 +194,8 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
 
 
 def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a tuple of everything of a tensor that a trace can depend on, except its numbers: whether it is a
-    parameter, shape, strides, dtype, device, layout, and whether it requires a gradient.
-    """
+    """Return a tuple of the properties of ``tensor`` on which a trace can depend, except its values: whether it is a
+    parameter, shape, strides, dtype, device, layout, and whether it requires a gradient."""
     return (
         type(tensor) is nn.Parameter,
         tuple(tensor.shape),
@@ -220,9 +215,8 @@ def is_simple(value: Any) -> bool:
 
 
 def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
-    """Return a hashable key of ``value`` that is equal for equal values in two runs. An object that cannot be compared
-    is identified by its ``id``. ``of_tensor``: returns the key of a tensor.
-    """
+    """Return a hashable key of ``value``, an argument of a function, that is equal for equal arguments in two runs. An
+    object that cannot be compared is identified by its ``id``. ``of_tensor``: returns the key of a tensor."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if is_simple(value):
@@ -237,21 +231,20 @@ def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
 
 
 class _Frozen:
-    """Builds hashable keys of attribute values of one module, equal for equal values, so that modules can be compared.
+    """Builds hashable keys of the attribute values of one module, equal for equal values, so that modules can be
+    compared.
 
-    ``inside``: the name of each submodule of that module, by the submodule's ``id``. A value that is such a submodule
-    is keyed by this name, so that it equals the corresponding submodule of another module; other unknown objects are
-    keyed by their ``id``.
-    """
+    ``inside``: ``id`` of each submodule of the module -> its path. A value that is such a submodule is described by
+    this path, so that it equals the corresponding submodule of another module. Other unknown objects are described by
+    their ``id``."""
 
     def __init__(self, inside: dict[int, str]) -> None:
         self._inside = inside
         self._known: dict[int, tuple[Any, Any]] = {}  # by identity, which the value keeps: all parts have one config
 
     def of(self, value: Any) -> Any:
-        """Return a hashable key of ``value`` that is equal for equal values. Containers and dataclasses are described
-        by their contents, an unknown object by its ``id``.
-        """
+        """Return a hashable key of ``value``, an attribute value of a module, that is equal for equal values.
+        Containers and dataclasses are described by their contents, an unknown object by its ``id``."""
         kind = type(value)
         if kind in _PLAIN:
             return kind, repr(value)
@@ -280,36 +273,36 @@ class _Frozen:
         return kind, id(value)
 
     def _build_dict_key(self, value: dict[Any, Any]) -> Any:
-        """Return a hashable key of the dict ``value``: its type, and the keys of its items in order."""
+        """Return a hashable key of the dict ``value``, for comparison with others: its type, and keys of its items in
+        order."""
         columns = tuple(value), tuple(value.values())
         if all(_EXACT.issuperset(map(type, column)) for column in columns):  # labels may be tens of thousands
             return type(value), columns, tuple([tuple(map(type, column)) for column in columns])
         return type(value), tuple([(self.of(k), self.of(v)) for k, v in value.items()])
 
     def _fields(self, value: Any) -> Any:
-        """Return a hashable key of the dataclass instance ``value``: its type, and the keys of its fields in order."""
+        """Return a hashable key of the dataclass instance ``value``, for comparison with others: its type, and keys of
+        its field values in order."""
         return type(value), self.of(tuple([_read_stored_field(value, f.name) for f in dataclasses.fields(value)]))
 
 
 def _read_stored_field(value: Any, name: str) -> Any:
-    """Return the dataclass field ``name`` of ``value``, from the instance's ``__dict__`` if it is there, because a
-    descriptor may refuse to be read.
-    """
+    """Return the value of the field ``name`` of the dataclass instance ``value``. It is read from the instance's
+    ``__dict__`` if it is there, because a descriptor may refuse to be read."""
     held = getattr(value, "__dict__", {})
     return held[name] if name in held else getattr(value, name)
 
 
 class ParkedParameterError(Unlike):
-    """Raised if the traced code looks for a parameter that was removed from its module for the time of the trace."""
+    """Raised if traced code reads a parameter that was removed from its module for the time of the trace."""
 
 
 class _ParkedParameterDict(dict[str, Any]):
-    """Empty dict that replaces a module's ``_parameters`` while the model is traced, because the parameters were
-    removed. While the model runs, it raises :class:`ParkedParameterError` if it is listed or a removed parameter is
-    read.
+    """Empty dict that replaces the ``_parameters`` of a module whose parameters are removed while the model is traced.
+    While the model's forward runs, it raises :class:`ParkedParameterError` if it is listed or if a removed parameter is
+    looked up.
 
-    ``names``: the names of the removed parameters. ``running``: returns whether the model runs.
-    """
+    ``names``: the names of the removed parameters. ``running``: returns whether the model's forward runs."""
 
     def __init__(self, names: Sequence[str], running: Callable[[], bool]) -> None:
         super().__init__()
@@ -321,8 +314,8 @@ class _ParkedParameterDict(dict[str, Any]):
         return False
 
     def _list_as_empty_dict(self) -> dict[str, Any]:
-        """Return an empty dict in place of a module's removed parameters. Raise :class:`ParkedParameterError` while the
-        model runs."""
+        """Return an empty dict in place of the removed parameters of a module. Raise :class:`ParkedParameterError`
+        while the model's forward runs."""
         if self._running():
             raise ParkedParameterError("a layer's weights are listed outside of its call")
         return {}
@@ -345,13 +338,11 @@ class _ParkedParameterDict(dict[str, Any]):
 
 @dataclass
 class ParkedParameters:
-    """Removes parameters of modules while the model is traced, because the time of a trace grows with their number.
+    """Removes parameters of modules while a model is traced, because the time of a trace grows with their number.
 
-    All dicts but ``parameters`` are by the ``id`` of the module. ``names``: the names of the parameters and buffers of
-    each module whose parameters are removed, in the order of its submodules, with ``None`` for a buffer, which stays.
-    ``numbers``: a number, from 0, for each such module. ``parameters``: the removed parameters, by name. ``model``: the
-    model.
-    """
+    ``model``: the model. ``names``: ``id`` of each module whose parameters are removed -> names of its parameters and
+    buffers in order, with ``None`` for a buffer, which stays. ``numbers``: ``id`` of each such module -> its number,
+    from 0. ``parameters``: the removed parameters by name."""
 
     model: nn.Module
     names: dict[int, tuple[str | None, ...]] = field(default_factory=dict)  # by identity of the module
@@ -361,11 +352,11 @@ class ParkedParameters:
     _running: bool = False
 
     def put(self, module: nn.Module, name: str, like: nn.Module) -> None:
-        """Select the parameters of ``module`` to be removed during the trace, unless another module shares one of them.
+        """Select the parameters of ``module`` to be removed during the trace. If another module shares one of them,
+        select none.
 
         ``name``: the path of ``module`` in the model. ``like``: a module of equal structure, whose parameters
-        :meth:`lend` can put in their place.
-        """
+        :meth:`lend` can put in their place."""
         inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         if any(self._uses[p] != count for p, count in inside.items()):
             return
@@ -386,13 +377,13 @@ class ParkedParameters:
         self._uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
 
     def by_number(self) -> dict[int, tuple[str | None, ...]]:
-        """Return, for the number of each module whose parameters are removed, the names of its parameters and buffers
-        in order, with ``None`` for each buffer, because buffers are not removed."""
+        """Return a dict from the number of each module whose parameters are removed to the names of its parameters and
+        buffers in order, with ``None`` for a buffer, because buffers are not removed."""
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def close(self) -> None:
-        """Remove the parameters that were selected for the time of a trace from their modules, until :meth:`open` puts
-        them back."""
+        """Remove the parameters that were selected by :meth:`put` from their modules, until :meth:`open` puts them
+        back."""
         for held in self._held.values():
             for part, _, own in held:
                 names = [n for n, p in own.items() if p is not None]
@@ -405,9 +396,8 @@ class ParkedParameters:
                 part.__dict__["_parameters"] = own
 
     def lend(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
-        """Give ``module``, whose parameters are removed, those of a module of equal structure. Return (submodule, its
-        former parameter table) for each submodule; :meth:`take_back` needs it to undo this.
-        """
+        """Give ``module``, whose parameters are removed, the parameters of a module of equal structure, so that it can
+        be called. Return a list of (submodule, its parameter table before); :meth:`take_back` needs it to undo this."""
         lent = []
         for part, twin, _ in self._held[id(module)]:
             lent.append((part, part.__dict__["_parameters"]))
@@ -415,19 +405,18 @@ class ParkedParameters:
         return lent
 
     def take_back(self, lent: list[tuple[nn.Module, Any]]) -> None:
-        """Take the lent parameters out of a module again. ``lent``: what :meth:`lend` returned, (submodule, its former
-        parameter table) for each submodule.
-        """
+        """Undo :meth:`lend`: take the lent parameters out of the module again. ``lent``: what :meth:`lend` returned, a
+        list of (submodule, its parameter table before)."""
         for part, away in lent:
             part.__dict__["_parameters"] = away
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the model's ``forward`` wrapped so that an access to removed parameters raises
-        :class:`ParkedParameterError` while it runs.
-        """
+        """Return ``forward``, the model's forward, wrapped so that reading removed parameters while it runs raises
+        :class:`ParkedParameterError`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Run forward and return its result. While it runs, access to removed parameters raises an error."""
+            """Run the model's forward and return its result. While it runs, reading removed parameters raises an
+            error."""
             self._running = True
             try:
                 return forward(*args, **kwargs)

@@ -21,8 +21,7 @@ from partitioner.passes.trace.layer_reuse import LAYER
 
 class Unrepeated(Exception):
     """Raised if calls of equal layers, of which only one was traced, cannot be shown to run the same operators.
-    ``number``: an integer that identifies the group of calls.
-    """
+    ``number``: the number of this group of calls."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -31,12 +30,12 @@ class Unrepeated(Exception):
 
 @dataclass(frozen=True)
 class _Body:
-    """The traced operators of one call of a layer, which are copied for the calls of equal layers.
+    """The traced operators of one call of a layer. They are copied for the calls of equal layers, which were not
+    traced.
 
     ``nodes``: the operators, in order. ``operands``: the nodes that the call reads. ``results``: the nodes whose values
-    it returns. ``stack``: the paths of the module calls around them, with the layer itself last. ``key``: a hashable
-    value that is equal for calls with the same operators.
-    """
+    it returns. ``stack``: the paths of the modules whose calls enclose the operators, outermost first, with the layer
+    itself last. ``key``: a hashable value that is equal for calls with the same operators."""
 
     nodes: list[fx.Node]
     operands: list[fx.Node]
@@ -52,13 +51,13 @@ class _Body:
 def expand_layer_operators(
     captured: Captured, away: Mapping[int, Sequence[ModelState | None]] | None = None
 ) -> Captured:
-    """Replace each ``partition::layer`` operator in the graph of ``captured``, which stands for a call of a layer, by
-    copies of the operators of an equal layer, in place. Return ``captured`` with the node names, states and
-    placeholders of the new graph. Raise :class:`Unrepeated` if it cannot be shown that the calls are equal.
+    """Replace each ``partition::layer`` operator in the graph of ``captured``, a model as one graph, by copies of the
+    operators of an equal layer, in place. Such an operator stands for a call of a layer that was not traced. Return
+    ``captured`` with the node names, states (parameters and buffers) and placeholders of the new graph. Raise
+    :class:`Unrepeated` if it cannot be shown that the calls are equal.
 
-    ``away``: for modules whose parameters were removed during the trace, by number: the module's parameters and buffers
-    in order, with ``None`` for those that were not removed, such as buffers.
-    """
+    ``away``: number of each module whose parameters were removed during the trace -> its parameters and buffers in
+    order, with ``None`` for those that were not removed, such as buffers."""
     graph = captured.graph
     restored = _Restored(captured, away or {})
     found = [n for n in graph.nodes if n.target is LAYER]
@@ -113,9 +112,9 @@ def expand_layer_operators(
 
 
 def in_order(captured: Captured, names: Iterable[str]) -> Captured:
-    """Return ``captured`` with its states (parameters, buffers, constants) and their placeholders sorted by the
-    position of the state's name in ``names``; others come last. The graph is changed in place.
-    """
+    """Return ``captured``, a model as one graph, with its states (parameters, buffers, constants) and their
+    placeholders in the order in which the states are named in ``names``; others come last. The graph is changed in
+    place."""
     place = {name: i for i, name in enumerate(dict.fromkeys(names))}
     last = len(place)
     nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
@@ -129,16 +128,16 @@ def in_order(captured: Captured, names: Iterable[str]) -> Captured:
 
 
 class _Restored:
-    """Creates placeholders for the parameters of modules that were removed while the model was traced.
+    """Creates placeholders in a traced graph for the parameters of modules that were removed while the model was
+    traced.
 
-    ``away``: for the number of each such module, its parameters and buffers in order; ``None`` for those that were not
-    removed, such as buffers. ``states``: the removed parameters by name. ``placeholders``: the parameter's name for
-    each new placeholder, by the placeholder's name. ``nodes``: the new placeholders.
-    """
+    ``away``: number of each such module -> its parameters and buffers in order, with ``None`` for those that were not
+    removed, such as buffers. ``states``: the removed parameters by name. ``placeholders``: name of each new placeholder
+    -> name of its parameter. ``nodes``: the new placeholders."""
 
     def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
-        """Start without placeholders. ``captured``: the model whose graph gets them. ``away``: for the number of each
-        module whose parameters were removed during the trace, its parameters and buffers in order; ``None`` for those
+        """Start without placeholders. ``captured``: the model whose graph gets them. ``away``: number of each module
+        whose parameters were removed during the trace -> its parameters and buffers in order, with ``None`` for those
         that were not removed, such as buffers."""
         self.graph, self.away = captured.graph, away
         self.states = {state.name: state for of_module in away.values() for state in of_module if state is not None}
@@ -148,18 +147,18 @@ class _Restored:
         self._first = next(iter(captured.graph.nodes))
 
     def operands(self, member: int, seen: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return the nodes of all operands of a layer's call: those that the trace saw, and placeholders of the removed
-        parameters.
+        """Return the nodes of all operands of a layer's call in order: those that the trace saw, and placeholders of
+        the parameters that were removed.
 
         ``member``: the number of the module whose parameters were removed; -1 if none were. ``seen``: the operands that
-        the trace saw, in order.
-        """
+        the trace saw, in order."""
         left = iter(seen)
         states = self.away[member] if member >= 0 else ()
         return [*(next(left) if state is None else self._ensure_state_placeholder(state) for state in states), *left]
 
     def _ensure_state_placeholder(self, state: ModelState) -> fx.Node:
-        """Return the placeholder of the parameter ``state``; create it in front of all nodes if it does not exist."""
+        """Return the placeholder node of the parameter ``state``; create it in front of all other nodes of the graph if
+        it does not exist."""
         if state.name not in self._nodes:
             with self.graph.inserting_before(self._first):
                 name = "p_" + state.name.replace(".", "_").lower()
@@ -173,9 +172,9 @@ class _Restored:
 
 
 def _parse_layer_call(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
-    """Return four values for ``call``, a ``partition::layer`` node that stands for a call of a layer: the nodes of its
-    operands, those of its results (empty if the call was not run), the number of the group of equal calls, and the
-    number of the module whose parameters were removed (-1 if none were)."""
+    """Return the four arguments of ``call``, a ``partition::layer`` node that stands for a call of a layer: the nodes
+    of its operands, those of its results (empty if the call was not traced), the number of the group of equal calls,
+    and the number of the module if its parameters were removed (-1 if they were not)."""
     operands, results, number, member = cast(Any, call.args)
     return list(operands), list(results), int(number), int(member)
 
@@ -186,9 +185,9 @@ def _read_result_index(item: fx.Node) -> int:
 
 
 def _collect_layer_body(call: fx.Node) -> _Body:
-    """Return the operators between the operands and the results of ``call``, the node of a layer's call that was
-    traced. Raise :class:`Unrepeated` if one of them belongs to a module outside of the layer.
-    """
+    """Return the operators between the operands and the results of a layer's call that was traced. ``call``: the
+    ``partition::layer`` node that marks it. Raise :class:`Unrepeated` if one of the operators belongs to a module
+    outside of the layer."""
     operands, results, number, _ = _parse_layer_call(call)
     stack = call.meta["stack"]
     ends = set(operands)
@@ -213,12 +212,11 @@ def _collect_layer_body(call: fx.Node) -> _Body:
 def _build_body_key(
     nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequence[fx.Node], stack: Any
 ) -> Any:
-    """Return a hashable key that is equal for calls of layers that run the same operators on corresponding operands;
-    ``None`` if an operator belongs to a module outside of the layer.
+    """Return a hashable key that is equal for two calls of layers that run the same operators on corresponding
+    operands; return ``None`` if an operator belongs to a module outside of the layer.
 
-    ``nodes``, ``operands``, ``results``: the operators of the call in order, the nodes that it reads, and those that it
-    returns. ``stack``: paths of the module calls around the operators, with the layer itself last.
-    """
+    ``nodes``: the operators of the call in order. ``operands``: the nodes that it reads. ``results``: the nodes that it
+    returns. ``stack``: paths of the modules whose calls enclose the operators, with the layer itself last."""
     place: dict[fx.Node, Any] = {}
     for i, node in enumerate(operands):
         place.setdefault(node, ("operand", i))
@@ -226,8 +224,8 @@ def _build_body_key(
         place[node] = ("node", i)
 
     def encoded(argument: Any) -> Any:
-        """Return a hashable key of ``argument``, an argument of an operator inside a layer, with a node given by its
-        position in the call of the layer."""
+        """Return a hashable key of ``argument``, an argument of an operator in a layer's call. A node is described by
+        its position among the call's operands or operators."""
         if isinstance(argument, fx.Node):
             return place[argument]
         if isinstance(argument, tuple | list):
@@ -251,12 +249,12 @@ def _build_body_key(
 def _rename_path_and_stack(
     meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]] | None:
-    """Return the module path and the enclosing module calls that a node of one layer has when it is copied for another;
-    ``None`` if the node belongs to a module outside of the layer.
+    """Return the metadata that a node of one layer gets when it is copied for another layer: its module path, and the
+    paths of the modules whose calls enclose it. Return ``None`` if the node belongs to a module outside of the first
+    layer.
 
-    ``meta``: metadata of the node. ``old``: the paths of the module calls around the layer that was traced, with the
-    layer itself last. ``new``: the same for the other layer.
-    """
+    ``meta``: metadata of the node. ``old``: the paths of the modules whose calls enclose the first layer, with this
+    layer itself last. ``new``: the paths for the other layer."""
     before, after = old[-1], new[-1]
     inner = meta.get("stack", ())[len(old) :]
     named = [meta["path"], *inner] if meta.get("stack") else []
@@ -267,7 +265,8 @@ def _rename_path_and_stack(
 
 
 def _build_value_spec(value: Any) -> Any:
-    """Return a hashable key of a node's value: shape, strides and type of a tensor, or a tuple of such keys."""
+    """Return a hashable key of ``value``, the meta value of a node: shape, strides and dtype of a tensor, or a tuple of
+    such keys."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     return tuple([_build_value_spec(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
@@ -276,12 +275,12 @@ def _build_value_spec(value: Any) -> Any:
 def _copy_layer_body(
     graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
 ) -> list[fx.Node]:
-    """Insert copies of the operators of a traced layer before ``call``, the ``partition::layer`` node of an equal layer
-    that was not traced. Return the nodes of the results, one for each result of the call.
+    """Insert copies of the operators of a traced layer into ``graph``, before ``call``, and return the nodes of the
+    copied results, in order. ``call``: the ``partition::layer`` node that stands for a call of an equal layer that was
+    not traced.
 
-    ``operands``: the nodes that the copies read. ``body``: the operators. ``classes``: class names by module path;
-    those of the other layer's submodules are added.
-    """
+    ``operands``: the nodes that the copies read. ``body``: the operators. ``classes``: module path -> class name;
+    entries for the submodules of the other layer are added."""
     env: dict[fx.Node, fx.Node] = dict(zip(body.operands, operands, strict=True))
     stack = call.meta["stack"]
     with graph.inserting_before(call):

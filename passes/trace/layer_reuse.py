@@ -53,16 +53,17 @@ _SYMBOLS = (SymInt, SymFloat, SymBool)
 
 
 class Journal(TorchFunctionMode):
-    """Torch function mode that records every call of a torch function, so that two calls of equal modules can be
-    compared.
+    """Torch function mode that records every torch function that a call of a module runs, so that two calls of equal
+    modules can be compared.
 
-    ``entries``: for each call, the function, keys of its arguments and numbers of its results. Tensors are named by
-    their origin. ``needs_trace``: whether only a real trace can tell what a call computes, because sizes depend on data
-    or autocast is on. ``operands``: the tensors that the recorded call of a module reads, in order.
-    """
+    ``entries``: for each torch function, in order: the function, keys of its arguments and numbers of its results. A
+    tensor is identified by its position among the tensors that became known. ``needs_trace``: whether only a real trace
+    can tell what the call computes, because sizes depend on data or autocast is on. ``operands``: the tensors that the
+    call of the module reads, in order."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
-        """Start without entries. ``operands``: the tensors that the recorded call of a module reads, in order."""
+        """Start without entries. ``operands``: the tensors that the recorded call of a module reads, in order; they are
+        the first known tensors."""
         super().__init__()
         self.entries: list[Any] = []
         self.needs_trace = False
@@ -74,7 +75,8 @@ class Journal(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the torch function ``func``, record the call in this journal, and return its result."""
+        """Run the torch function ``func`` with ``args`` and ``kwargs``, record this in the journal, and return its
+        result. ``types`` is not used."""
         kwargs = kwargs or {}
         asked = self._build_argument_key(args), self._build_argument_key(kwargs)
         self.needs_trace |= autocast_on() is not None
@@ -83,20 +85,19 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return two counts that mark the present position of this journal: the number of entries so far, and the
-        number of known tensors. :meth:`sum_up` replaces the entries after the mark."""
+        """Return two counts for the present end of this journal: the number of entries, and the number of known
+        tensors. :meth:`sum_up` replaces the entries after this point."""
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Replace all entries since ``mark`` by one entry for a nested call of a module. The entry is equal whether the
-        nested call was run in full or was replaced by one operator.
+        """Replace all entries since ``mark`` by one entry for a call of a module inside of the recorded call. The entry
+        is the same whether this inner call was run in full or was replaced by one operator.
 
         Args:
-            mark: what :meth:`mark` returned before the nested call.
-            number: identifies the group of equal calls to which the nested call belongs.
-            operands: tensors that the nested call reads.
-            results: tensors that it returns.
-        """
+            mark: what :meth:`mark` returned before the inner call.
+            number: the number of the group of equal calls to which the inner call belongs.
+            operands: tensors that the inner call reads.
+            results: tensors that it returns."""
         entries, held = mark
         del self.entries[entries:]
         for tensor in self._held[held:]:
@@ -106,18 +107,17 @@ class Journal(TorchFunctionMode):
         self.entries.append((number, asked, self._record_result_places(list(results))))
 
     def _assign_tensor_place(self, tensor: Tensor) -> int:
-        """Return the number (from 0) of ``tensor`` in the order in which tensors became known; give it the next one if
-        it is new.
-        """
+        """Return the position (from 0) of ``tensor`` in the order in which tensors became known to this journal; a new
+        tensor gets the next one."""
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self._held)
             self._held.append(tensor)
         return self._places[id(tensor)]
 
     def _record_result_places(self, result: Any) -> Any:
-        """Return, in the structure of ``result``, the number of each tensor in the order in which tensors became known;
-        ``None`` for values that are no tensors. New tensors get the next numbers.
-        """
+        """Return, in the structure of ``result`` (of a torch function), the position of each tensor in the order in
+        which tensors became known to this journal; ``None`` for values that are not tensors. New tensors get the next
+        positions."""
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
                 self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
@@ -133,8 +133,8 @@ class Journal(TorchFunctionMode):
         return build_value_key(value, self._build_tensor_key)
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
-        """Return ("tensor", its number), or ("other", its ``id``) for a tensor that neither is an operand nor was made
-        by the recorded call.
+        """Return a key of ``tensor``, an argument of a torch function: ("tensor", its position in the order in which
+        tensors became known), or ("other", its ``id``) if it is neither an operand of the recorded call nor made by it.
         """
         place = self._places.get(id(tensor))
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
@@ -148,9 +148,8 @@ class Journal(TorchFunctionMode):
 
 @contextlib.contextmanager
 def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
-    """Return a context inside a trace in which operators are computed on fake tensors but do not become part of the
-    graph. ``operands``: fake tensors of the trace.
-    """
+    """Return a context inside of a trace, in which operators are computed on fake tensors but are not recorded in the
+    graph. ``operands``: fake tensors of the trace."""
     with contextlib.ExitStack() as stack:
         for _ in torch.overrides._get_current_function_mode_stack():
             stack.enter_context(torch.overrides._pop_mode_temporarily())
@@ -163,9 +162,9 @@ def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pause_trace_and_journal() -> Iterator[None]:
-    """Return a context inside a trace in which operators are recorded neither by the trace nor by a :class:`Journal`.
-    Function modes of the model's own code stay active.
-    """
+    """Return a context inside of a trace, in which operators are recorded neither by the trace nor by a
+    :class:`Journal` (a record of torch functions that is compared between layers). Function modes that the model's own
+    code entered stay active."""
     modes = torch.overrides._get_current_function_mode_stack()
     with contextlib.ExitStack() as stack:
         for _ in modes:
@@ -193,16 +192,16 @@ _library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member
 
 
 def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
-    """Return tensors of the shapes of the results of a module's call. This is the fake implementation of the operator
-    ``partition::layer``, which stands for the call in a graph that is being captured and is never run.
+    """Return new tensors of the shapes and dtypes that a call of a module returns. This is the fake implementation of
+    the operator ``partition::layer(operands, results, memo, member)``, which stands for the call in a traced graph and
+    is never executed.
 
     Args:
         operands: parameters, buffers and tensor arguments that the call reads.
-        results: the tensors that the call returned, if it was run; if empty, the shapes are those of an earlier equal
-            call.
+        results: the tensors that the call returned, if it was traced; if empty, the shapes are those of an earlier
+            equal call.
         memo: number of the group of equal calls.
-        member: number of the module if its parameters are removed and so are not among the operands; otherwise -1.
-    """
+        member: number of the module if its parameters are removed and so are not among the operands; otherwise -1."""
     specs = [(tuple(r.shape), r.stride(), r.dtype) for r in results] or _made_by[memo]
     return [operands[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in specs]
 
@@ -214,15 +213,14 @@ LAYER = torch.ops.partition.layer.default
 
 @dataclass
 class _CallMemo:
-    """What is known of a group of equal calls, that is calls of modules of equal structure with arguments of the same
-    kind.
+    """What is known of a group of equal calls: calls of modules of equal structure, with arguments of the same shapes
+    and types.
 
-    ``number``: identifies the group. ``shown``: how many of the calls were run in full. ``journal``: the record of the
-    torch functions that the first call used. ``alone``: whether every call must be traced, because the first has an
+    ``number``: the number of the group. ``shown``: how many of the calls were run in full. ``journal``: the record of
+    the torch functions that the first call used. ``alone``: whether every call must be traced, because the first has an
     effect or a result, such as a write to an argument or a view of one, that one operator cannot represent. ``leaves``:
-    for each value of the result, ("made", index of a new tensor), ("operand", index of an operand that is returned
-    unchanged) or ("plain", (type, value)). ``tree``: the structure of the result.
-    """
+    for each value in the result, ("made", index of a new tensor), ("operand", index of an operand that is returned
+    unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result."""
 
     number: int
     shown: int = 0
@@ -234,13 +232,12 @@ class _CallMemo:
 
 @dataclass
 class Repeats:
-    """Groups of modules of equal structure, and what one trace found out about their calls. Only the first calls are
-    run; the operator ``partition::layer`` takes the place of others.
+    """Groups of modules of equal structure, such as decoder layers, and what one trace found out about their calls.
+    Only the first calls are traced; each other call becomes one operator ``partition::layer``.
 
-    ``groups``: the groups. ``memos``: what is known of equal calls, by (index of their group, key of the call).
-    ``refused``: the groups in which every call must be traced. ``away``: the parameters that are removed during the
-    trace; ``None`` if none are.
-    """
+    ``groups``: the groups. ``memos``: (index of the group, key of the call) -> what is known of calls equal to this
+    one. ``refused``: the groups in which every call must be traced. ``away``: the parameters that are removed from
+    modules during the trace; ``None`` if none are."""
 
     groups: list[ModuleGroup]
     away: ParkedParameters | None = None
@@ -252,16 +249,15 @@ class Repeats:
 
     @classmethod
     def of(cls, model: nn.Module) -> Repeats:
-        """Find groups of equal modules of ``model``, such as its layers, of which only one needs to be traced. Return a
-        :class:`Repeats` with these groups, to be used for one trace."""
+        """Return a :class:`Repeats`, to be used for one trace of ``model``, with the groups of equal modules of the
+        model, such as its layers, of which only one needs to be traced."""
         return cls(find_equal_layers(model, _LEAST))
 
     def put_away(self, model: nn.Module) -> Repeats:
-        """Select the parameters to be removed from ``model`` during the trace, which makes it faster: those of modules
-        whose calls will not be run, because an equal module is called before. Return self.
+        """Select the parameters of ``model`` that are removed during the trace, which makes it faster: the parameters
+        of modules whose calls will not be run, because an equal module is called before. Return self.
 
-        The first members of each group of equal modules keep their parameters, because their calls are run.
-        """
+        The first members of each group of equal modules keep their parameters, because their calls are run."""
         self.away = ParkedParameters(model)
         outer = {name for group in self.groups for name in group.names}
         for group in self.groups:
@@ -273,22 +269,22 @@ class Repeats:
 
     def without(self, refused: Sequence[ModuleGroup]) -> Repeats:
         """Return a :class:`Repeats` for a new trace of the model, with the groups of equal modules of this one except
-        those in ``refused``, every call of which is then traced. It knows nothing of calls yet."""
+        those in ``refused``, whose calls are then all traced. It knows nothing of calls yet."""
         names = {group.names for group in refused}
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Add a group of equal modules to :attr:`refused`, so that the next trace runs every call of it. ``number``:
-        the number that a :class:`_CallMemo` has given to equal calls of this group."""
+        """Add a group of equal modules to :attr:`refused`, so that every call of its modules is traced in the next
+        trace. ``number``: the number of a group of equal calls of these modules (see :class:`_CallMemo`)."""
         for (group, _), memo in self.memos.items():
             if memo.number == number:
                 self.refused.append(self.groups[group])
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Return a context for a trace in which the first call in a group of equal modules is traced, and later ones
-        become one operator ``partition::layer`` each. The second call is run as well, to compare it with the first.
-        """
+        """Return a context for a trace of the model, in which the first call of a module in a group of equal modules is
+        traced, and each later one becomes one operator ``partition::layer``. The second call is run as well, to compare
+        it with the first."""
         root = self.away.model if self.away is not None else None
         before = root.__dict__.get("forward") if root is not None else None
         try:
@@ -315,13 +311,12 @@ class Repeats:
     def _run_or_reuse_call(
         self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``module``, a member of the group number ``index`` of equal modules, with ``args`` and ``kwargs``, and
-        return its output.
+        """Call ``module`` with ``args`` and ``kwargs``, and return its output. ``index``: the index of the group of
+        equal modules to which it belongs.
 
         The first two of equal calls run ``forward``, the module's own. A later one only appends the operator
         ``partition::layer`` to the graph. Calls that cannot be compared, or that have an effect or a result which such
-        an operator cannot represent, always run ``forward``.
-        """
+        an operator cannot represent, always run ``forward``."""
         if self.away is not None and id(module) in self.away.names:
             return self._stand_in(self.away, index, module, args, kwargs)
         again = id(module) in self._called
@@ -363,19 +358,18 @@ class Repeats:
         own: tuple[tuple[str, str], ...],
         forward: Callable[[], Any],
     ) -> tuple[Any, list[Tensor] | None]:
-        """Run one of the first two of several equal module calls, from whose comparison it follows what the other calls
-        compute. Return its output and the list of its result tensors that are in the graph (empty if the call was not
-        traced). The list is ``None`` if this is the first call and it has an effect or a result, such as a write to an
-        argument or a view of one, because of which all calls must be traced. Raise :class:`Unlike` if the second call
-        differs from the first.
+        """Run one of the first two of several equal module calls; comparing them shows what the other calls compute.
+        Return its output and a list of its result tensors that are in the graph (empty if the call was not traced). The
+        list is ``None`` if this is the first call and all calls must be traced, because it has an effect or a result,
+        such as a write to an argument or a view of one, that one operator cannot represent. Raise :class:`Unlike` if
+        the second call differs from the first.
 
         Args:
             memo: what is known of these equal calls; it is updated.
             call: the tensors that the call reads.
             module: the module that is called.
             own: attributes in which the modules differ, as (path of a submodule, attribute name).
-            forward: runs the module and returns its output.
-        """
+            forward: runs the module and returns its output."""
         with _hide_own_attributes(module, own if memo.shown else ()):
             before, buffers = _read_module_state(module), _list_module_buffers(module)
             output, traced = self._run_once(memo, call, forward)
@@ -398,15 +392,14 @@ class Repeats:
         """Run one of the first two of several equal module calls. Return its output and whether its operators are in
         the graph.
 
-        The first is traced. The second runs outside of the graph, only to compare the torch functions that it calls
-        with those of the first; :class:`Unlike` is raised if they differ. It is traced as well if they do not show what
-        it computes, because sizes depend on data or autocast is on.
+        The first call is traced. The second runs outside of the graph, only to compare the torch functions that it
+        calls with those of the first; :class:`Unlike` is raised if they differ. It is traced as well if these functions
+        do not show what it computes, because sizes depend on data or autocast is on.
 
         Args:
             memo: what is known of these equal calls.
             call: the tensors that the call reads.
-            forward: runs the module and returns its output.
-        """
+            forward: runs the module and returns its output."""
         journal = Journal(call.operands)
         if memo.shown == 0:
             memo.journal = journal
@@ -428,7 +421,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def _in_journal(self, journal: Journal) -> Iterator[None]:
-        """Return a context in which ``journal`` records the calls of torch functions."""
+        """Return a context in which ``journal`` records the torch functions that are called."""
         self._journals.append(journal)
         try:
             with journal:
@@ -437,12 +430,11 @@ class Repeats:
             self._journals.pop()
 
     def _stand_in(self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Append an operator ``partition::layer`` in place of a call of ``module``, whose parameters are removed, and
-        return the call's output. Raise :class:`ParkedParameterError` if no equal call was run before.
+        """Append an operator ``partition::layer`` to the graph in place of a call of ``module``, whose parameters are
+        removed, and return the output of the call. Raise :class:`ParkedParameterError` if no equal call was run before.
 
-        ``away``: the removed parameters. ``index``: the index of the module's group. ``args``, ``kwargs``: the
-        arguments of the call.
-        """
+        ``away``: the removed parameters. ``index``: the index of the module's group of equal modules. ``args``,
+        ``kwargs``: the arguments of the call."""
         again = id(module) in self._called
         self._called.add(id(module))
         lent = away.lend(module)
@@ -464,9 +456,8 @@ class Repeats:
 
 @contextlib.contextmanager
 def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
-    """Return a context in which reading an attribute that differs between equal modules raises :class:`Unlike`.
-    ``own``: these attributes as (path of a submodule of ``module``, attribute name).
-    """
+    """Return a context in which reading an attribute of ``module`` that differs between equal modules raises
+    :class:`Unlike`. ``own``: these attributes as (path of a submodule of ``module``, attribute name)."""
     kept = [(vars(module.get_submodule(path)), name) for path, name in own]
     values = [held[name] for held, name in kept]
     for held, name in kept:
@@ -480,12 +471,12 @@ def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) ->
 
 @dataclass(frozen=True)
 class _RepeatedCall:
-    """The tensors that a call of a module reads, and a key that is equal for calls that run the same operators.
+    """The tensors that a call of a module reads, and a key that is equal for calls of equal modules with arguments of
+    the same shapes and types.
 
-    ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``key``: a hashable value.
-    ``versions``: torch's counter of in-place writes to each operand before the call. ``leaves``: the values in the
-    arguments, in order. ``given``: (positional arguments, keyword arguments).
-    """
+    ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``key``: the key, a
+    hashable value. ``versions``: for each operand, torch's counter of in-place writes to it before the call.
+    ``leaves``: the values in the arguments, in order. ``given``: (positional arguments, keyword arguments)."""
 
     operands: list[Tensor]
     key: Any
@@ -495,11 +486,11 @@ class _RepeatedCall:
 
     @classmethod
     def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _RepeatedCall | None:
-        """Return the description of a call of ``module``: the tensors that it reads and a key for comparison; ``None``
-        if the call may depend on more than the key contains, such as hooks or objects.
+        """Return the description of a call of ``module`` with ``args`` and ``kwargs``: the tensors that it reads and a
+        key for comparison with other calls. Return ``None`` if the call may depend on more than the key contains, such
+        as hooks or objects.
 
-        ``own``: attributes that are left out of the key, as (path of a submodule, attribute name).
-        """
+        ``own``: attributes that are left out of the key, as (path of a submodule, attribute name)."""
         if not torch.is_grad_enabled() or has_call_hooks(module):
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -534,16 +525,16 @@ class _RepeatedCall:
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 
     def unchanged(self) -> bool:
-        """Return whether this module call, which has been run, wrote to none of its tensors, lists and dictionaries."""
+        """Return whether this module call, which has been run, wrote to none of the tensors, lists and dictionaries
+        that it read or was given."""
         leaves = pytree.tree_leaves(self.given)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]
 
 
 def _read_module_state(module: nn.Module) -> Any:
-    """Return a hashable value that describes ``module``: submodules, attributes, and shapes and flags of its
-    tensors.
-    """
+    """Return a hashable value that describes ``module``, to detect whether a call changes it: its submodules,
+    attributes, and shapes and flags of its tensors."""
     with torch._C.DisableTorchFunction():
         return state_of(module)
 
@@ -554,17 +545,16 @@ def _list_module_buffers(module: nn.Module) -> list[Tensor | None]:
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """Return an integer that is equal for tensors that share memory."""
+    """Return an integer that is equal for tensors that share their memory, and differs for others."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
-    """Store the structure of ``output``, what the module call ``call`` returned, in ``memo``, and return the list of
-    tensors that the call made.
+    """Store the structure of ``output``, the result of the module call ``call``, in ``memo``, which describes equal
+    calls. Return a list of the tensors in the output that the call made.
 
-    Raise :class:`Unlike` if the output contains a view of an operand or an object that is no plain value, or differs
-    from that of the first equal call.
-    """
+    Raise :class:`Unlike` if the output contains a view of an operand or an object that is not a plain value, or differs
+    from the output of the first equal call."""
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []
     leaves: list[tuple[str, Any]] = []
@@ -596,9 +586,8 @@ def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> l
 
 
 def _rebuild_call_output(memo: _CallMemo, operands: list[Tensor], made: list[Tensor]) -> Any:
-    """Return the output of a call that was not run, in the structure that ``memo`` has from an equal call.
-    ``operands``: the tensors that the call reads. ``made``: the new tensors in the output.
-    """
+    """Return the output of a module call that was not run, in the structure that ``memo`` has from an equal call.
+    ``operands``: the tensors that the call reads. ``made``: the new tensors in the output."""
     assert memo.tree is not None
     leaves = [
         made[what] if kind == "made" else operands[what] if kind == "operand" else what[1] for kind, what in memo.leaves

@@ -40,14 +40,13 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 
 @dataclass(frozen=True)
 class Transposed:
-    """Transpose of a function ``backward(g) = B g + c``, which maps gradients ``g`` of another function's results to
-    gradients of its inputs. ``B`` is a matrix, and ``c`` does not depend on ``g``.
+    """The transpose of a ``backward`` function. ``backward(g) = B g + c`` maps gradients ``g`` of another function's
+    results to gradients of its inputs; ``B`` is a matrix, and ``c`` does not depend on ``g``. The transpose multiplies
+    changes of the inputs by the transpose of ``B``, which gives changes of the results.
 
-    ``graph``: takes a change of each of the other function's inputs, then the tensors ``held``, which backward reads.
-    It returns ``num_results`` changes of the results, computed by the transpose of ``B``, then the parts ``c`` for the
-    inputs at the indices ``constant`` (from 0). ``complete``: whether every result depends on every input and there is
-    no ``c``.
-    """
+    ``graph``: takes a change of each input, then the tensors ``held``, which ``backward`` reads. It returns
+    ``num_results`` changes of the results, then the parts ``c`` for the inputs with the indices ``constant`` (from 0).
+    ``complete``: whether every change of a result depends on the change of every input, and there is no ``c``."""
 
     graph: fx.GraphModule
     held: Sequence[Tensor]
@@ -56,9 +55,9 @@ class Transposed:
     complete: bool
 
     def __call__(self, changes: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
-        """Apply the transpose of ``backward(g) = B g + c`` to ``changes`` of the inputs. Return the changes of the
-        results, and the non-zero parts ``c`` by index of the input.
-        """
+        """Apply the transpose of ``backward(g) = B g + c`` to ``changes``, one tensor for each input of the function
+        that ``backward`` belongs to. Return a sequence of the changes of the function's results, and a dict from the
+        index of an input to its part ``c``, for the inputs that have one."""
         found: Any = self.graph(*changes, *self.held)
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
 
@@ -66,12 +65,12 @@ class Transposed:
 def transpose_backward(
     backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
 ) -> Transposed:
-    """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose.
-    Raise :class:`NotAffine` if ``backward`` is not a linear function plus a part that does not depend on the gradients.
+    """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose,
+    which maps changes of the inputs to changes of the results. Raise :class:`NotAffine` if ``backward`` is not a linear
+    function of the gradients plus a part that does not depend on them.
 
     ``some``: whether autograd may call ``backward`` with ``None`` in place of a gradient of zero. If so, it is also
-    checked that both give the same, and :class:`NotAffine` is raised if they do not.
-    """
+    checked that both give the same, and :class:`NotAffine` is raised if they do not."""
     seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
     changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
     traced = _Traced.of(backward, seeds)
@@ -89,12 +88,12 @@ def transpose_backward(
 
 @dataclass(frozen=True)
 class _Traced:
-    """Functional graph of a ``backward`` function, which maps gradients of results to gradients of inputs.
+    """The graph, without in-place operators, of a ``backward`` function, which maps gradients of results to gradients
+    of inputs.
 
-    ``seeds``: the placeholders of the incoming gradients. ``held``: the other tensors that it reads, by placeholder.
-    ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: how each node's value depends
-    on the incoming gradients.
-    """
+    ``seeds``: the placeholders of the incoming gradients. ``held``: placeholder -> tensor, for the other tensors that
+    it reads. ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: for each node,
+    whether its value depends on the incoming gradients, and whether it is zero if they are."""
 
     graph: fx.Graph
     seeds: list[fx.Node]
@@ -104,10 +103,9 @@ class _Traced:
 
     @classmethod
     def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
-        """Return the graph of ``backward``, traced with gradients like ``seeds``. Raise :class:`NotAffine` if it reads
-        numbers of tensors, has side effects, or is not a linear function of the gradients plus a part that does not
-        depend on them.
-        """
+        """Return the graph of the function ``backward``. ``seeds``: tensors of the shapes and dtypes of the incoming
+        gradients. Raise :class:`NotAffine` if ``backward`` reads values of tensors as numbers, has side effects, or is
+        not a linear function of the gradients plus a part that does not depend on them."""
         try:
             module, tensors = _trace_functional_graph(backward, seeds)
         except ASKS_NUMBERS as error:
@@ -133,12 +131,12 @@ class _Traced:
         return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
 
     def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
-        """Multiply ``changes``, one for each input of a function, by the transpose of the matrix of its ``backward``.
-        Return the list of the products, one for each result of the function; then, for each index in ``constant``, the
-        part of the gradient that ``backward`` returns there which does not depend on the incoming gradients.
+        """Multiply ``changes``, one tensor for each input of a function, by the transpose of the matrix of its
+        ``backward``. Return a list of the products, one for each result of the function. For each index in
+        :attr:`constant`, it is followed by the part of the gradient of this input that does not depend on the incoming
+        gradients.
 
-        ``seeds``: tensors of the shapes and types of the incoming gradients.
-        """
+        ``seeds``: tensors of the shapes and dtypes of the incoming gradients."""
         grads = [g.detach().requires_grad_() for g in seeds]
         env: dict[fx.Node, Any] = {**self.held, **dict(zip(self.seeds, grads, strict=True))}
         for node in self.graph.nodes:
@@ -162,8 +160,8 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
     """Raise :class:`NotAffine` if ``backward`` computes something else for a gradient ``None`` than for a gradient of
     zero.
 
-    ``seeds``: tensors like the incoming gradients. ``whole``: the graph of ``backward`` with all gradients given.
-    """
+    ``seeds``: tensors of the shapes and dtypes of the incoming gradients. ``whole``: the graph of ``backward`` for a
+    call with all gradients given."""
     numbers = range(len(seeds))
     if len(seeds) > _MOST_RESULTS:
         raise NotAffine("takes None for some of many gradients", _MATERIALIZE)
@@ -186,20 +184,18 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
 
 
 class _Expressions:
-    """Gives the values in graphs integer identifiers, which are equal for values that equal operators compute from
-    equal operands. ``numbers``: the identifiers so far, by a key of the computation.
-    """
+    """Gives the values of graph nodes integer identifiers, which are equal for values that equal operators compute from
+    equal operands. ``numbers``: key of a computation -> its identifier."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
 
     def of(self, traced: _Traced, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
-        """Return, for each result of the graph ``traced`` of a ``backward`` function, an identifier that is equal for
-        equal computations; ``None`` for a result that is zero.
+        """Return a list with an identifier for each result of ``traced``, the graph of a ``backward`` function.
+        Identifiers are equal for equal computations; ``None`` stands for a result of zero.
 
         ``names``: an integer for each incoming gradient, in order, that identifies it. ``zeros``: placeholders of
-        incoming gradients that are assumed to be zero.
-        """
+        incoming gradients that are assumed to be zero."""
         held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
         parts = parts_of(traced.graph, zeros, held_zero)
         env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.held.items()}
@@ -221,19 +217,18 @@ class _Expressions:
 
 
 class _AtZero:
-    """Evaluates the nodes of the graph of a ``backward`` function for incoming gradients of zero.
+    """Computes the values that nodes in the graph of a ``backward`` function have if all incoming gradients are zero.
 
-    ``parts``: how each node's value depends on the incoming gradients. ``env``: values of the nodes for other
-    gradients; those that do not depend on the gradients are used.
-    """
+    ``parts``: for each node, whether its value depends on the incoming gradients, and whether it is zero if they are.
+    ``env``: node -> value, for other incoming gradients; values that do not depend on the gradients are used."""
 
     def __init__(self, parts: Mapping[fx.Node, AffinePart], env: Mapping[fx.Node, Any]) -> None:
         self.parts = parts
         self.known = {n: value for n, value in env.items() if not parts[n].depends}
 
     def value(self, node: fx.Node | None) -> Any:
-        """Return the value that ``node``, a node of the graph of a ``backward`` function, has for incoming gradients of
-        zero."""
+        """Return the value that ``node``, a node of the graph of a ``backward`` function, has if all incoming gradients
+        are zero."""
         assert node is not None
         if node not in self.known:
             self.known[node] = (
@@ -245,9 +240,8 @@ class _AtZero:
         return _make_zeros_like(node.meta["val"])
 
     def _compute_value_at_zero(self, node: fx.Node) -> Any:
-        """Run the operator ``node`` on the values of its operands for incoming gradients of zero, and return
-        its value.
-        """
+        """Run the operator ``node`` of the graph of a ``backward`` function on the values that its operands have if all
+        incoming gradients are zero, and return its value."""
         other = _other_addend(node, self.parts)
         if other is not None:
             return self.value(other)
@@ -256,7 +250,7 @@ class _AtZero:
 
 
 def _is_known(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has values: it is neither fake nor on the meta device."""
+    """Return whether ``tensor`` has real values: it is neither fake nor on the meta device."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
@@ -270,7 +264,7 @@ def _read_tensor_numbers(tensor: Tensor) -> Any:
 
 
 def _is_zero(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has values and all of them are zero."""
+    """Return whether ``tensor`` has real values and all of them are zero."""
     if not _is_known(tensor):
         return False
     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -282,11 +276,11 @@ def _make_zeros_like(value: Tensor) -> Tensor:
 
 
 def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
-    """Return the operand that the sum ``node`` is equal to because its other operand is zero; ``None`` if there is
-    none.
+    """Return the operand of the sum ``node`` that the sum is equal to, because the other operand is zero if the
+    incoming gradients are zero; return ``None`` if there is none.
 
-    ``parts``: for each node, how its value depends on the incoming gradients, and whether it is zero.
-    """
+    ``parts``: for each node of the graph of a ``backward`` function, how its value depends on the incoming gradients,
+    and whether it is zero if they are."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
     wanted = node.meta["val"]
@@ -299,7 +293,8 @@ def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node
 
 
 def _run_node_target(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
-    """Run the operator ``node`` and return its result. ``value``: returns the value of each operand node."""
+    """Run the operator ``node`` and return its result. ``value``: a function that returns the value of an operand
+    node."""
     assert callable(node.target), node
     return node.target(*fx.node.map_arg(node.args, value), **fx.node.map_arg(node.kwargs, value))
 
@@ -307,10 +302,9 @@ def _run_node_target(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
 def _trace_functional_graph(
     function: Callable[..., Any], arguments: Sequence[Tensor]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Trace ``function``, called with ``arguments``, into a graph without in-place operators. Return the graph and the
-    list of tensors that it takes as inputs after ``arguments``. Raise :class:`NotAffine` if the function runs other
-    functions as operators, such as ``torch.cond``.
-    """
+    """Trace ``function``, called with ``arguments``, as a graph without in-place operators. Return the graph and a list
+    of the further tensors that it takes as inputs after ``arguments``, because the function reads them. Raise
+    :class:`NotAffine` if the function runs other functions as operators, such as ``torch.cond``."""
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         raw = make_fx(function, tracing_mode="real")(*arguments)
     read = {str(n.target): getattr(raw, str(n.target)) for n in raw.graph.nodes if n.op == "get_attr"}
@@ -332,7 +326,7 @@ def _trace_functional_graph(
 
 @cache
 def _spelled_out() -> dict[Any, Callable[..., Any]]:
-    """Return a dict of decompositions, backward operator -> function that computes it with simpler operators. It has
+    """Return a dict: backward operator -> decomposition, a function that computes it with simpler operators. It has
     each backward operator that torch can decompose and that has no sharding rule, and ``convolution_backward``."""
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
     table = {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
@@ -341,8 +335,8 @@ def _spelled_out() -> dict[Any, Callable[..., Any]]:
 
 class ConvolutionGeometry(NamedTuple):
     """Parameters of a convolution, in the order in which torch's operators take them. ``stride``, ``padding``,
-    ``dilation`` and ``output_padding`` have one entry for each dim of positions. ``transposed``: whether it is a
-    transposed convolution. ``groups``: the number of groups."""
+    ``dilation`` and ``output_padding`` have one entry, in elements, for each spatial dim. ``transposed``: whether it is
+    a transposed convolution. ``groups``: the number of channel groups."""
 
     stride: list[int]
     padding: list[int]
@@ -353,13 +347,13 @@ class ConvolutionGeometry(NamedTuple):
 
 
 def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *how: Any) -> Any:
-    """Decompose ``convolution_backward`` into a convolution that does not read the input if only the input's gradient
-    is wanted: return (gradient, ``None``, ``None``). Return ``NotImplemented`` if other gradients are wanted too.
+    """Decompose ``convolution_backward`` into a convolution that does not read the input, if only the gradient of the
+    input is wanted. Return (gradient of the input, ``None``, ``None``), or ``NotImplemented`` if other gradients are
+    wanted too.
 
     ``grad``: the gradient of the convolution's result. ``x``, ``weight``: its operands. ``bias_sizes``: the shape of
     its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
-    number of groups, and the three wanted gradients as booleans.
-    """
+    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
     *geometry, output_mask = how
     if list(output_mask) != [True, False, False]:
         return NotImplemented
@@ -373,8 +367,8 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
 
 
 class _KeepingValues(fx.Interpreter):
-    """Interpreter of a graph in which attributes (``get_attr`` nodes) are read from the tensors ``held``, by name.
-    ``module``: the graph."""
+    """Runs a graph, ``module``, in which constants (``get_attr`` nodes) are read from the dict ``held``, name ->
+    tensor, instead of from the module."""
 
     def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
         super().__init__(module)
@@ -385,9 +379,10 @@ class _KeepingValues(fx.Interpreter):
 
 
 def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
-    """Raise :class:`NotAffine` if ``graph`` has side effects: it draws random numbers, or writes in place to a tensor
-    other than ``seeds``, its placeholders of incoming gradients. Writes to these, which come last in a graph that was
-    made functional, are removed, because no result depends on them."""
+    """Raise :class:`NotAffine` if ``graph``, the graph of a ``backward`` function, has side effects: it draws random
+    numbers, or writes in place to a tensor other than ``seeds``, its placeholders of incoming gradients. Writes to
+    ``seeds`` are removed from the graph, because no result depends on them: they come last in a graph that was made
+    functional."""
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -417,9 +412,9 @@ _SHAPE_ALONE = frozenset(
 
 
 def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
-    """Remove the placeholders of incoming gradients, which are the first ``num_seeds`` placeholders, from ``made``, in
-    place. ``made``: the transpose of a ``backward`` function, which does not read their values if the function is
-    linear in them. Raise :class:`NotAffine` if it does; operators that read only their shape are changed to read zeros.
+    """Remove the first ``num_seeds`` placeholders from ``made``, in place; they are the incoming gradients of a
+    ``backward`` function whose transpose is ``made``. The transpose does not read their values if the function is
+    linear in them. Raise :class:`NotAffine` if it does. Operators that read only their shape are changed to read zeros.
     """
     graph = made.graph
     for node in list(graph.nodes):

@@ -26,13 +26,12 @@ from partitioner.passes.ir.collectives import collective_name
 def choose_saved_nodes(
     saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
 ) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Decide which forward results to save for backward and which ones backward computes again. Return (list of the
-    forward nodes to save, in the order of ``nodes``; set of the nodes to compute again).
+    """Decide which forward results are saved for backward and which ones backward computes again. Return a list of the
+    forward nodes to save, in the order of ``nodes``, and the set of the forward nodes to compute again.
 
-    ``saved``: the forward nodes whose results backward reads, all of which would be saved otherwise. ``again``: nodes
-    whose results should not be saved, nor should views or copies of them. ``nodes``: the forward nodes in order.
-    ``results``: nodes that are never computed again, such as the outputs.
-    """
+    ``saved``: the forward nodes whose results backward reads; all of them would be saved otherwise. ``again``:
+    forward nodes whose results should not be saved, nor should views or copies of them. ``nodes``: the forward nodes
+    in order. ``results``: forward nodes that are never computed again, such as the outputs."""
     again = again.difference(n for n in results if n is not None)
     for node in nodes:
         if node not in results and _is_copy(node) and node.all_input_nodes[0] in again:
@@ -58,9 +57,8 @@ def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order
     node that is computed again comes right before the first operator that reads it, so that its result is in memory
     only briefly.
 
-    ``remade``: all forward nodes that backward computes again. ``order``: the nodes of the graph of forward and
-    backward, in order.
-    """
+    ``remade``: all forward nodes that backward computes again. ``order``: all nodes of the joint graph of forward
+    and backward, in order."""
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
     there: set[fx.Node] = set()
@@ -73,8 +71,9 @@ def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order
 
 
 def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
-    """Return the forward nodes that must be computed again before ``readers`` can run: the nodes of ``remade`` that
-    they read, and those that these read in turn. ``remade``: all forward nodes that backward computes again."""
+    """Return the forward nodes that must be computed again before the nodes ``readers`` can run: the nodes in
+    ``remade`` that they read directly, or through other nodes in ``remade``. ``remade``: all forward nodes that
+    backward computes again."""
     found: set[fx.Node] = set()
     stack = [o for n in readers for o in n.all_input_nodes if o in remade]
     while stack:
@@ -86,11 +85,11 @@ def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) 
 
 
 def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
-    """Return whether backward may compute the forward node ``node`` again instead of reading its saved result: whether
-    it is in ``again``, the nodes whose results should not be saved, and its result is a tensor.
+    """Return whether backward may compute the forward node ``node`` again instead of reading its saved result: the node
+    must be in ``again``, and its result must be a tensor. ``again``: the forward nodes whose results should not be
+    saved.
 
-    For a ``getitem``, which selects one of an operator's results, the operator must be in ``again``, too.
-    """
+    For a ``getitem``, which selects one of an operator's results, the operator must be in ``again``, too."""
     if node.target is operator.getitem:
         source = node.args[0]
         return node in again and isinstance(source, fx.Node) and source in again
@@ -98,9 +97,9 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether ``node`` is a view of a saved value or of a placeholder. Backward then makes the view again, which
-    costs nothing, instead of saving ``node``, too. ``kept``: the nodes whose results are saved; false if ``node``
-    itself is one of them or a placeholder."""
+    """Return whether ``node`` is a view of a saved value or of a placeholder, and not itself one of these. Backward
+    then makes the view again, which costs nothing, instead of saving ``node``. ``kept``: the nodes whose results are
+    saved."""
     if node in kept or node.op == "placeholder":
         return False
     while node not in kept and node.op == "call_function" and _is_view(node):
@@ -137,13 +136,12 @@ Half = list[fx.Node]
 
 @dataclass(frozen=True)
 class JointHalves:
-    """Forward and backward of one piece of the model in one graph. :meth:`cut` divides backward into gradients of
-    inputs and gradients of parameters.
+    """Forward and backward of one piece of the model, such as a layer, in one graph. :meth:`cut` divides backward into
+    a half for the gradients of inputs and a half for the gradients of parameters.
 
-    ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of each of the two. ``remade``: forward nodes
-    that backward computes again. ``start``: the nodes whose values backward gets when it starts: the saved forward
-    nodes and the gradients of the outputs.
-    """
+    ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of forward and of backward. ``remade``:
+    forward nodes that backward computes again. ``start``: the nodes whose values backward gets when it starts: the
+    saved forward nodes and the gradients of the outputs."""
 
     nodes: Sequence[fx.Node]
     forward: Collection[fx.Node]
@@ -155,12 +153,11 @@ class JointHalves:
         self, of_inputs: Sequence[fx.Node | None], of_states: Sequence[fx.Node | None]
     ) -> tuple[Half, Half, list[fx.Node]]:
         """Cut backward into a half that computes the gradients of inputs and a half that computes the gradients of
-        parameters. Return the operators of the first half, those of the second half, and the nodes whose values the
-        first passes to the second.
+        parameters. Return three lists: the operators of the first half, the operators of the second half, and the nodes
+        whose values the first passes to the second.
 
         ``of_inputs``, ``of_states``: the nodes of the gradients of inputs and of parameters; ``None`` is a zero
-        gradient.
-        """
+        gradient."""
         gradients = [g for g in of_states if g is not None]
         through = collect_ancestor_nodes(g for g in of_inputs if g is not None) - set(self.forward)
         if through:
@@ -183,21 +180,21 @@ class JointHalves:
 
 
 def is_early(size: int, summed: int) -> bool:
-    """Return whether a weight gradient should be computed in the first half of backward, which computes the gradients
-    of inputs, instead of in the second: it has at most a quarter of the size of the tensors that it sums over.
+    """Return whether a weight gradient that is a sum should be computed in the first half of backward, which computes
+    the gradients of inputs, instead of in the second half. This is so if it has at most a quarter of the size of the
+    tensors that it sums, which would otherwise stay in memory until the second half runs.
 
-    ``size``: the size of the gradient. ``summed``: the size of these tensors, in the same unit (bytes or elements).
-    They would otherwise stay in memory until the second half runs.
-    """
+    ``size``: the size of the gradient. ``summed``: the total size of these tensors, in the same unit (bytes or
+    elements)."""
     return _SMALL * size <= summed
 
 
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that compute those weight gradients that are sums over much larger tensors. The first half of
+    """Return the nodes that compute those weight gradients that are sums of much larger tensors. The first half of
     backward, which computes input gradients, computes them too, so that it need not keep the large tensors.
 
-    ``gradients``: the nodes of the weight gradients. ``known``: nodes that forward or the first half computes anyway.
-    """
+    ``gradients``: the nodes of all weight gradients. ``known``: nodes that forward or the first half computes
+    anyway; they are not returned."""
     found: set[fx.Node] = set()
     for gradient in gradients:
         made = collect_ancestor_nodes([gradient], known)
@@ -216,8 +213,8 @@ def _sum_storage_bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def collect_ancestor_nodes(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Return ``nodes`` and all nodes that they depend on. The search does not go beyond the nodes ``known``, which are
-    left out."""
+    """Return ``nodes`` and all nodes on which they depend, directly or indirectly. The search stops at the nodes in
+    ``known``, which are not returned."""
     seen: set[fx.Node] = set()
     stack = [n for n in nodes if n is not None]
     while stack:

@@ -37,14 +37,13 @@ Part = tuple[
 
 
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
-    """Return the model with each buffer whose new value is a sum over the batch, such as a count of tokens, changed so
-    that every microbatch computes one addend of it. The runtime adds the addends up, so no collective is needed in each
-    microbatch. The graphs are changed in place.
+    """Return ``model`` with each buffer whose new value is a sum over the batch, such as a count of tokens, changed so
+    that every microbatch computes one addend of it. The runtime adds the addends up, so that no collective is needed in
+    each microbatch. The graphs are changed in place.
 
-    ``axis``: the mesh axis along which the model of one microbatch is split; its ranks stand for the parts of the
-    global batch, one for each pair of rank and microbatch. ``parts``: the number of parts. A buffer whose new value is
-    not such a sum is left unchanged.
-    """
+    ``model``: the model of one microbatch, as graphs and their calls. ``axis``: the mesh axis along which the global
+    batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch. A buffer whose new
+    value is not such a sum is left unchanged."""
     if not model.updates:
         return model
     states: dict[str, list[str]] = {}  # value -> the buffers that it is stored in
@@ -69,16 +68,15 @@ class _Accumulation:
     """Rewrites the graphs of a model of one microbatch so that each buffer whose new value is a sum over the batch gets
     one addend from each microbatch.
 
-    ``axis``: the mesh axis whose ranks stand for the parts of the global batch, one for each pair of rank and
-    microbatch. ``parts``: their number. ``meeting``: the nodes whose values depend on samples of several parts, and so
-    must be split. Each is split into two nodes: the addend of one microbatch, and a term that is the same for all and
-    is added only once.
-    """
+    ``model``: the model, as blocks (graphs of layers) and their calls. ``axis``: the mesh axis along which the
+    global batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch. ``meeting``:
+    the nodes whose values depend on samples of several parts. Such a value is written as a sum of two nodes: the
+    addend of one microbatch, and a term that is equal for all microbatches and is added only once."""
 
     def __init__(self, model: FoldedModel, axis: str, parts: int) -> None:
         """Copy the dicts of ``model``, so that they can be changed, and find the nodes that depend on samples of
-        several parts of the global batch. ``axis``: the mesh axis whose ranks stand for the parts, one for each pair of
-        rank and microbatch. ``parts``: the number of parts."""
+        several parts of the global batch. ``axis``: the mesh axis along which the global batch is split into
+        ``parts`` parts, one for each pair of data-parallel rank and microbatch."""
         self.model, self.axis, self.parts = model, axis, parts
         self.blocks, self.calls, self.values = dict(model.blocks), list(model.calls), dict(model.values)
         self.producer = {v: (c.block, k) for c in self.calls for k, v in enumerate(c.outputs)}
@@ -88,9 +86,8 @@ class _Accumulation:
         self._looking: set[fx.Node] = set()
 
     def _find_combining_nodes(self) -> set[fx.Node]:
-        """Return, for all blocks (graphs of pieces of the model), the collectives that combine samples, and all nodes
-        that depend on them.
-        """
+        """Return the collectives that combine samples of different parts of the global batch, and all nodes that
+        depend on them, in all graphs of the model."""
         found: set[fx.Node] = set()
         values: set[str] = set()
         size = -1
@@ -109,17 +106,17 @@ class _Accumulation:
         return found
 
     def _is_combining_collective(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is a collective that communicates between the parts of the global batch."""
+        """Return whether ``node`` is a collective that communicates between different parts of the global batch."""
         named = axis_of(node)
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
     def add_up(self, name: str, place: int) -> bool:
-        """Replace an output of a block, which is a sum over the batch that is stored in a buffer, by one microbatch's
-        addend of it. Return whether it was replaced: it is not if its value is equal in every microbatch, or if it is
-        no sum over microbatches.
+        """Replace one output of a graph, the new value of a buffer, by one microbatch's addend of it, if it is a sum
+        over microbatches. Return whether it was replaced. It is not if its value is equal in every microbatch or is not
+        such a sum.
 
-        ``name``: the name of the block (graph of a piece of the model). ``place``: the index of the output, from 0.
-        """
+        ``name``: the name of the block, that is, the graph of a piece of the model such as a layer. ``place``: the
+        index of the output, from 0."""
         block = self.blocks[name]
         node = block.outputs[place]
         if node not in self.meeting:
@@ -135,9 +132,8 @@ class _Accumulation:
 
     def build_model(self, keeps: dict[str, float]) -> FoldedModel:
         """Return the model with the rewritten graphs, without inputs and outputs that nothing reads any more.
-        ``keeps``: for each buffer that is a sum, the number by which its old value is multiplied before the addends are
-        added.
-        """
+        ``keeps``: name of each buffer that is a sum over microbatches -> number by which its old value is multiplied
+        before the addends are added."""
         for block in self.blocks.values():
             drop_unused(block.graph)
         passed = {c.outputs[place] for name, place in self._passed for c in self.calls if c.block == name}
@@ -146,11 +142,10 @@ class _Accumulation:
         return self.model.with_(blocks=self.blocks, calls=self.calls, values=self.values, keeps=keeps)
 
     def _drop_unread(self, passed: Collection[str]) -> bool:
-        """Remove from the graphs those inputs and outputs that nothing reads any more, after a value that was passed
-        between graphs was replaced by its addends. Return whether any was removed.
+        """Remove inputs and outputs that nothing reads any more from the graphs, after a value that is passed between
+        graphs was replaced by its addends. Return whether any was removed.
 
-        ``passed``: the names of the values that were replaced in this way; other values are never removed.
-        """
+        ``passed``: the names of the replaced values; others are never removed."""
         read = {v for c in self.calls for v in c.inputs} | set(self.model.updates.values())
         read |= {o.value for o in self.model.outputs if o.value is not None} | {self.model.loss or ""}
         dropped = False
@@ -178,11 +173,10 @@ class _Accumulation:
 
     def _build_microbatch_addend(self, name: str, node: fx.Node) -> fx.Node:
         """Return a node with what one microbatch adds to the value of ``node``, which is a sum over microbatches. For
-        the first microbatch this includes the term that is equal for all microbatches and added only once. Raise
-        :class:`_NotLinear` if ``node`` is not such a sum.
+        the first microbatch, this includes the term that is equal for all microbatches and is added only once. Raise
+        :class:`_NotLinear` if the value is not such a sum.
 
-        ``name``: the name of the block (graph) that contains ``node``.
-        """
+        ``name``: the name of the graph that contains ``node``."""
         if get_node_tensor(node).dtype == torch.bool:
             raise _NotLinear
         adds, once = self._find_node_part(name, node)
@@ -194,9 +188,8 @@ class _Accumulation:
         return build(aten.add.Tensor, adds, build(aten.where.self, first, once, build(aten.zeros_like.default, once)))
 
     def _make_node_builder(self, name: str, node: fx.Node) -> Callable[..., fx.Node]:
-        """Return a function that appends an operator to the graph of the block ``name`` and returns its node, with the
-        module path and source line of ``node``.
-        """
+        """Return a function ``build(operator, *args, **kwargs)`` that appends an operator to the graph with the name
+        ``name`` and returns its node, with the module path and source line of ``node``."""
         graph = self.blocks[name].graph
 
         def build(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -207,11 +200,10 @@ class _Accumulation:
 
     def _find_node_part(self, name: str, node: fx.Node) -> Part:
         """Write the value of ``node`` as a sum over microbatches. Return two nodes: the addend of one microbatch, and a
-        term that is equal for all microbatches and added only once; ``None`` for one that is zero. Raise
-        :class:`_NotLinear` if the value is no such sum.
+        term that is equal for all microbatches and is added only once; ``None`` in place of one that is zero. Raise
+        :class:`_NotLinear` if the value is not such a sum.
 
-        ``name``: the name of the block (graph) that contains ``node``. Results are cached.
-        """
+        ``name``: the name of the graph that contains ``node``. Results are cached."""
         if node not in self.meeting:
             return None, node
         if node not in self._found:
@@ -225,12 +217,11 @@ class _Accumulation:
         return self._found[node]
 
     def _compute_node_part(self, name: str, node: fx.Node) -> Part:
-        """Append operators that write the value of ``node`` as a sum over microbatches. Return two nodes: the addend of
-        one microbatch, and a term that is equal for all microbatches and added only once; ``None`` for one that is
-        zero. Raise :class:`_NotLinear` if the value is no such sum.
+        """Append operators to the graph that write the value of ``node`` as a sum over microbatches. Return two nodes:
+        the addend of one microbatch, and a term that is equal for all microbatches and is added only once; ``None`` in
+        place of one that is zero. Raise :class:`_NotLinear` if the value is not such a sum.
 
-        ``name``: the name of the block (graph) that contains ``node``.
-        """
+        ``name``: the name of the graph that contains ``node``."""
         build = self._make_node_builder(name, node)
         if node.op == "placeholder":
             return self._passed_in(name, node)
@@ -258,12 +249,12 @@ class _Accumulation:
         return _rebuild_with_operands(node, added, build), _rebuild_with_operands(node, terms, build) if some else None
 
     def _with_number(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
-        """Write the operator ``node``, which is ``x + number`` or ``x - number``, as a sum over microbatches. Return
-        two nodes: the addend of one microbatch, which is that of ``x``, and a term that is added only once, which
-        includes the number.
+        """Write the value of the operator ``node``, which is ``x + number`` or ``x - number``, as a sum over
+        microbatches. Return two nodes: the addend of one microbatch, which is that of ``x``, and a term that is added
+        only once, which includes the number.
 
-        ``part``: the two nodes of ``x``. ``build`` appends an operator to the graph.
-        """
+        ``part``: the two nodes for ``x``: the addend of one microbatch, and the term that is added once. ``build``:
+        appends an operator to the graph and returns its node."""
         adds, once = part
         assert adds is not None, node
         once = once if once is not None else build(aten.zeros_like.default, adds)
@@ -272,12 +263,12 @@ class _Accumulation:
         return adds, _rebuild_with_operands(node, [once], build)
 
     def _of_rows(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
-        """Return the nodes of the two parts (addend of a microbatch, term that is added once) of a sum over samples.
+        """Write the value of ``node``, a sum over samples, as a sum over microbatches. Return two nodes: the addend of
+        one microbatch, and a term that is added only once; ``None`` if it is zero.
 
-        ``name``: the name of the block (graph) that contains ``node``. ``node`` either adds rows of samples to its
-        first operand at indices, or reduces all samples; raise :class:`_NotLinear` for any other operator. ``build``
-        appends an operator to the graph.
-        """
+        ``name``: the name of the graph that contains ``node``. ``node``: an operator that either adds one row for
+        each sample to its first operand at given indices (such as ``index_add``), or sums over all samples. Raise
+        :class:`_NotLinear` for any other operator. ``build``: appends an operator to the graph and returns its node."""
         operands = operands_of(node)
         rows = _added_rows(node)
         if rows is not None:
@@ -292,11 +283,10 @@ class _Accumulation:
         raise _NotLinear
 
     def _build_microbatch_rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
-        """Return the node of this microbatch's rows of ``node`` along ``dim``. Raise :class:`_NotLinear` if the rows of
-        a microbatch do not depend on its samples alone.
+        """Return a node with the slice of the value of ``node`` along ``dim``, the dim of samples, that belongs to the
+        samples of one microbatch. Raise :class:`_NotLinear` if this slice depends on samples of other microbatches.
 
-        ``name``: the name of the block (graph) that contains ``node``.
-        """
+        ``name``: the name of the graph that contains ``node``."""
         build = self._make_node_builder(name, node)
         if node not in self.meeting:
             if get_node_tensor(node).shape[dim] % self.parts:
@@ -319,12 +309,11 @@ class _Accumulation:
         raise _NotLinear
 
     def _of_samples(self, name: str, node: fx.Node, strategy: Strategy) -> fx.Node:
-        """Append the operator ``node`` on one microbatch's rows of its sharded operands, and return its node. Raise
-        :class:`_NotLinear` if the rows of a microbatch cannot be found.
+        """Append the operator ``node`` to the graph once more, for the samples of one microbatch only, and return the
+        new node. Raise :class:`_NotLinear` if the part of an operand that belongs to one microbatch cannot be found.
 
-        ``name``: the name of the block (graph) that contains ``node``. ``strategy``: the layouts of the operands, which
-        say along which dim each one is sharded.
-        """
+        ``name``: the name of the graph that contains ``node``. ``strategy``: the layouts of the operands; a sharded
+        operand is sharded along its dim of samples."""
         operands = []
         for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
             if layout.is_shard and not layout.sections:
@@ -338,19 +327,18 @@ class _Accumulation:
             return local_call(node, strategy, self.axis, self.parts, operands, graph)
 
     def _build_row_indices(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
-        """Return the node of the indices of one microbatch's rows among the rows of all microbatches; each microbatch
-        has ``length`` rows. ``build`` appends an operator to the graph.
-        """
+        """Return a node ``[length]``: the indices of the rows of one microbatch, if the rows of all microbatches are
+        concatenated. ``length``: the number of rows of each microbatch. ``build``: appends an operator to the graph
+        and returns its node."""
         start = build(aten.mul.Tensor, build(ops.axis_index.default, self.axis, self.parts), length)
         return build(aten.add.Tensor, build(aten.arange.default, length, device=META), start)
 
     def _build_collective_addend(self, node: fx.Node, build: Callable[..., fx.Node]) -> fx.Node:
-        """Return the node of what one microbatch adds to the result of the collective ``node``. ``build`` appends an
-        operator to the graph.
+        """Return a node with what one microbatch adds to the result of ``node``, a collective over the parts of the
+        batch. For an all-reduce, it is the operand; for an all-gather, a tensor of zeros with the operand in the rows
+        of this microbatch. Raise :class:`_NotLinear` for any other collective.
 
-        For an all-reduce, it is the operand; for an all-gather, zeros with the operand at the microbatch's rows. Raise
-        :class:`_NotLinear` for any other collective.
-        """
+        ``build``: appends an operator to the graph and returns its node."""
         kind, mine = collective_name(node.target), node.all_input_nodes[0]
         if kind == "all_reduce":
             return mine
@@ -364,13 +352,12 @@ class _Accumulation:
         return build(aten.index_add.default, whole, dim, places, mine)
 
     def _passed_in(self, name: str, node: fx.Node) -> Part:
-        """Write a value that earlier calls (runs of blocks) compute as a sum over microbatches. Return two new
-        placeholders: of the addend of one microbatch, and of the term that is added only once. The earlier calls get
-        the two as further outputs.
+        """Write a value that a graph gets from earlier graphs as a sum over microbatches. Return two new placeholders:
+        one for the addend of one microbatch, and one for the term that is added only once. The earlier graphs get the
+        two as further outputs.
 
-        ``name``: a block, the graph of one or more calls. ``node``: the placeholder by which it reads the value. Raise
-        :class:`_NotLinear` if one of the calls of the block reads a value that is equal for all microbatches.
-        """
+        ``name``: the name of the graph. ``node``: its placeholder for the value. Raise :class:`_NotLinear` if a call
+        of the graph reads a value there that is equal for all microbatches."""
         place = self.blocks[name].inputs.index(node.name)
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
         outputs = {source for source in sources.values() if source is not None}
@@ -385,25 +372,22 @@ class _Accumulation:
         return made[0], made[1]
 
     def _find_output_node(self, output: tuple[str, int]) -> fx.Node:
-        """Return the graph node of an output of a block. ``output``: (name of the block, index of the output)."""
+        """Return the node of one output of a graph. ``output``: (name of the graph, index of the output from 0)."""
         block, place = output
         return self.blocks[block].outputs[place]
 
     def _find_further_output(self, value: str, further: int) -> str:
-        """Return the name of one of the two further outputs with which a call returns the parts of ``value``, one of
-        its outputs. ``further``: 0 for the part that is the addend of one microbatch, 1 for the term that is added only
-        once."""
+        """Return the name of a further output by which a call of a graph returns a part of ``value``, which is also
+        one of its outputs. ``further``: 0 for the addend of one microbatch, 1 for the term that is added only once."""
         source = self.producer[value]
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]
 
     def _pass_on(self, output: tuple[str, int]) -> None:
-        """Let a block (a graph) and all its calls return the two parts of one of its outputs, as two further outputs:
-        the addend of one microbatch, and the term that is added only once. Later blocks can then compute with the
-        parts.
+        """Let a graph and all its calls return two more outputs, whose sum over microbatches is one of its outputs: the
+        addend of one microbatch, and the term that is added only once. Later graphs can then compute with them.
 
-        ``output``: (name of the block, index of the output that is the sum of the two).
-        """
+        ``output``: (name of the graph, index from 0 of the output that is the sum)."""
         if output in self._passed:
             return
         name, block = output[0], self.blocks[output[0]]
@@ -423,12 +407,11 @@ class _Accumulation:
                 self.calls[i] = replace(run, outputs=(*run.outputs, *values))
 
     def _add_input(self, name: str, place: int, values: dict[str, str], like: Tensor) -> fx.Node:
-        """Add an input to a block (a graph) and all its calls, and return its placeholder.
+        """Add an input to a graph and to all its calls, and return its placeholder.
 
-        ``name``: the block's name. ``place``: the index of an existing input. ``values``: for the name of each value
-        that a call reads at the input ``place``, the name of the value to read at the new input. ``like``: a tensor of
-        the new input's shape and type.
-        """
+        ``name``: the name of the graph. ``place``: the index of an existing input. ``values``: name of each value
+        that a call reads at the input ``place`` -> name of the value that it reads at the new input. ``like``: a
+        tensor of the shape and dtype of the new input."""
         block = self.blocks[name]
         with block.graph.inserting_after(block.placeholders[-1]):
             made = block.graph.placeholder(f"{block.inputs[place]}_part")
@@ -455,9 +438,9 @@ _LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
 
 
 def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
-    """Return sets of operand positions (from 0) of the operator ``node``: if the operands of one set are sums of
-    addends, so is the result, with the other operands fixed.
-    """
+    """Return sets of operand positions (from 0) in which the operator ``node`` is linear: if the operands at all
+    positions of one set are split into addends, with the other operands unchanged, the result is the sum of the
+    results for the addends."""
     factors = factors_of(node)
     known = _LINEAR.get(node.target, () if factors is None else factors.linear)
     if node.target is aten.copy.default and get_node_tensor(node).dtype == get_node_tensor(operands_of(node)[1]).dtype:
@@ -466,9 +449,9 @@ def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def _added_rows(node: fx.Node) -> list[int] | None:
-    """Return, for an operator that adds rows at indices (such as ``index_add``), the index of the row dim of each
-    operand but the first; ``None`` for any other operator, or if the numbers of rows differ.
-    """
+    """Return, for an operator ``node`` that adds rows to its first operand at given indices (such as ``index_add``),
+    the dim of each further operand that counts the rows. Return ``None`` for any other operator, or if the numbers
+    of rows differ."""
     operands = operands_of(node)
     shapes = [get_node_tensor(o).shape for o in operands]
     if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:
@@ -487,11 +470,13 @@ def _added_rows(node: fx.Node) -> list[int] | None:
 
 
 def _rebuild_with_operands(node: fx.Node, operands: Sequence[fx.Node], build: Callable[..., fx.Node]) -> fx.Node:
-    """Append the operator ``node`` with other ``operands`` by the function ``build``, and return the new node."""
+    """Append the operator ``node`` once more, with ``operands`` in place of its operands, and return the new node.
+    ``build``: appends an operator to the graph and returns its node."""
     args, kwargs = with_operands(node, operands)
     return build(node.target, *args, **kwargs)
 
 
 def _build_result_item(build: Callable[..., fx.Node], node: fx.Node | None, index: Any) -> fx.Node | None:
-    """Append ``node[index]`` by the function ``build`` and return the new node; ``None`` if ``node`` is ``None``."""
+    """Append ``node[index]`` to the graph and return its node; return ``None`` if ``node`` is ``None``. ``build``:
+    appends an operator to the graph and returns its node."""
     return None if node is None else build(operator.getitem, node, index)

@@ -80,8 +80,8 @@ _BOTH = frozenset((aten.add.Tensor, aten.sub.Tensor))
 
 
 def take_out_zeros(graph: fx.Graph) -> None:
-    """Remove operators of ``graph`` whose results are always zero, such as ``x - x``, in place; a sum of such a result
-    and another value is replaced by the other value. The caller ensures that no node is an alias of another."""
+    """Remove operators of ``graph`` whose results are always zero, such as ``x - x``, in place. A sum of such a
+    result and another value is replaced by the other value. The caller ensures that no node is an alias of another."""
     zeros: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not node.args or not isinstance(node.meta.get("val"), Tensor):
@@ -112,7 +112,8 @@ def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
 
 
 def _can_replace_node(operand: object, node: fx.Node) -> bool:
-    """Return whether ``operand`` is a node with the shape, type and strides of ``node``, so that it can replace it."""
+    """Return whether ``operand``, an argument of an operator, is a node with the shape, dtype and strides of
+    ``node``, so that it can replace ``node``."""
     if not isinstance(operand, fx.Node):
         return False
     one, other = operand.meta.get("val"), node.meta["val"]
@@ -128,11 +129,10 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 @dataclass(frozen=True)
 class JointSubgraph:
-    """A function that was cut out of the graph of forward and backward of a piece of the model.
+    """A function that was cut out of the joint graph of forward and backward of a piece of the model.
 
-    ``graph``: the function, with one placeholder for each of ``inputs``. ``inputs`` and ``outputs``: names of nodes of
-    the graph that it was cut out of; an output of ``None`` is a gradient that is zero.
-    """
+    ``graph``: the function, with one placeholder for each of ``inputs``. ``inputs``, ``outputs``: the names that the
+    nodes of its inputs and outputs have in the joint graph; an output of ``None`` is a gradient of zero."""
 
     graph: fx.Graph
     inputs: tuple[str, ...]
@@ -149,13 +149,13 @@ class Differentiated:
     backward in two halves.
 
     ``forward(*states, *inputs) -> (*outputs, *saved)``; ``backward(*saved, *grads of grad_outputs) -> (*grads of
-    grad_inputs, *grads of grad_states)``; ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
-    ``backward_weight(*carried) -> grads of grad_states``. States are the block's parameters, buffers and constants.
+    grad_inputs, *grads of grad_states)``; ``backward_input(*saved, *grads of grad_outputs) -> (*grads of grad_inputs,
+    *carried)``; ``backward_weight(*carried) -> grads of grad_states``. States are the block's parameters, buffers and
+    constants; carried are the values that the first half of backward passes to the second.
 
     ``num_outputs``: the number of the block's outputs. ``saved``: names of the forward nodes whose values backward
-    reads. ``grad_outputs``, ``grad_inputs`` and ``grad_states``: indices of the outputs, inputs and states that have a
-    gradient. A gradient of ``None`` is zero.
-    """
+    reads. ``grad_outputs``, ``grad_inputs``, ``grad_states``: indices (from 0) of the outputs, inputs and states
+    that have a gradient. A gradient of ``None`` is zero."""
 
     forward: JointSubgraph
     backward: JointSubgraph
@@ -172,10 +172,9 @@ class Differentiated:
 class JointGraph:
     """Forward and backward of a block (a piece of the model, such as a layer) in one graph.
 
-    ``graph``: maps (states, inputs, gradients of outputs) to (outputs, gradients of states and inputs). States are
-    parameters, buffers and constants. ``needs``: for each state, then each input, whether it gets a gradient.
-    ``with_grad``: the indices of the outputs that have a gradient. ``block``: the block.
-    """
+    ``graph``: takes states (parameters, buffers and constants), inputs, and gradients of outputs; returns outputs,
+    and gradients of states and inputs. ``block``: the block. ``needs``: for each state, then each input, whether it
+    gets a gradient. ``with_grad``: the indices (from 0) of the outputs that have a gradient."""
 
     graph: fx.Graph
     block: Block
@@ -183,8 +182,9 @@ class JointGraph:
     with_grad: tuple[int, ...]
 
     def cut(self, again: Collection[str] = ()) -> Differentiated:
-        """Return the forward and backward functions of the block, cut out of the joint graph. ``again``: names of
-        forward nodes whose results backward computes again (activation recomputation) instead of reading saved ones."""
+        """Return the forward and backward functions of the block (a piece of the model), cut out of this joint
+        graph. ``again``: names of forward nodes whose results backward computes again (activation recomputation)
+        instead of reading saved ones."""
         return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
 
 
@@ -201,11 +201,11 @@ def differentiate(
     """Return the functions for forward and backward of ``block``, the graph of a piece of the model, such as a layer,
     on one rank.
 
-    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each input,
-    state (parameter, buffer, constant) and output, whether it has a gradient. ``again``: names of forward nodes whose
-    results backward computes again instead of reading saved ones. ``fused``: use the kernels of accelerators on any
-    device, for analysis only. Raise :class:`UnsupportedError` if an operator has no derivative.
-    """
+    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each
+    input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``again``: names of
+    forward nodes whose results backward computes again instead of reading saved ones. ``fused``: whether the fused
+    kernels of accelerators are used on any device; the result is then for analysis only. Raise
+    :class:`UnsupportedError` if an operator has no derivative."""
     return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
 
 
@@ -218,22 +218,22 @@ def joint_of(
     *,
     fused: bool = False,
 ) -> JointGraph:
-    """Return forward and backward of ``block``, a piece of the model, traced into one graph; no numbers are computed.
+    """Return forward and backward of ``block``, a piece of the model, traced into one graph on tensors without values.
 
-    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each input,
-    state (parameter, buffer, constant) and output, whether it has a gradient. ``fused``: use the kernels of
-    accelerators on any device, for analysis only. Outputs and gradients are contiguous, because the traced kernels
-    assume it. Raise :class:`UnsupportedError` if an operator has no derivative.
-    """
+    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each
+    input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``fused``: whether
+    the fused kernels of accelerators are used on any device; the result is then for analysis only. Outputs and
+    gradients are made contiguous, because the traced kernels assume it. Raise :class:`UnsupportedError` if an
+    operator has no derivative."""
     block = kept_sorted(block)
     needs = [*needs_state_grad, *needs_input_grad]
     placeholders = block.placeholders
     taken: list[int] = []
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the outputs for the states and inputs ``primals``, and the gradient of each of those that need one
-        (``None`` for zero), given the gradients ``tangents`` of the outputs.
-        """
+        """Run forward and backward of a block. ``primals``: its states (parameters, buffers, constants), then its
+        inputs. ``tangents``: a gradient for each output. Return two lists: the outputs, and the gradients of those
+        primals that need one (``None`` for zero)."""
         leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
         with torch.enable_grad():
             outputs = [o.contiguous() for o in _interpret_graph(block.graph, leaves, device, fused)]
@@ -269,10 +269,9 @@ def joint_of(
 
 
 def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
-    """Return the exception to raise after torch failed with ``error`` to differentiate ``block``, the graph of a piece
-    of the model. It is an :class:`UnsupportedError` that names the operator without a derivative; ``error`` itself if
-    torch failed otherwise.
-    """
+    """Return the exception to raise after torch failed with ``error`` to differentiate ``block``, the graph of a
+    piece of the model: an :class:`UnsupportedError` that names the operator without a derivative, or ``error``
+    itself if torch failed for another reason."""
     named = _NO_DERIVATIVE.search(str(error))
     if named is None:
         return error
@@ -286,8 +285,8 @@ def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
 
 
 def _trace_function(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
-    """Call ``function`` with the tensors ``arguments`` and record the operators that it runs (``make_fx``). Return them
-    as a graph module with one input for each argument."""
+    """Call ``function`` with ``arguments``, which are tensors or lists of tensors, and record the operators that it
+    runs (``make_fx``). Return them as a graph module that takes these arguments."""
     return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
 
 
@@ -296,8 +295,8 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return the graph ``traced`` rewritten so that no operator writes into its operands. ``arguments``: tensors like
-    its inputs."""
+    """Return a graph that computes what ``traced`` computes, with no operator that writes to its operands.
+    ``arguments``: tensors of the shapes and dtypes of its inputs."""
 
     def run(*flat: Tensor) -> list[Tensor | None]:
         interpreter = fx.Interpreter(traced)
@@ -311,11 +310,10 @@ def _make_empty_tensor(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: bool) -> list[Tensor]:
-    """Run ``graph`` on ``arguments`` and return the list of its outputs. Operators that create tensors create them on
-    ``device``.
+    """Run ``graph`` on ``arguments``, one tensor for each placeholder, and return the list of its outputs. Operators
+    that create tensors create them on ``device``.
 
-    ``fused``: use the kernels of accelerators for attention and RMS norm.
-    """
+    ``fused``: whether attention and RMS norm use the fused kernels of accelerators."""
     env: dict[fx.Node, Any] = {}
     values = iter(arguments)
     for node in graph.nodes:
@@ -334,7 +332,8 @@ def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.dev
 
 
 def _select_fused_kernel(node: fx.Node) -> Any:
-    """Return the kernel that an accelerator uses for attention or RMS norm, or the operator itself if there is none."""
+    """Return the function that replaces the operator ``node`` by the fused kernel of accelerators, if it is an
+    attention or RMS norm; otherwise the operator of ``node``."""
     value, target = node.meta["val"], node.target
     if target is aten.scaled_dot_product_attention.default and value.dim() == 4 and value.dtype != torch.float64:
         return _fused_attention
@@ -345,13 +344,12 @@ def _select_fused_kernel(node: fx.Node) -> Any:
 
 
 def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return a tensor that stands for the result of the fused RMS norm of accelerators, which cannot be traced on
-    another device. It saves values of the same size for backward but computes other numbers, so it is for analysis
-    only.
+    """Return a tensor of the shape of ``x`` that stands for the result of the fused RMS norm of accelerators, which
+    cannot be traced on another device. It saves tensors of the same sizes for backward but computes other numbers, so
+    it is for analysis only.
 
-    ``shape``: the sizes of the last dims of ``x`` that are normalised. ``weight``: their factors, or ``None``. ``eps``:
-    the number that is added to the mean square.
-    """
+    ``shape``: the sizes of the last dims of ``x``, which are normalised. ``weight``: a factor for each element of
+    these dims, or ``None``. ``eps``: the number that is added to the mean square."""
     alike: Sequence[Tensor] = aten.native_layer_norm(x, shape, weight, None, eps or 0.0)
     return alike[0]
 
@@ -384,9 +382,9 @@ def _fused_attention(
 
 
 def _settle_sizes(graph: fx.Graph) -> None:
-    """Make the shapes in ``node.meta["val"]`` of all nodes of ``graph`` static, in place: a size that depends on how
-    many rows a mixture-of-experts router sends to each rank is replaced by the size for equal numbers.
-    ``node.meta["open"]`` is set to whether a result of the node had such a size."""
+    """Make the shapes in ``node.meta["val"]`` of all nodes of ``graph`` static, in place. A symbolic size, which
+    depends on how many rows the router of a mixture of experts sends to each rank, is replaced by the size for equal
+    numbers of rows. ``node.meta["open"]`` is set to whether a result of the node had such a size."""
     even: dict[Any, int] = {}
     for node in graph.nodes:
         if collective_name(node.target) == "route":
@@ -397,8 +395,8 @@ def _settle_sizes(graph: fx.Graph) -> None:
         return int(size.node.expr.xreplace(even)) if isinstance(size, torch.SymInt) else size
 
     def settle(value: Any) -> Any:
-        """Return ``value``, a size, a tensor or a list or tuple of them, with static sizes. A size that depends on the
-        routing of rows to experts becomes the size if the routing is even."""
+        """Return ``value`` (a size, a tensor, or a list or tuple of them) with static sizes. A symbolic size, which
+        depends on how many rows a router sends to each rank, is replaced by the size for equal numbers of rows."""
         if isinstance(value, tuple | list):
             return type(value)(map(settle, value))
         if isinstance(value, Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
@@ -413,8 +411,8 @@ def _settle_sizes(graph: fx.Graph) -> None:
 
 
 def _simplify_views(graph: fx.Graph) -> None:
-    """Remove aliases, pairs of transposes that cancel, and views of views from ``graph``, in place, because each costs
-    time in every run."""
+    """Remove aliases, pairs of transposes that cancel, and views of views from ``graph``, in place, because each of
+    these operators costs time whenever the graph runs."""
     for node in graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None:
@@ -435,7 +433,7 @@ def _simplify_views(graph: fx.Graph) -> None:
 
 
 def _read_transposed_dims(node: fx.Node) -> set[int]:
-    """Return the two dims that the transpose ``node`` exchanges, as nonnegative indices."""
+    """Return the two dims that the transpose ``node`` exchanges, as indices from 0."""
     return {d % node.meta["val"].dim() for d in node.args[1:3]}
 
 
@@ -465,12 +463,12 @@ def _assign_source_locations(graph: fx.Graph) -> None:
 def _cut_joint_graph(
     graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
 ) -> Differentiated:
-    """Return the forward and backward functions of a block, copied out of ``graph``, which has forward and backward and
-    stays unchanged.
+    """Return the forward and backward functions of ``block``, copied out of ``graph``, the joint graph of forward and
+    backward, which stays unchanged.
 
-    ``needs``: for each state, then each input, whether it gets a gradient. ``with_grad``: the indices of the outputs
-    with a gradient. ``again``: names of forward nodes that backward computes again.
-    """
+    ``needs``: for each state (parameter, buffer, constant), then each input, whether it gets a gradient.
+    ``with_grad``: the indices of the outputs that have a gradient. ``again``: names of forward nodes whose results
+    backward computes again."""
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     num_primals = len(block.placeholders)
@@ -512,9 +510,8 @@ def _select_operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Nod
 def _extract_subgraph(
     body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]
 ) -> JointSubgraph:
-    """Return a function with the operators ``body``, copied in order. ``inputs`` become its placeholders, and
-    ``outputs`` its results; ``None`` is a gradient of zero.
-    """
+    """Return a function with copies of the operators ``body``, in order, of a larger graph. ``inputs``: the nodes
+    that become its placeholders. ``outputs``: the nodes that it returns; ``None`` is a gradient of zero."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -529,12 +526,11 @@ def _extract_subgraph(
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """One collective in a graph. All ranks that take part in it must call it with equal field values.
+    """One collective operator in a graph. All ranks that take part in it must call it with equal field values.
 
-    ``node``: the name of its graph node. ``op``: the name of the collective, such as ``all_reduce``. ``axis``: the name
-    of the mesh axis. ``shape`` and ``dtype``: those of the operand. ``path`` and ``source``: the module path and source
-    line, for messages.
-    """
+    ``node``: the name of its graph node. ``op``: the name of the collective, such as ``all_reduce``. ``axis``: the
+    name of the mesh axis. ``shape``, ``dtype``: those of the operand on one rank. ``path``, ``source``: the module
+    path and source line of the operator, for messages."""
 
     node: str
     op: str

@@ -29,12 +29,11 @@ _SHARED = "shared"
 
 
 def fold(captured: Captured) -> FoldedModel:
-    """Divide the graph of a captured model into blocks and calls, and return it as a :class:`FoldedModel`. The captured
-    graph is changed in place.
+    """Divide the graph of ``captured``, a model as one graph, into blocks and calls, and return these as a
+    :class:`FoldedModel`. The graph is changed in place.
 
-    A block is a piece of the model with one graph, such as a layer; a call is one run of a block with its own
-    parameters and inputs. Equal layers are calls of one block.
-    """
+    A block is a piece of the model with a graph of its own, such as a layer; a call is one run of a block with its
+    own parameters and inputs. Equal layers are calls of one block."""
     graph = captured.graph
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -105,7 +104,7 @@ def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
 # --- values of inputs and constants alone -----------------------------------------------------------------------------
 def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the operators of ``graph`` that depend on no parameter and on no matrix product, such as masks and
-    position indices. Several layers may read them, so that they are no part of one layer."""
+    position indices. Several layers may read them, so they do not belong to one layer."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -118,11 +117,11 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
-    """Merge those operators in ``free`` that compute the same value, in place, so that each is computed once. Return a
-    dict from the name of each removed node to the name of the one that replaces it.
+    """Merge operators in ``free`` that compute the same value, in place, so that it is computed once. Return a dict
+    from the name of each removed node to the name of the node that replaces it.
 
-    ``free``: operators of ``graph``; the removed ones are removed from it, too.
-    """
+    ``graph``: the graph. ``free``: some operators of it, such as masks; removed operators are also removed from this
+    set."""
     seen: dict[Any, fx.Node] = {}
     merged: dict[str, str] = {}
     for node in list(graph.nodes):
@@ -150,13 +149,12 @@ def _freeze_argument(argument: Any) -> Any:
 
 
 def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[fx.Node]], list[Unit]]:
-    """Distribute the operators ``free``, such as those of masks and position indices, over ``units``, the groups of
-    operators (such as layers) that each become one call of the model.
+    """Assign the operators ``free``, such as those of masks and position indices, to the groups of operators ``units``,
+    such as layers, each of which becomes one call of the model.
 
-    An operator that only one unit reads is added to that unit. Return two lists: the other operators of ``free``, as
-    connected groups in order, which become calls that several units read; and the extended units. ``free`` is in the
-    order of the graph.
-    """
+    An operator of ``free`` that only one unit reads is added to that unit. Return two lists: the other operators of
+    ``free``, as connected groups, each of which becomes a call that several units read; and the extended units.
+    ``free`` is in the order of the graph."""
     if not units:
         return [], [Unit("", list(free))] if free else []
     homes: dict[fx.Node, set[int]] = {n: {i} for i, unit in enumerate(units) for n in unit.nodes}
@@ -179,11 +177,10 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
 
 
 def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Return the operators ``nodes`` with each needed operator of ``free`` inserted just before the first one that
-    reads its result.
+    """Return the operators ``nodes``, with operators of ``free`` that they need inserted, each just before the first
+    operator that reads it.
 
-    ``free``: maps each operator that may be inserted to its position in the graph.
-    """
+    ``free``: operator that may be inserted -> its position in the graph."""
     placed: dict[fx.Node, None] = {}
     for node in nodes:
         needed: set[fx.Node] = set()
@@ -198,11 +195,10 @@ def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[f
 
 
 def _mark_copied(graph: fx.Graph) -> None:
-    """Set ``node.meta["copied"]`` of each node of ``graph``: whether each part of the model that reads the operator's
-    result computes it by itself, because this is cheaper than storing the result.
+    """Set ``node.meta["copied"]`` of each node of ``graph`` to whether the operator is repeated in each part of the
+    model that reads its result, because this is cheaper than storing the result.
 
-    These are operators without operands, and the element indices of random numbers.
-    """
+    These are operators without operands, and those that compute the element indices of random numbers."""
     for node in reversed(graph.nodes):
         places = bool(node.users) and all(u.target in DRAWS or _is_copied(u) for u in node.users)
         returned = any(u.op == "output" for u in node.users)
@@ -214,9 +210,8 @@ def _is_copied(node: fx.Node) -> bool:
 
 
 def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
-    """Return the connected groups of ``nodes`` in the graph, each in execution order. ``order``: maps each node to its
-    position; the groups are ordered by their first node.
-    """
+    """Return the connected groups of ``nodes`` (operators of a graph), each in the order of ``nodes``. ``order``:
+    node -> its position; the groups are ordered by the position of their first node."""
     parent = {n: n for n in nodes}
 
     def find(n: fx.Node) -> fx.Node:
@@ -237,18 +232,18 @@ def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node,
 
 # --- blocks and calls -------------------------------------------------------------------------------------------------
 class _Folder:
-    """Creates the blocks (graphs that equal layers share) and calls (runs of a block) of a model, in execution order.
+    """Creates the blocks (graphs that equal layers share) and calls (runs of a block with its own parameters) of a
+    model, in execution order.
 
-    ``shared``: groups of operators that become shared calls, which every pipeline stage may repeat. ``units``: groups
-    that become the other calls, such as one for each layer. ``keys``: for each call, the key of its block in
-    ``blocks``; equal computations have equal keys. ``value_of``: for every node whose value passes between calls, the
-    name of the value.
-    """
+    ``captured``: the model as one graph. ``shared``: groups of operators that become shared calls, which every
+    pipeline stage may repeat. ``units``: groups that become the other calls, such as one for each layer. ``keys``:
+    for each call, the key of its block in ``blocks``; equal computations have equal keys. ``value_of``: node ->
+    name, for every value that passes between calls."""
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:
-        """Start without blocks and calls. ``captured``: the captured model. ``shared``: groups of operators that become
-        shared calls. ``units``: groups that become the other calls.
-        """
+        """Start without blocks and calls. ``captured``: the model as one graph. ``shared``: groups of operators that
+        become shared calls, which every pipeline stage may repeat. ``units``: groups that become the other calls,
+        such as one for each layer."""
         self.captured = captured
         self.shared = shared
         self.units = units
@@ -263,7 +258,7 @@ class _Folder:
                 self.value_of[node] = captured.placeholders[node.name]
 
     def make_calls(self) -> None:
-        """Create the calls of the model, one for each group of operators, shared ones first. A call is a run of one
+        """Create the calls of the model, one for each group of operators, shared ones first. A call is a run of a
         graph with its own parameters and inputs; equal groups share a graph."""
         for group in self.shared:
             self.make_call(Unit(_SHARED, group), shared=True)
@@ -271,9 +266,8 @@ class _Folder:
             self.make_call(unit)
 
     def make_call(self, unit: Unit, shared: bool = False) -> None:
-        """Create the call (a run of one graph with its own parameters and inputs) for the operators of ``unit``, and
-        its graph if no equal one exists. ``shared``: whether every pipeline stage may repeat it.
-        """
+        """Create the call for the group of operators ``unit``, and its graph if no equal one exists. A call is a run
+        of a graph with its own parameters and inputs. ``shared``: whether every pipeline stage may repeat the call."""
         inside = set(unit.nodes)
         outputs = [n for n in unit.nodes if any(u not in inside for u in n.users)]
         outputs = [n for n in outputs if isinstance(n.meta["val"], Tensor) and not _is_copied(n)]
@@ -291,15 +285,15 @@ class _Folder:
         self.keys.append(sign.key)
 
     def make_unique_path(self, path: str) -> str:
-        """Return ``path``, with a number behind ``#`` if an earlier call has this path."""
+        """Return ``path``, the module path of a new call, with ``#`` and a number appended if an earlier call has
+        this path."""
         count = self.paths[path]
         self.paths[path] += 1
         return path if count == 0 else self.make_unique_path(f"{path}#{count}")
 
     def named_blocks(self) -> dict[str, Block]:
-        """Name the blocks (graphs that equal layers share) after the modules that run them, set these names in the
-        calls, and return the blocks by name.
-        """
+        """Name the blocks (graphs that equal layers share) after the modules that run them, store these names in the
+        calls, and return a dict from name to block."""
         paths: dict[Any, list[str]] = {}
         for key, call in zip(self.keys, self.calls, strict=True):
             paths.setdefault(key, []).append(call.path)
@@ -315,9 +309,8 @@ class _Folder:
 
 
 def _common_name(paths: Sequence[str]) -> str:
-    """Return a pattern that fits all of ``paths``, such as ``model.layers.*`` for ``model.layers.0`` and
-    ``model.layers.1``; the first path if there is none.
-    """
+    """Return a pattern that fits all module paths ``paths``, such as ``model.layers.*`` for ``model.layers.0`` and
+    ``model.layers.1``; the first path if there is no such pattern."""
     if len(paths) == 1:
         return paths[0]
     patterns = {re.sub(r"(?<![^.])\d+(?![^.@#])|[@#]\d+", "*", p).replace("**", "*") for p in paths}
@@ -325,9 +318,9 @@ def _common_name(paths: Sequence[str]) -> str:
 
 
 def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Block:
-    """Return a block (a graph of its own) with copies of the operators of ``unit`` and the results ``outputs``.
-    ``sign``: the parameters and other values that the operators read, which become placeholders.
-    """
+    """Return a block, that is, a graph of its own, with copies of the operators of ``unit``. ``sign``: the
+    parameters and other values that the operators read, which become placeholders. ``outputs``: the operators whose
+    results it returns."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     prefix = unit.path.partition("@")[0] + "."

@@ -45,12 +45,11 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 
 @dataclass(frozen=True)
 class _RepeatedDim:
-    """Describes a tensor that was repeated along one dim, in which each of several equal slices of the dim is followed
+    """Describes a tensor that was repeated along one dim. The dim consists of equal slices, and each slice is followed
     by its copies.
 
-    ``shape``: the shape of the tensor without copies. ``dim``: the index of the repeated dim. ``outer``: the number of
-    slices. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice appears.
-    """
+    ``shape``: the shape of the tensor without copies. ``dim``: the index of the repeated dim. ``outer``: the number
+    of slices. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice appears."""
 
     shape: tuple[int, ...]
     dim: int
@@ -61,13 +60,12 @@ class _RepeatedDim:
 
 @dataclass(frozen=True)
 class RepeatedHeads:
-    """Keys or values ``[..., heads, positions, d]`` whose heads the model repeats, and how to compute them without
-    copies.
+    """Describes keys or values ``[..., heads, positions, d]`` whose heads the model repeats, and how to compute them
+    without the copies.
 
-    ``source``: the node without copies. ``steps``: what the model applies to it besides the repetition, in order; a
-    step is a tuple of sizes (a reshape to it) or an operator node. ``times``: how often each head appears, one copy
-    after the other.
-    """
+    ``source``: the node before the repetition. ``steps``: what the model applies to it besides the repetition, in
+    order; a step is a shape (a reshape to it) or an operator node. ``times``: how often each head appears; its
+    copies follow one another."""
 
     source: fx.Node
     steps: tuple[tuple[int, ...] | fx.Node, ...]
@@ -89,9 +87,8 @@ class RepeatedHeads:
 
 
 def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
-    """Return how the heads of the node ``value``, keys or values ``[..., heads, positions, d]``, were repeated;
-    ``None`` if they were not.
-    """
+    """Return how the model has repeated the heads of ``value``, a node with keys or values ``[..., heads, positions,
+    d]``; return ``None`` if it has not."""
     chain: list[fx.Node] = []
     node = value
     while (place := _find_repeated_dim(node)) is None:
@@ -120,9 +117,8 @@ def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
 
 
 def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
-    """Return along which dim, and how often, ``node`` repeats its operand; ``None`` if it does not repeat along exactly
-    one dim.
-    """
+    """Return along which dim, and how often, the operator ``node`` repeats its operand; return ``None`` if it does
+    not repeat it along exactly one dim."""
     if node.op != "call_function":
         return None
     if node.target is aten.repeat_interleave.self_int:
@@ -160,9 +156,9 @@ def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
-    """Return where in a tensor the repeated slices and their copies are after a reshape to the sizes ``after``;
-    ``None`` if no dim of the result contains a slice together with all of its copies. ``place``: where they are before
-    the reshape."""
+    """Return where the repeated slices and their copies are in a tensor after a reshape to the shape ``after``.
+    ``place``: where they are before the reshape. Return ``None`` if no dim of the result contains whole slices, each
+    with all of its copies."""
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
     for dim, size in enumerate(after):
@@ -177,8 +173,8 @@ def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _Repeate
 
 
 def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
-    """Return the node of shape ``dims`` from which ``node`` was made by reshapes alone, or ``node`` itself if it has
-    this shape; ``None`` if there is none."""
+    """Return the node of the shape ``dims`` from which ``node`` was made by reshapes alone, or ``node`` itself if it
+    has this shape; return ``None`` if there is no such node."""
     while get_meta_shape(node) != dims:
         if node.op != "call_function" or node.target not in _RESHAPES:
             return None
@@ -187,9 +183,8 @@ def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
 
 
 def count_head_repetitions(attention: fx.Node) -> int:
-    """Return how many copies of each key and value head the operator ``attention`` reads, if it could read them without
-    copies; otherwise 1.
-    """
+    """Return how often each key and value head appears in the operands of the operator ``attention``, if the model
+    repeats the heads and the operator could read each head once; otherwise return 1."""
     if find_attention_band(attention) is None:
         return 1
     query, key, value = operands_of(attention)[:3]
@@ -203,29 +198,28 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def exchanged_times(heads: int, times: int, tp: int) -> int:
-    """Return how many copies of each key head are needed so that all heads together split evenly over ``tp`` ranks: the
-    smallest divisor of ``times`` for which they do; ``times`` itself if there is none.
+    """Return how often each key head must appear so that the heads split evenly over ``tp`` ranks: the smallest divisor
+    of ``times`` for which they do; ``times`` itself if there is none.
 
-    ``heads``: the number of key heads including the copies that the model makes. ``times``: the number of these copies
-    of each head. ``tp``: the number of ranks that share the heads.
-    """
+    ``heads``: the number of key heads, with the copies that the model makes. ``times``: how often each head appears
+    among them. ``tp``: the number of tensor-parallel ranks that share the heads."""
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
 
 
 def group_queries(block: Block, tp: int = 1) -> Block:
-    """Reduce, in the graph of ``block`` and in place, the number of copies of key and value heads that attention over a
-    sharded sequence reads, to the fewest with which the heads split evenly over ``tp`` ranks. The ranks then exchange
-    less. Return ``block``."""
+    """Reduce the copies of key and value heads that attention with context parallelism reads in the graph of
+    ``block``, in place, so that ranks exchange fewer bytes. Each head then appears as often as needed to split the
+    heads evenly over ``tp`` ranks. Return ``block``, a piece of the model such as a layer."""
     _read_once(block, ops.context_attention.default, tp)
     _read_once(block, ops.context_document_attention.default, tp)
     return block
 
 
 def read_heads_once(block: Block) -> bool:
-    """Change the graph of ``block``, in place, so that attention reads keys and values whose heads are not repeated
-    (grouped-query attention), wherever the model repeats them and the attention can read each head once. Return whether
-    anything changed."""
+    """Change the graph of ``block``, a piece of the model such as a layer, in place, so that attention reads each
+    key and value head once (grouped-query attention), wherever the model repeats heads and the attention operator
+    allows this. Return whether anything changed."""
     targets = (
         aten.scaled_dot_product_attention.default,
         ops.band_attention.default,
@@ -236,9 +230,9 @@ def read_heads_once(block: Block) -> bool:
 
 
 def _read_once(block: Block, target: Any, tp: int) -> bool:
-    """Let attention operators of the kind ``target`` in the graph of ``block`` read keys and values with fewer copies
-    of their heads, in place: the fewest with which the heads split evenly over ``tp`` ranks. Return whether anything
-    changed."""
+    """Let the attention operators ``target`` in the graph of ``block`` read fewer copies of key and value heads, in
+    place. Each head then appears as often as needed to split the heads evenly over ``tp`` ranks. Return whether
+    anything changed. ``block``: a piece of the model such as a layer."""
     changed = False
     for node in list(block.graph.nodes):
         if node.op != "call_function" or node.target is not target:
@@ -259,8 +253,8 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
 
 
 def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
-    """Append to ``graph`` operators that compute the keys or values ``value`` with each head repeated ``times`` times,
-    instead of as often as the model repeats it; return the last node."""
+    """Append operators to ``graph`` that compute ``value``, a node with keys or values whose heads the model
+    repeats, so that each head appears ``times`` times only. Return the node of the result."""
     found = repeated_heads(value)
     assert found is not None, value
     made = found.build(graph)

@@ -35,27 +35,25 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """What a training step does to the buffers that forward changes, if the step is computed as a mean over groups of
+    """What a training step does to the buffers that the model's forward changes, if the step is the mean over groups of
     samples.
 
-    ``updates``: for the name of each such buffer, the name of the node with its new value or, if it is a sum over the
-    groups, with the addend of one group. ``keeps``: for each buffer that is such a sum, the number by which its old
-    value is multiplied, once per step, before the addends are added.
-    """
+    ``updates``: buffer name -> name of the node with its new value or, if the buffer is a sum over the groups, with
+    the addend of one group. ``keeps``: name of each buffer that is such a sum -> number by which its old value is
+    multiplied, once per step, before the addends are added."""
 
     updates: dict[str, str] = field(default_factory=dict)
     keeps: dict[str, float] = field(default_factory=dict)
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite, in place, the buffer updates in the graph of ``group``, the model of one group of samples, so that
-    groups need not run one after the other: a buffer that becomes ``a * old + b`` gets an addend from each group, which
-    may be added in any order. Return the updates.
+    """Rewrite the buffer updates in the graph of ``group``, the model of one group of samples, in place, so that groups
+    need not run one after the other: a buffer that becomes ``a * old + b`` gets an addend from each group, and the
+    addends may be added in any order. Return the new updates.
 
     ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
-    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value has another
-    form, or whose old value forward uses for anything else.
-    """
+    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value has
+    another form, or whose old value forward uses for anything else."""
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
         return found
@@ -105,7 +103,7 @@ _KIND = "what the groups leave in it, of type {kind}, cannot be added up"
 
 
 def _format_buffer_refusal(state: ModelState, why: str) -> str:
-    """Return the text of the error that the value of the buffer ``state`` would be wrong if groups of samples were
+    """Return the message of the error that the buffer ``state`` would get a wrong value if groups of samples were
     computed at the same time instead of one after the other. ``why``: the reason."""
     return (
         f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
@@ -114,13 +112,14 @@ def _format_buffer_refusal(state: ModelState, why: str) -> str:
 
 
 def _format_source_line(node: fx.Node | None) -> str:
-    """Return the source line of ``node`` in brackets, with a blank in front; empty if it is not known."""
+    """Return a text such as ``" (model.py:12)"`` with the source line of ``node``; an empty text if it is not known."""
     source = node.meta.get("source") if node is not None else None
     return f" ({source})" if source else ""
 
 
 def _collect_dependent_nodes(old: fx.Node, output: fx.Node) -> set[fx.Node]:
-    """Return all nodes that depend on ``old``, without the graph's output node ``output``."""
+    """Return all nodes that depend on the node ``old``, directly or indirectly, except ``output``, the graph's
+    output node."""
     found, stack = set[fx.Node](), [old]
     while stack:
         for user in stack.pop().users:
@@ -131,12 +130,11 @@ def _collect_dependent_nodes(old: fx.Node, output: fx.Node) -> set[fx.Node]:
 
 
 def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Node]) -> float | None:
-    """Return the number ``a`` if ``node`` has the form ``a * old + b`` with ``b`` independent of ``old``; ``None``
-    otherwise.
+    """Return the number ``a`` if the value of ``node`` has the form ``a * old + b``, where ``b`` does not depend on
+    ``old``; return ``None`` otherwise.
 
-    ``node``: an argument of an operator. ``old``: the node with a buffer's old value; ``None`` if forward does not read
-    it. ``chain``: all nodes that depend on ``old``.
-    """
+    ``node``: an operator node. ``old``: the node with a buffer's old value; ``None`` if the model's forward does not
+    read it. ``chain``: all nodes that depend on ``old``."""
     if node is old:
         return 1.0
     if node not in chain:
@@ -168,12 +166,12 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
 def _build_group_addend(
     graph: fx.Graph, new: fx.Node, old: fx.Node | None, chain: Collection[fx.Node], factor: float, num_groups: int
 ) -> fx.Node:
-    """Append the operators for the addend of one group of samples to a buffer, and return the node.
+    """Append operators to ``graph`` that compute what one group of samples adds to a buffer, and return the node of the
+    result.
 
-    It is ``factor^(n - 1 - i) * b`` for group i of n (from 0), where the buffer's new value is ``factor * old + b``.
-    ``new``, ``old``: the nodes of the new and the old value; ``old`` is ``None`` if forward does not read it.
-    ``num_groups``: n. ``chain``: all nodes that depend on ``old``.
-    """
+    If the buffer's new value is ``factor * old + b``, it is ``factor**(num_groups - 1 - i) * b`` for group ``i``
+    (from 0). ``new``, ``old``: the nodes of the new and the old value; ``old`` is ``None`` if the model's forward
+    does not read it. ``chain``: all nodes that depend on ``old``. ``num_groups``: the number of groups in a step."""
     build = Builder(graph, new)
     if old is not None and new in chain:
         with graph.inserting_before(next(n for n in graph.nodes if n in chain)):
@@ -195,23 +193,22 @@ def _build_group_addend(
 
 @dataclass(frozen=True)
 class GroupModel:
-    """The graph that computes one group of consecutive samples of the batch, and how inputs are cut into groups and
-    results are combined.
+    """The model of one group of consecutive samples of the batch, and how inputs are cut into groups and results of
+    groups are combined.
 
-    ``captured``: the graph. ``inputs``: for the path of each input in forward's arguments, the index of its dim of
-    samples; ``None`` if every group reads the whole input. ``outputs``: for the path of each output in forward's
-    result, the layout that says how the results of the groups combine: sharded means joined, partial means summed,
-    whole means equal.
-    """
+    ``captured``: the model of one group as one graph. ``inputs``: path of each input in the arguments of forward ->
+    index of its dim of samples; ``None`` if every group reads the whole input. ``outputs``: path of each output in
+    the result of forward -> layout: sharded if the groups' results are concatenated along a dim, partial if they are
+    added, replicated if they are equal."""
 
     captured: Captured
     inputs: dict[str, int | None]
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape of an input of the model for ``count`` groups of samples together: its dim of samples is
-        ``count`` times as large as in the graph of one group. ``path``: the path of the input in forward's arguments.
-        """
+        """Return the shape that an input of the model has for ``count`` groups of samples together: its dim of
+        samples is ``count`` times as large as for one group. ``path``: the path of the input in the arguments of
+        forward."""
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
@@ -222,12 +219,11 @@ def mean_over_groups(
     """Return the model of one group of consecutive samples, whose loss is its share of the mean over ``num_groups``
     groups.
 
-    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: the index of each
-    input's dim of samples, by the input's path (0 if absent); ``None`` if every group reads the whole input. ``twice``:
-    captures the model with twice the samples, which shows the dims of samples in its results. Results with such a dim
-    are joined along it. Other results are averaged, or left alone if they depend on no sample. Raise
-    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways.
-    """
+    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: path of an
+    input -> index of its dim of samples (0 if absent); ``None`` if every group reads the whole input. ``twice``:
+    captures the model with twice the samples, which shows the dims of samples in its results. Results with such a
+    dim are concatenated along it. Other results are averaged, or left alone if they depend on no sample. Raise
+    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways."""
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _by_sample(group, {p for p, dim in inputs.items() if dim is not None})
@@ -257,14 +253,15 @@ def mean_over_groups(
 
 
 def _result_shapes(captured: Captured) -> dict[str, list[int]]:
-    """Return the list of sizes of each output of a captured model, by the output's path in forward's result."""
+    """Return a dict from the path of each output in the result of forward to its shape. ``captured``: the model as
+    one graph."""
     by_name = {n.name: n for n in captured.graph.nodes}
     return {o.path: list_node_sizes(by_name[o.value]) for o in captured.outputs if o.value is not None}
 
 
 def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
-    """Return the nodes of the model ``captured`` that depend on samples or on random numbers. ``paths``: the inputs
-    that have a dim of samples, by their path in forward's arguments."""
+    """Return the nodes in the graph of the model ``captured`` that depend on samples or on random numbers.
+    ``paths``: the paths, in the arguments of forward, of the inputs that have a dim of samples."""
     values = {i.value for i in captured.inputs if i.path in paths}
     found: set[fx.Node] = set()
     for node in captured.graph.nodes:
@@ -277,14 +274,13 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
 
 
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
-    """Return the layout of the model's output ``node`` over groups of samples, which says how the results of the groups
-    become the result of the batch: sharded means joined along a dim, partial means added, whole means equal in all
-    groups. Raise :class:`UnsupportedError` if they do not combine.
+    """Return how the results of groups of samples for the model's output ``node`` are combined into the result of the
+    batch, as a layout: sharded if they are concatenated along a dim, partial if they are added, replicated if they are
+    equal in all groups. Raise :class:`UnsupportedError` if they cannot be combined.
 
-    ``path``: the position of ``node`` in forward's result, for messages. ``larger``: the sizes that the output has with
-    twice the samples, so that the dim of samples is the one that differs; ``None`` if they are not known. ``apart``:
-    whether ``node`` depends on samples.
-    """
+    ``path``: the path of the output in the result of forward, for messages. ``larger``: the shape of the output with
+    twice the samples, in which the dim of samples differs; ``None`` if it is not known. ``apart``: whether the
+    output depends on samples."""
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
         raise UnsupportedError(
@@ -308,9 +304,8 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apar
 
 
 def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
-    """Divide each of ``nodes``, which are outputs of the graph, by ``num_groups``, in place; return a map from old to
-    new node names.
-    """
+    """Divide each of ``nodes``, which are outputs of ``graph``, by ``num_groups``, in place. Return a dict from each
+    old node name to the new one."""
     if num_groups == 1:
         return {}
     output = graph.output_node()
@@ -324,9 +319,9 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Make random operators of ``graph`` draw other numbers for each group of samples, in place. Their numbers follow
-    from element indices, so the number of elements of all earlier groups is added to the indices. ``num_groups``: the
-    number of groups in a step."""
+    """Make the random operators of ``graph``, the graph of one group of samples, draw other numbers for each group,
+    in place. Their numbers follow from element indices, so the number of elements of all earlier groups is added to
+    the indices. ``num_groups``: the number of groups in a step."""
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:
             continue

@@ -29,12 +29,11 @@ _SHARE = 0.5  # least share of the operators that must be in the repetition
 
 
 def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Cut ``nodes`` (operators, in order) into the repetitions of the most repeated pattern of operators, and return
-    the pieces in order.
+    """Cut ``nodes`` (operators, in order) into the repetitions of their most repeated pattern, such as layers that are
+    written out one after the other, and return the pieces in order.
 
-    The cuts are placed where the fewest values cross them. There is one piece if no pattern covers at least half of the
-    operators.
-    """
+    The cuts are placed where the fewest values cross them. There is one piece if no pattern covers at least half of
+    the operators."""
     tokens = _number_operators(nodes)
     best = max((_find_longest_repetition(tokens, p) for p in _find_frequent_periods(tokens)), default=(0, 0, 0))
     length, start, period = best
@@ -63,7 +62,8 @@ def _build_operator_key(node: fx.Node) -> Any:
 
 
 def _build_shape_key(node: fx.Node) -> Any:
-    """Return a hashable key of the shape (and type, for a single tensor) of the result of ``node``."""
+    """Return a hashable key of the result of ``node``: shape and dtype of a tensor, or the shapes of several
+    tensors."""
     value = node.meta["val"]
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
@@ -71,9 +71,9 @@ def _build_shape_key(node: fx.Node) -> Any:
 
 
 def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
-    """Return the most frequent distances between consecutive equal elements of ``tokens``, most frequent first. They
-    are candidates for the number of operators in a repeated layer. ``tokens``: an integer for each operator, equal for
-    equal operators."""
+    """Return the most frequent distances between neighbouring equal elements of ``tokens``, most frequent first.
+    They are candidates for the number of operators in a repeated layer. ``tokens``: a vector with an integer for
+    each operator, equal for equal operators."""
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for position, token in enumerate(tokens.tolist()):
@@ -84,11 +84,10 @@ def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
 
 
 def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
-    """Return (length, start, period) of the longest stretch of ``tokens`` in which each element equals the one
-    ``period`` places later; length 0 if there is none. Length and start count elements.
+    """Return (length, start, ``period``) of the longest stretch of ``tokens`` that repeats itself after ``period``
+    elements. Length and start are numbers of elements; the length is 0 if there is no such stretch.
 
-    ``tokens``: an integer for each operator, equal for equal operators.
-    """
+    ``tokens``: a vector with an integer for each operator, equal for equal operators."""
     equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
     starts, ends = edges[::2], edges[1::2]
@@ -99,8 +98,9 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
 
 
 def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, for each position in ``nodes`` and for the end, how many values are computed before it and read at or
-    after it. The fewest values pass between two pieces if the graph is cut where this number is small."""
+    """Return, for each position in the list of operators ``nodes`` and for its end, how many values are computed
+    before the position and read at or after it. A cut of the graph there passes this many values from one piece to
+    the next."""
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
@@ -123,12 +123,11 @@ _DOMINANT = 0.5  # share of a module's work that repeated children must do to co
 
 @dataclass
 class Unit:
-    """Consecutive operators that become one call of the model, such as the run of one layer.
+    """A group of consecutive operators that becomes one call of the model, such as the run of one layer.
 
-    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: whether they lie between
-    the modules that become calls of their own, and read no parameter; such operators are later added to a neighbouring
-    unit. ``leaf``: whether they are one module without submodules that have parameters.
-    """
+    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: whether they lie
+    between the modules that become calls of their own, and read no parameter; such operators are later added to a
+    neighbouring unit. ``leaf``: whether they are the call of one module without submodules that have parameters."""
 
     path: str
     nodes: list[fx.Node]
@@ -140,11 +139,11 @@ class Unit:
 class _ModuleCall:
     """One call of a module, with its operators and its calls of submodules.
 
-    ``name``: the module's path, with a number behind ``@`` for a repeated call. ``parent``: the call around it.
-    ``children``: the calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``parameters``:
-    how often its operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: an integer
-    that is equal for calls of equal structure. ``class_name``: the name of the module's class.
-    """
+    ``name``: the module's path, with ``@`` and a number appended for a repeated call. ``class_name``: the name of
+    the module's class. ``parent``: the call that encloses it. ``children``: the calls of submodules by name, in
+    order. ``nodes``: all operators inside, in order. ``parameters``: how often its operators read a parameter.
+    ``work``: a rough number of arithmetic operations. ``key``: an integer that is equal for calls of equal
+    structure."""
 
     name: str
     class_name: str
@@ -169,18 +168,15 @@ class _ModuleCall:
 
     @property
     def parts(self) -> list[_ModuleCall]:
-        """Return the calls of submodules inside this module call whose operators read parameters, as a list in
-        order.
-        """
+        """Return the calls of submodules inside of this module call that read parameters, in order."""
         return [c for c in self.children.values() if c.parameters]
 
 
 def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
-    """Cut ``nodes`` (operators, in order) into consecutive groups, which become the calls of the model, such as the run
-    of one layer.
+    """Cut ``nodes`` (operators, in order) into consecutive groups, each of which becomes a call of the model, such as
+    the run of one layer.
 
-    Every node is in exactly one group. ``classes``: the class name of each module, by the module's path.
-    """
+    Every node is in exactly one group. ``classes``: module path -> class name."""
     root = _call_tree(nodes, classes)
     atoms: list[_ModuleCall] = []
     _collect_unit_calls(root, atoms, is_root=True)
@@ -195,9 +191,8 @@ def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> l
 
 
 def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _ModuleCall:
-    """Return the call of the whole model, with the calls of its submodules and their operators inside. ``nodes``: the
-    operators, in order. ``classes``: the class name of each module, by the module's path.
-    """
+    """Return the call of the whole model, with the calls of its submodules and their operators inside. ``nodes``:
+    the operators, in order. ``classes``: module path -> class name."""
     root = _ModuleCall("", "", None)
     for node in nodes:
         work = _estimate_operator_work(node)
@@ -220,7 +215,8 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _estimate_operator_work(node: fx.Node) -> float:
-    """Return a rough number of arithmetic operations of the operator ``node``."""
+    """Return a rough number of arithmetic operations of the operator ``node``, from the shapes of its operands and
+    results."""
     value = node.meta["val"]
     result = sum(math.prod(v.shape) for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor))
     if not is_product(node):
@@ -241,12 +237,11 @@ def is_product(node: fx.Node) -> bool:
 
 # --- which module calls are units -------------------------------------------------------------------------------------
 def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -> None:
-    """Choose the module calls inside ``call`` that each become one unit of the model's graph, such as the run of one
-    layer, and append them to ``atoms``. A submodule that contains the repeated layers is searched instead of being
-    chosen.
+    """Choose the module calls inside of ``call`` that each become a call of their own in the folded model, such as one
+    for each layer, and append them to ``atoms``. A submodule that contains the repeated layers is not chosen, but
+    searched in turn.
 
-    ``is_root`` is not read.
-    """
+    ``is_root`` is not used."""
     parts = call.parts
     for part in parts:
         part.key = hash(compute_signature(part.nodes).key)
@@ -265,9 +260,9 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bo
 
 
 def _is_unit_container(call: _ModuleCall) -> bool:
-    """Return whether the module of ``call``, which occurs once in the model, only contains the layers, so that its
-    submodules become units of the graph instead of the module as a whole. This is so if it holds a list of modules that
-    run one after the other, or a submodule does."""
+    """Return whether the module of ``call``, which occurs once in the model, is only a container of the layers, so
+    that each of its submodules becomes a call of the folded model, instead of the module as a whole. This is so if
+    the module, or a submodule, holds a list of modules that run one after the other."""
     parts = call.parts
     if not parts:
         return False
@@ -278,9 +273,8 @@ def _is_unit_container(call: _ModuleCall) -> bool:
 
 
 def _longest_chain(call: _ModuleCall) -> int:
-    """Return the number of calls of equal submodules that follow one another, in ``call`` or in a child that does most
-    of its work. Chains that do less than half of the work of their parent count as 0.
-    """
+    """Return how many calls of equal submodules follow one another in ``call``, or in a child that does most of its
+    work. Chains that do less than half of the work of their parent count as 0."""
     groups: dict[int, list[_ModuleCall]] = {}
     for part in call.parts:
         groups.setdefault(hash(compute_signature(part.nodes).key), []).append(part)
@@ -292,7 +286,8 @@ def _longest_chain(call: _ModuleCall) -> int:
 
 
 def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
-    """Return whether each module call in ``calls`` reads, directly or indirectly, a result of the one before it."""
+    """Return whether each module call in ``calls`` reads, directly or indirectly, a result of the call before it in
+    the list."""
     for before, after in itertools.pairwise(calls):
         last = after.nodes[-1]
         reached = set(before.nodes)
@@ -313,9 +308,8 @@ def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
 
 # --- runs and glue ----------------------------------------------------------------------------------------------------
 def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _ModuleCall]) -> list[Unit]:
-    """Return ``nodes`` cut into runs of consecutive operators that belong to the same module call, or to none.
-    ``owner``: the module call of each operator that has one.
-    """
+    """Return ``nodes``, operators in order, cut into groups of consecutive operators that belong to the same module
+    call, or to none. ``owner``: operator -> the module call that it belongs to."""
     units: list[Unit] = []
     current: Any = ()
     for node in nodes:
@@ -331,16 +325,17 @@ def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _Modu
 
 
 def _own_path(node: fx.Node) -> str:
-    """Return the name of the innermost module call around ``node``; empty if there is none."""
+    """Return the name of the innermost module call that encloses the operator ``node``; an empty text if there is
+    none."""
     stack = node.meta.get("stack", ())
     return stack[-1] if stack else ""
 
 
 def _merge_glue(units: list[Unit]) -> list[Unit]:
-    """Return ``units`` (consecutive groups of operators, such as layers) with the groups that lie between modules
-    (``glue``) merged into a neighbour: into the group before it if that is not one of several equal ones or is usually
-    followed by the same glue, otherwise into the group behind it if that is not one of several equal ones. Equal layers
-    stay equal in this way. Other glue becomes a group of its own."""
+    """Return ``units`` (consecutive groups of operators, such as layers) with the operators between modules
+    (``glue``) merged into a neighbouring group, so that equal layers stay equal. Glue is added to the group before
+    it if that is not one of several equal groups, or is usually followed by the same glue. Otherwise it is added to
+    the group behind it if that is not one of several equal groups. Other glue becomes a group of its own."""
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
     repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]

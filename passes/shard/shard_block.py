@@ -33,9 +33,8 @@ aten = torch.ops.aten
 class Reshard:
     """The collectives that change a tensor from one layout to another.
 
-    ``forward``: the name of the collective in forward. ``backward``: that for the tensor's gradient. ``None`` means no
-    communication.
-    """
+    ``forward``: the name of the collective that forward runs on the tensor, such as ``all_gather``. ``backward``:
+    the one that backward runs on its gradient. ``None`` means no communication."""
 
     forward: str | None
     backward: str | None
@@ -62,12 +61,12 @@ RESHARDS: dict[tuple[str, str], Reshard] = {
 
 @dataclass(frozen=True)
 class BlockSharding:
-    """The layouts chosen for one block (a piece of the model with one graph) on one mesh axis.
+    """The layouts of all tensors of one block (a piece of the model with one graph, such as a layer) on one mesh axis.
+    A layout says whether a tensor is sharded along a dim, replicated, or a partial sum.
 
-    ``strategies``: the layouts of each operator's operands and results, by node name. ``inputs``, ``states``: the
-    layouts of the placeholders of activations, and of those of parameters, buffers and constants, by name. ``outputs``:
-    the layouts of the outputs, in order.
-    """
+    ``strategies``: node name of each operator -> layouts of its operands and results. ``inputs``, ``states``:
+    placeholder name -> layout, for activations, and for parameters, buffers and constants. ``outputs``: the layouts
+    of the outputs, in order."""
 
     strategies: dict[str, Strategy]
     inputs: dict[str, Layout]
@@ -76,17 +75,16 @@ class BlockSharding:
 
     @property
     def key(self) -> Hashable:
-        """Return a hashable key of the layouts of one block; it is equal for equal layouts."""
+        """Return a hashable key of these layouts of a block's tensors; it is equal for equal layouts."""
         return *(tuple(of.items()) for of in (self.strategies, self.inputs, self.states)), self.outputs
 
 
 def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:
-    """Return ``block``, a piece of the model such as a layer, with the graph that one rank of the mesh axis ``axis``
-    runs.
+    """Return ``block``, a piece of the model such as a layer, as one rank of the mesh axis ``axis`` runs it: its graph
+    has the shapes of the rank's shards, and explicit collectives.
 
-    The graph has local shapes and explicit collectives. ``sharding``: the layouts of all tensors. ``num_ranks``: the
-    size of the axis; if it is 1, the block itself is returned.
-    """
+    ``sharding``: the layouts of all tensors of the block on this axis. ``num_ranks``: the size of the axis; if it is
+    1, ``block`` itself is returned."""
     if num_ranks == 1:
         return block
     rewriter = _Rewriter(axis, num_ranks)
@@ -103,12 +101,12 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
 
 
 class _Rewriter:
-    """Builds the graph that one rank of a mesh axis runs, with collectives where a layout changes.
+    """Builds the graph that one rank of a mesh axis runs from the graph for whole tensors, with collectives where a
+    layout changes.
 
-    ``axis``, ``num_ranks``: the name of the mesh axis and its size. ``made``: for each pair of a node of the whole
-    graph and a layout, the node of the rank's graph that has this value in this layout. ``produced``: the layouts in
-    which the results of a node of the whole graph are computed.
-    """
+    ``axis``, ``num_ranks``: the name of the mesh axis and its size. ``graph``: the graph of one rank. ``made``:
+    (node of the graph for whole tensors, layout) -> node of the rank's graph that has this value in this layout.
+    ``produced``: node of the graph for whole tensors -> layouts in which its results are computed."""
 
     def __init__(self, axis: str, num_ranks: int) -> None:
         """Start with an empty graph. ``axis``, ``num_ranks``: the name of the mesh axis and its size."""
@@ -119,8 +117,8 @@ class _Rewriter:
         self.produced: dict[fx.Node, tuple[Layout, ...]] = {}
 
     def add_placeholder(self, node: fx.Node, layout: Layout) -> None:
-        """Append a placeholder for ``node``, a placeholder of the whole graph, to the graph that one rank runs. It has
-        the shape that ``layout`` gives one rank."""
+        """Append a placeholder to the graph of one rank, for ``node``, a placeholder of the graph for whole tensors.
+        ``layout``: the layout of the tensor, which gives the shape of the rank's part."""
         local = self.graph.create_node("placeholder", node.name, name=node.name)
         local.meta.update(node.meta)
         shape = local_shape(layout, tuple(node.meta["val"].shape), self.num_ranks)
@@ -129,9 +127,8 @@ class _Rewriter:
         self.made[node, layout] = local
 
     def add_operator(self, node: fx.Node, strategies: dict[str, Strategy]) -> None:
-        """Append the operators that one rank runs for ``node``, with its operands in the layouts that ``strategies``
-        has for it, by node name.
-        """
+        """Append the operators that one rank runs for ``node``, an operator of the graph for whole tensors.
+        ``strategies``: node name of an operator -> layouts of its operands and results."""
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -148,48 +145,46 @@ class _Rewriter:
         self.made[node, strategy.results[0]] = local
 
     def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
-        """Return the node, in the graph that one rank runs, with the value of ``node`` (a node of the whole graph) in
-        the layout ``to``. Insert collectives if it was computed in another layout."""
+        """Return the node in the graph of one rank that has the value of ``node`` (a node of the graph for whole
+        tensors) in the layout ``to``. Insert collectives if it was computed in another layout."""
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
             self.made[node, to] = self.insert_reshard(node, self.made[node, layout], layout, to)
         return self.made[node, to]
 
     def insert_reshard(self, node: fx.Node, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append the operators that change the layout of a tensor to the graph of one rank, and return the last node.
-        ``local``: the node of the rank's part of the tensor. ``source``, ``to``: the layouts before and after.
-        ``node``: the node of the whole graph, for the message."""
+        """Append the operators that change the layout of a tensor to the graph of one rank, and return the node of
+        the result. ``node``: the tensor's node in the graph for whole tensors, for messages. ``local``: the node of
+        the rank's part of the tensor. ``source``, ``to``: the layouts before and after."""
         assert (source.kind, to.kind) in RESHARDS, f"{node.name}: no way from {source} to {to}"
         return _STEPS[source.kind, to.kind](self, local, source, to)
 
     # Each of the steps below appends nodes and returns the resharded value.
 
     def insert_collective(self, name: str, local: fx.Node, *args: object) -> fx.Node:
-        """Append the collective ``name``, such as ``all_gather``, of ``local`` with the further arguments ``args``, and
-        return its node.
-        """
+        """Append a collective to the graph of one rank, and return its node. ``name``: the name of the collective,
+        such as ``all_gather``. ``local``: the node of its operand. ``args``: its further arguments."""
         return insert_operator_node(self.graph, getattr(ops, name).default, (local, *args), like=local)
 
     def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """Append a reordering of the sharded dim of a whole tensor so that an even split into contiguous parts gives
-        each rank its shard of ``layout``; return the node. ``local``: the node of the whole tensor in the graph of one
-        rank.
+        """Append operators that reorder a dim of a whole tensor so that an even split into contiguous parts gives each
+        rank its shard of ``layout``. Return the node of the result. ``local``: the node of the whole tensor in the
+        graph of one rank.
 
-        Only a layout with sections (parts that are each divided over all ranks) or a zigzag layout needs this;
-        otherwise ``local`` is returned.
-        """
+        Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag layout needs
+        this; otherwise ``local`` is returned."""
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
         return self.reorder_parts(local, layout.dim, parts, order)
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """Append a reordering of a gathered dim from the order of ranks to the dim's own order, and return the node.
+        """Append operators that reorder a gathered dim from the order of the ranks' shards to its original order.
+        Return the node of the result.
 
-        ``local``: the node of the gathered tensor. ``layout``: the layout before the gather. Only a layout with
-        sections (parts that are each divided over all ranks) or a zigzag layout needs the reordering; otherwise
-        ``local`` is returned.
-        """
+        ``local``: the node of the gathered tensor in the graph of one rank. ``layout``: the sharded layout before
+        the gather. Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag
+        layout needs the reordering; otherwise ``local`` is returned."""
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
@@ -199,37 +194,39 @@ class _Rewriter:
         return self.reorder_parts(local, layout.dim, [parts[piece] for piece in order], back)
 
     def reorder_parts(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
-        """Append operators that cut the dim ``dim`` of the node ``local`` into pieces and join them in another order;
-        return the last node. ``parts``: the sizes of the pieces, in elements. ``order``: for each place in the new
-        order, the index of the piece."""
+        """Append operators that cut the dim ``dim`` of the node ``local`` into pieces and join them in another
+        order, and return the node of the result. ``parts``: the sizes of the pieces, in elements. ``order``: for
+        each place in the new order, the index of the piece."""
         split = insert_operator_node(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
         pieces = [insert_operator_node(self.graph, operator.getitem, (split, i), like=local) for i in order]
         return insert_operator_node(self.graph, aten.cat.default, (pieces, dim), like=local)
 
     def gather_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-gather of the shards of a tensor and return its node. ``local``: the node of this rank's shard.
-        ``source``: its layout. ``to``: the layout of the result, whole on every rank; if it is ``R'``, each rank has a
-        part of the gradient, which is then summed over the ranks."""
+        """Append an all-gather of the shards of a tensor to the graph of one rank, and return the node of the whole
+        tensor. ``local``: the node of this rank's shard. ``source``: its sharded layout. ``to``: the layout of the
+        result, which is whole on every rank: ``R``, or ``R'`` if each rank computes a partial sum of the gradient,
+        so that backward needs a reduce-scatter."""
         grad = "reduce" if to.kind == "R'" else "slice"
         whole = self.insert_collective("all_gather", local, source.dim, self.axis, self.num_ranks, grad)
         return self.section_major(whole, source)
 
     def slice_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         """Append the operator that takes this rank's shard of a tensor that is whole on every rank, and return its
-        node. ``local``: the node of the whole tensor. ``source``, ``to``: the layouts before (``R`` or ``R'``) and
-        after (sharded)."""
+        node. ``local``: the node of the whole tensor. ``source``: its layout: ``R``, or ``R'`` if each rank has a
+        partial sum of its gradient. ``to``: the sharded layout of the result."""
         name = "shard_narrow" if source.kind == "R'" else "shard_slice"
         return self.insert_collective(name, self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
     def scatter_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append a reduce-scatter of partial sums and return its node. ``local``: the node of this rank's partial sum.
-        ``source``: its layout. ``to``: the sharded layout of the result."""
+        """Append a reduce-scatter of a tensor of which each rank has a partial sum, and return its node. ``local``:
+        the node of this rank's partial sum. ``source``: its layout. ``to``: the sharded layout of the result."""
         return self.insert_collective("reduce_scatter", self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
     def exchange_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-to-all that changes which dim of a tensor is sharded, and return the last node. For a change of
-        the sections of one dim (parts that are each divided over all ranks), append a gather and a slice instead.
-        ``local``: the node of this rank's shard. ``source``, ``to``: the sharded layouts before and after."""
+        """Append an all-to-all that changes which dim of a tensor is sharded, and return the node of the result. If
+        only the sections of a dim change (parts of it that are each divided over all ranks), append a gather and a
+        slice instead. ``local``: the node of this rank's shard. ``source``, ``to``: the sharded layouts before and
+        after."""
         if source.dim == to.dim:  # other sections of the same dim
             return self.slice_whole(self.gather_shards(local, source, REPLICATED), REPLICATED, to)
         local = self.rank_major(local, to)
@@ -237,39 +234,39 @@ class _Rewriter:
         return self.section_major(local, source)
 
     def reduce_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-reduce of partial sums and return its node. ``local``: the node of this rank's partial sum.
-        ``source``: its layout. ``to``: the layout of the result, whole on every rank; if it is ``R'``, each rank has a
-        part of the gradient, which is then summed over the ranks."""
+        """Append an all-reduce of a tensor of which each rank has a partial sum, and return its node. ``local``: the
+        node of this rank's partial sum. ``source``: its layout. ``to``: the layout of the result, which is whole on
+        every rank: ``R``, or ``R'`` if each rank computes a partial sum of the gradient, so that backward needs an
+        all-reduce, too."""
         return self.insert_collective(
             "all_reduce", local, self.axis, self.num_ranks, "reduce" if to.kind == "R'" else "copy"
         )
 
     def copy_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append the collective ``copy``, which returns its operand and sums the gradient over the ranks; return its
-        node. ``local``: the node of a tensor that is whole on every rank. ``source``, ``to``: the layouts before and
-        after."""
+        """Append the collective ``copy``, which returns its operand unchanged and all-reduces its gradient in
+        backward, and return its node. ``local``: the node of a tensor that is whole on every rank. ``source``,
+        ``to``: the layouts before and after; they are not used."""
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
     def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append operators that turn a tensor that is whole on every rank into a partial sum: each rank divides it by
-        the number of ranks. Return the node. ``local``: the node of the whole tensor. ``source``, ``to``: the layouts
-        before and after."""
+        """Append operators that turn a tensor that is whole on every rank into partial sums: each rank divides it by
+        the number of ranks. Return the node of the result. ``local``: the node of the whole tensor. ``source``,
+        ``to``: the layouts before and after."""
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
 
     def keep_value(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Return ``local``, the node of this rank's part of a tensor, because the change of its layout from ``source``
-        to ``to`` needs no operator."""
+        """Return ``local``, the node of this rank's part of a tensor, unchanged, because the change of its layout
+        from ``source`` to ``to`` needs no operator."""
         return local
 
 
 def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    """Return the sizes of the pieces into which ``layout`` cuts a dim, in the order of the dim, and the indices of the
-    pieces in the order of ranks.
+    """Return two lists for a dim that ``layout`` shards: the sizes, in elements, of the pieces into which it is cut, in
+    the order of the dim; and the indices of these pieces in the order in which the ranks hold them.
 
-    ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share it.
-    """
+    ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share it."""
     by_rank = piece_order(layout, num_ranks)
     count = sum(map(len, by_rank))
     sections = sections_of(layout, size)
@@ -316,8 +313,8 @@ def fuse_bias(block: Block) -> Block:
 
 def _can_fuse_bias(product: object, bias: object, node: fx.Node) -> bool:
     """Return whether the matrix product ``product`` and the addition ``node`` of ``bias`` to it can become one
-    operator. This is so if nothing else reads the product, and the bias is a vector over its last dim, of the same
-    type."""
+    operator. This is so if nothing else reads the product, and the bias is a vector along its last dim, of the same
+    dtype."""
     if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or len(product.users) != 1:
         return False
     if product.target not in (aten.linear.default, aten.mm.default) or len(product.args) != 2:

@@ -45,14 +45,13 @@ def split_batch(
     parts: int,
     num_microbatches: int,
 ) -> FoldedModel:
-    """Return the model of one microbatch on one data-parallel rank.
+    """Return the model of one microbatch on one data-parallel rank, made from the model of the global batch.
 
-    ``model``: the model on the global batch, as blocks (graphs of layers) and their calls. ``blocks`` and ``values``:
-    the layouts of each block and of each value, by name, on the axis ``data``, which stands for all parts of the global
-    batch. ``parts``: the number of parts of the global batch. ``num_microbatches``: the number of parts that each rank
-    runs. Raise :class:`UnsupportedError` if samples depend on each other in a way that several microbatches cannot
-    compute exactly.
-    """
+    ``model``: the model of the global batch, as blocks (graphs of layers) and their calls. ``blocks``: block name ->
+    layouts of its tensors on the axis ``data``, along which the global batch is split into ``parts`` parts.
+    ``values``: name of each value that passes between calls -> its layout on this axis. ``num_microbatches``: the
+    number of parts that each rank runs, one after the other. Raise :class:`UnsupportedError` if samples depend on
+    each other in a way that several microbatches cannot compute exactly."""
     if parts == 1:
         return model
     local = {name: shard_block(block, blocks[name], DATA, parts) for name, block in model.blocks.items()}
@@ -69,17 +68,16 @@ def split_batch(
 
 
 def couples_samples(model: FoldedModel) -> bool:
-    """Return whether ``model``, a model of one microbatch, still has collectives between samples of different parts of
-    the batch. Its result then depends on the number of microbatches.
-    """
+    """Return whether ``model``, the model of one microbatch, still has collectives between samples of different
+    parts of the batch, so that its result depends on the number of microbatches."""
     nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
     return any(collective_name(node.target) and {"dp", DATA}.intersection(map(str, node.args)) for node in nodes)
 
 
 def _extract_totals(model: FoldedModel) -> FoldedModel:
     """Move sums over the global batch that depend on no parameter, such as the number of targets of a loss, into new
-    calls that run once, before the microbatches. Return the new model, in which the other calls read the sums as
-    inputs."""
+    calls of ``model`` that run once, before the microbatches. Return the new model, in which the other calls read
+    the sums as inputs."""
     producers = {v: (i, k) for i, c in enumerate(model.calls) for k, v in enumerate(c.outputs)}
     prologue: list[Call] = []
     blocks, values = dict(model.blocks), dict(model.values)
@@ -108,9 +106,8 @@ def _is_independent_total(
     """Return whether ``node``, a sum over the batch, depends on no parameter and on no other collective, so that it can
     be computed before the first layer runs.
 
-    ``call``: the run of a block (a graph) that contains ``node``. ``model``: has all calls. ``producers``: for each
-    value by name, the index of the call that computes it, and the value's index among the call's outputs.
-    """
+    ``model``: the model as blocks (graphs) and their calls. ``call``: the call whose graph contains ``node``.
+    ``producers``: name of a value -> (index of the call that computes it, index among the outputs of this call)."""
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
     passed = dict(zip(block.inputs, call.inputs, strict=True))
@@ -128,7 +125,7 @@ def _is_independent_total(
 
 
 def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
-    """Return ``node`` and all nodes that it depends on, once each."""
+    """Return ``node`` and all nodes on which it depends, directly or indirectly, each once."""
     seen: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
@@ -142,14 +139,13 @@ def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
 def _totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-    """Return three values: a new block (a graph) that computes the operands of the sums ``totals`` from the model's
-    inputs; the names of the states (parameters, buffers, constants) that it reads; and the names of the inputs that it
-    reads.
+    """Return three values: a new block (a graph) that computes the operands of the sums ``totals`` from the inputs of
+    the model; the names of the states (parameters, buffers, constants) that it reads; and the names of the inputs that
+    it reads.
 
-    ``call``: the run of a block that contains the nodes ``totals``. ``name``: the new block's name. ``producers``: for
-    each value by name, the index of the call that computes it, and the value's index among the call's outputs.
-    ``model``: has all calls.
-    """
+    ``model``: the model as blocks and their calls. ``call``: the call whose graph contains the nodes ``totals``.
+    ``name``: the name of the new block. ``producers``: name of a value -> (index of the call that computes it, index
+    among the outputs of this call)."""
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
     outputs = tuple(body.copy_value(here, n.all_input_nodes[0]) for n in totals)
@@ -158,16 +154,15 @@ def _totals_block(
 
 
 class _CallInliner:
-    """Copies values, and all operators that they are computed from, out of several calls of a model into one graph.
+    """Copies values, and all operators from which they are computed, out of the graphs of several calls of ``model``
+    into one new graph.
 
-    ``producers``: for each value by name, the index of the call that computes it, and the value's index among the
-    call's outputs. ``graph``: the new graph.
-    """
+    ``producers``: name of a value -> (index of the call that computes it, index among the outputs of this call).
+    ``graph``: the new graph."""
 
     def __init__(self, model: FoldedModel, producers: Mapping[str, tuple[int, int]]) -> None:
-        """Start with an empty graph. ``producers``: for each value by name, the index of the call in ``model`` that
-        computes it, and the value's index among the call's outputs.
-        """
+        """Start with an empty graph. ``model``: the model from whose calls operators are copied. ``producers``: name
+        of a value -> (index of the call that computes it, index among the outputs of this call)."""
         self.model = model
         self.producers = producers
         self.graph = fx.Graph()
@@ -176,9 +171,9 @@ class _CallInliner:
         self.first: fx.Node | None = None
 
     def copy_value(self, index: int, node: fx.Node) -> fx.Node:
-        """Return the node of the new graph with the value of ``node``, which is in the graph of the call number
-        ``index`` (from 0) of the model; copy it and all operators that it depends on if this was not done before.
-        """
+        """Return the node of the new graph that has the value of ``node``. Copy ``node`` and all operators on which
+        it depends if this was not done before. ``index``: the index (from 0) of the model's call whose graph
+        contains ``node``."""
         if (index, node) not in self.copied:
             if node.op == "placeholder":
                 self.copied[index, node] = self.resolve_placeholder(index, node)
@@ -189,11 +184,10 @@ class _CallInliner:
         return self.copied[index, node]
 
     def resolve_placeholder(self, index: int, node: fx.Node) -> fx.Node:
-        """Return the node in the new graph for the value that the placeholder ``node`` reads in the call number
-        ``index`` (from 0) of the model.
+        """Return the node of the new graph that has the value which the placeholder ``node`` gets. ``index``: the index
+        (from 0) of the model's call whose graph contains ``node``.
 
-        A value of another call is copied with its operators; a model input or state becomes a placeholder.
-        """
+        If another call computes the value, its operators are copied; a model input or state becomes a placeholder."""
         call = self.model.calls[index]
         block = self.model.blocks[call.block]
         bound = dict(zip((*block.states, *block.inputs), (*call.states, *call.inputs), strict=True))
@@ -207,9 +201,9 @@ class _CallInliner:
         return self.leaves[outer]
 
     def build_block(self, name: str) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-        """Return a block (a graph) named ``name`` with the copied operators, the names of the states that it reads, and
-        those of its inputs. Placeholders come first, in this order.
-        """
+        """Return three values: a block (a graph) with the name ``name`` and the copied operators, the names of the
+        model's states (parameters, buffers, constants) that it reads, and the names of the model's inputs that it
+        reads. Its placeholders are in this order."""
         states = tuple(k for k in self.leaves if k in self.model.states)
         inputs = tuple(k for k in self.leaves if k not in self.model.states)
         order = [self.leaves[k] for k in (*states, *inputs)]
@@ -224,8 +218,8 @@ class _CallInliner:
 
 
 def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
-    """Return a copy of ``block`` that reads the values of the nodes ``totals`` (sums over the batch) as additional
-    inputs, after its other inputs, instead of computing them."""
+    """Return a copy of ``block`` (the graph of a piece of the model) that reads the values of the nodes ``totals``,
+    which are sums over the batch, as additional inputs, after its other inputs, instead of computing them."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in block.placeholders:
@@ -242,13 +236,14 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 
 
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
-    """Replace the axis ``data``, which stands for all parts of the global batch, in the collectives of ``model`` by
-    what each rank runs, in place.
+    """Replace the mesh axis ``data`` in the collectives of ``model``, the model of one microbatch, by what each rank
+    runs, in place. The axis stands for all parts of the global batch, one for each pair of data-parallel rank and
+    microbatch.
 
-    If each rank runs one microbatch, the axis becomes ``dp``, the data-parallel ranks. With several
-    (``num_microbatches``), slices of the batch become look-ups by the index of the microbatch, and a collective that
-    communicates raises :class:`UnsupportedError`, because microbatches of one rank do not run at the same time.
-    """
+    If ``num_microbatches``, the number of microbatches of each rank, is 1, the axis becomes ``dp``, the
+    data-parallel ranks. Otherwise, slices of the batch become look-ups by the index of the microbatch, and a
+    collective that communicates raises :class:`UnsupportedError`, because microbatches of one rank do not run at the
+    same time."""
     for block in model.blocks.values():
         for node in list(block.graph.nodes):
             name = collective_name(node.target)
@@ -268,9 +263,8 @@ def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> Non
 
 
 def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node) -> str:
-    """Return a text that names the operator which combines samples: the collective ``node`` itself or the first
-    operator that reads its result. ``block``: the graph that contains ``node``.
-    """
+    """Return a text, for an error message, that names the operator that combines samples: the collective ``node``
+    itself, or the first operator that reads its result. ``block``: the graph of ``model`` that contains ``node``."""
     reader = node if collective_name(node.target) in _ADDING else _find_first_reader(model, block, node) or node
     where = f"{reader.meta.get('path') or 'the model'} ({reader.meta.get('source') or 'source unknown'})"
     if reader is node or not isinstance(reader.target, torch._ops.OpOverload):
@@ -286,9 +280,9 @@ _MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
 
 
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
-    """Return the first operator of ``model`` that reads the result of the collective ``node``, in ``block`` (the graph
-    that contains it) or in one that runs later; ``None`` if there is none. Operators that belong to the collective
-    itself are skipped."""
+    """Return the first operator of ``model`` that reads the result of the collective ``node``; ``None`` if there is
+    none. ``block``: the graph that contains ``node``; the reader may be in it or in one that runs later. Operators
+    that only move data for the collective are skipped."""
     place = node.meta.get("path"), node.meta.get("source")
     waiting: list[tuple[Block, fx.Node]] = [(block, node)]
     seen: set[fx.Node] = set()
@@ -305,8 +299,9 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
 
 
 def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
-    """Return (block, placeholder) for each placeholder through which a later call of ``model`` reads the node
-    ``output``, an output of ``block``. A block is a graph, such as that of a layer, and a call is one run of it."""
+    """Return a list of (block, placeholder), one for each placeholder through which calls of ``model`` read
+    ``output``, an output node of ``block``. A block is a graph, such as that of a layer, and a call is one run of
+    it."""
     number = block.outputs.index(output)
     values = {c.outputs[number] for c in model.calls if c.block == block.name}
     found = []
@@ -318,8 +313,8 @@ def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace, in ``graph``, the node ``node`` that takes a rank's shard of the batch by an index look-up, in place,
-    because its start depends on which microbatch runs."""
+    """Replace ``node``, an operator of ``graph`` that takes the shard of one part of the batch, by an index look-up,
+    in place, because the start of the shard depends on which microbatch runs."""
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):
@@ -340,12 +335,11 @@ Results = tuple[Samples, ...]  # one map for each result of an operator
 
 
 def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:
-    """Return, for each graph node of the model, which dims of its results hold the ``count`` samples of the batch.
+    """Return, for each graph node of ``model``, which dims of its results hold the ``count`` samples of the batch.
 
-    ``dims``: the index of the batch dim of each input value, by name; ``None`` or absent if it has none. The result
-    has, for each result of a node, a map from the index of a dim to the number of samples in it; it is empty without a
-    batch dim.
-    """
+    ``dims``: name of each model input or other value -> index of its batch dim; ``None`` or absent if it has none.
+    The result is a dict from a node to a tuple with one dict for each result of the node: index of a dim -> number
+    of samples in this dim; empty if there is no batch dim."""
     found: dict[fx.Node, Results] = {}
     seen: set[str] = set()
     for placed in model.calls:
@@ -363,17 +357,16 @@ def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) 
 
 
 def splits_samples(samples: Samples, layout: Layout) -> bool:
-    """Return whether a shard of ``layout`` holds only some of the samples of a value. ``samples``: the number of
-    samples in each dim of the value that has any, by the dim's index.
-    """
+    """Return whether a shard of ``layout`` holds only some of the samples of a tensor. ``samples``: index of a dim
+    of the tensor -> number of samples in it; dims without samples are absent."""
     count = samples.get(layout.dim, 1) if layout.is_shard else 1
     return count > 1 and max(1, len(layout.sections)) % count != 0
 
 
 def _of_block(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Results]:
-    """Return, for each node of ``block`` and each of its results, a map from the index of a dim to the number of
-    samples in it. ``given``: such a map for each placeholder that has samples, by name.
-    """
+    """Return, for each node of ``block`` (a graph of the model), a tuple with one dict for each result of the node:
+    index of a dim -> number of samples in this dim. ``given``: placeholder name -> such a dict, for placeholders
+    that have samples."""
     found: dict[fx.Node, Results] = {}
     for node in block.graph.nodes:
         if node.op == "placeholder":
@@ -387,9 +380,8 @@ def _of_block(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Resul
 
 
 def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
-    """Return, for each result of the operator ``node``, a map from the index of a dim to the number of samples in it.
-    ``operands``: such a map for each operand.
-    """
+    """Return a tuple with one dict for each result of the operator ``node``: index of a dim -> number of samples in
+    this dim. ``operands``: such a dict for each operand."""
     rule = factors_of(node)
     if rule is None or not any(operands):
         return ({},)
@@ -405,11 +397,10 @@ def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
 
 
 def _select_outer_factors(factors: Sequence[str], count: int, sizes: Mapping[str, int]) -> Sequence[str]:
-    """Return the leading factors of a dim whose sizes multiply to ``count``; empty if no leading factors do. Factors
-    are named sizes whose product is the size of the dim.
+    """Return the first names in ``factors`` whose sizes multiply to ``count``; an empty sequence if no first names do.
+    A factor is a named size; the size of a tensor's dim is the product of the sizes of its factors.
 
-    ``factors``: their names, outermost first. ``sizes``: the size of each by name.
-    """
+    ``factors``: the names of the factors of one dim, outermost first. ``sizes``: name of a factor -> its size."""
     product = 1
     for place, name in enumerate(factors):
         if product == count:

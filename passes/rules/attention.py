@@ -52,14 +52,13 @@ CONTEXT_FORMS = ("all_gather", "ring")
     "_scaled_dot_product_efficient_attention",
 )  # fmt: skip
 def shard_attention(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of scaled dot-product attention.
+    """Return the sharding rule of ``node``, a scaled dot-product attention.
 
-    Batch dims and heads may be sharded. Query positions may be sharded if attention is not causal and the operator has
-    no second result (the fused kernels return a logsumexp). Keys must not be sharded, unless queries, keys and values
-    are all sharded along the sequence and the ranks exchange keys and values. The width of heads must not be sharded.
-    Attention with dropout is not sharded. With grouped queries (``enable_gqa``), query heads are sharded together with
-    the key heads that they share.
-    """
+    Batch dims and heads may be sharded. Query positions may be sharded if attention is not causal and the operator
+    has no second result (the fused kernels return a logsumexp). Keys must not be sharded, unless queries, keys and
+    values are all sharded along the sequence and the ranks exchange keys and values. The width of heads must not be
+    sharded. Attention with dropout is not sharded. With grouped queries (``enable_gqa``), query heads are sharded
+    together with the key heads that they share."""
     if get_node_argument(node, "dropout_p"):
         return everything_whole(node)
     query, key, value, *mask = operands_of(node)
@@ -98,21 +97,20 @@ def shard_attention(node: fx.Node) -> OpFactors:
 
 @register_family("partition::write_cache")
 def write_to_cache(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::write_cache``: samples and heads may be sharded, in the cache and in
-    what is written. Positions and the width of heads must not be.
-    """
+    """Return the sharding rule of ``node``, a call of ``partition::write_cache``, which writes new keys or values
+    into a cache for generation. Samples and heads may be sharded, in the cache together with what is written.
+    Positions and the width of heads must not be."""
     dims = ["b", "h", None, None]
     return build_factor_rule(node, [dims, dims, []], [dims])
 
 
 @register_family("partition::band_attention")
 def within_band(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::band_attention``, where a query sees only keys within a range of
-    positions.
+    """Return the sharding rule of ``node``, a call of ``partition::band_attention``: attention in which a query sees
+    only the keys within a range of positions around its own.
 
     Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
-    exchange keys and values.
-    """
+    exchange keys and values."""
     query, key, *_ = operands_of(node)
     heads, groups = get_meta_shape(query)[-3], get_meta_shape(key)[-3]
     sizes = {"b": get_meta_shape(query)[0], "h": groups, "rep": heads // groups}
@@ -129,11 +127,11 @@ def within_band(node: fx.Node) -> OpFactors:
 
 @register_family("partition::document_attention")
 def within_documents(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::document_attention``, where a query sees only keys of its document.
+    """Return the sharding rule of ``node``, a call of ``partition::document_attention``: attention in which a query
+    sees only keys of its own document.
 
     Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
-    exchange keys and values. The document ids ``[b, s]`` are sharded along ``b`` and ``s`` in the same way.
-    """
+    exchange keys and values. The document ids ``[batch, positions]`` are sharded like the queries."""
     found = within_band(node)
     ids = tuple(f for f in ("b",) if f in found.sizes), ()
     return replace(found, operands=(*found.operands, ids))
@@ -141,17 +139,17 @@ def within_documents(node: fx.Node) -> OpFactors:
 
 @register_family("partition::context_attention")
 def over_ranks(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::context_attention``, attention whose sequence is sharded over one mesh
-    axis. Along another axis, its batch and heads may be sharded, but not its sequence.
-    """
+    """Return the sharding rule of ``node``, a call of ``partition::context_attention``: attention whose sequence is
+    sharded over one mesh axis already. Over another mesh axis, its batch and heads may be sharded, but not its
+    sequence."""
     return replace(within_band(node), forms={})
 
 
 @register_family("partition::context_document_attention")
 def documents_over_ranks(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::context_document_attention``, attention within documents whose sequence
-    is sharded over one mesh axis. Another axis may shard its batch and heads, not its sequence.
-    """
+    """Return the sharding rule of ``node``, a call of ``partition::context_document_attention``: attention within
+    documents whose sequence is sharded over one mesh axis already. Over another mesh axis, its batch and heads may
+    be sharded, but not its sequence."""
     return replace(within_documents(node), forms={})
 
 
@@ -164,18 +162,16 @@ _BANDS = (
 
 
 def find_document_lengths(node: fx.Node) -> tuple[int, ...]:
-    """Return the typical lengths of the documents of an attention, in positions; empty if they are not known or if the
-    attention ``node`` is not within documents.
-    """
+    """Return the typical lengths, in positions, of the documents of the attention ``node``; an empty tuple if they
+    are not known or if the attention is not within documents."""
     return tuple(get_node_argument(node, "lengths", ()))
 
 
 def find_attention_band(node: fx.Node) -> Band | None:
-    """Return the range of key positions, relative to the position of a query, that each query of the attention ``node``
-    sees.
+    """Return the range of key positions, relative to its own position, that a query of the attention ``node`` sees.
 
-    ``None`` if ``node`` is no attention, has a mask or dropout, is not four-dimensional, or broadcasts its keys.
-    """
+    Return ``None`` if ``node`` is not an attention, has a mask or dropout, is not four-dimensional, or broadcasts
+    its keys."""
     if node.target in _BANDS:
         return band_of(get_node_argument(node, "before"), get_node_argument(node, "after"))
     if not str(node.target).startswith("aten.scaled_dot_product_attention") or get_node_argument(node, "dropout_p"):
@@ -191,20 +187,19 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def _context_forms(node: fx.Node) -> dict[str, Form]:
-    """Return a dict from the name of an algorithm (``all_gather`` or ``ring``) to the :class:`Form` by which it runs
-    the attention ``node`` with a sequence that is sharded over the ranks: queries, keys and values are sharded along
-    dim 2, and document ids, if the attention has them, along dim 1."""
+    """Return a dict with one entry for each algorithm (``all_gather`` and ``ring``) by which ranks can exchange keys
+    and values: its name -> how it runs the attention ``node`` with a sequence that is sharded over the ranks.
+    Queries, keys and values are then sharded along dim 2, and document ids, if the attention has them, along dim 1."""
     ids = (1,) * (node.target is document_ops.document_attention.default)
     return {name: Form("q", (2, 2, 2, *ids), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 
 
 def _over_ranks(algorithm: str, local: Local) -> fx.Node:
-    """Append an attention over a sequence that is sharded over the ranks, and return its node (its first result if the
-    replaced operator has only one).
+    """Append an attention whose sequence is sharded over the ranks to the graph of one rank, and return its node (its
+    first result if the replaced operator has only one).
 
-    ``algorithm``: how keys and values are exchanged, ``all_gather`` or ``ring``. ``local``: the attention to replace,
-    its layouts, and the graph of one rank to append to.
-    """
+    ``algorithm``: how keys and values are exchanged: ``all_gather`` or ``ring``. ``local``: the attention to
+    replace, its layouts, and the graph of one rank."""
     seen = find_attention_band(local.node)
     assert seen is not None, local.node
     documents = local.node.target is document_ops.document_attention.default
@@ -224,12 +219,11 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
 
 @register_family("partition::expert_mm")
 def product_by_expert(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::expert_mm``: each row of ``[t, k]`` times the matrix of its expert, from
-    ``[e, k, n]``.
+    """Return the sharding rule of ``node``, a call of ``partition::expert_mm``, which multiplies each row of ``[t, k]``
+    by the matrix of its expert, from ``[e, k, n]``.
 
-    Every dim may be sharded. If the experts ``e`` are sharded, a rank returns zeros for rows of other ranks' experts,
-    so the result is a partial sum.
-    """
+    Every dim may be sharded. If the dim ``e`` of experts is sharded, a rank returns zeros for rows of other ranks'
+    experts, so the result is a partial sum."""
     lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
     return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
 
@@ -243,13 +237,12 @@ def _of_own_experts(local: Local) -> fx.Node:
 
 @register_family("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_product(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of a grouped matrix product of rows ``[t, k]``, sorted by expert, with one matrix for
-    each expert, ``[e, k, n]``. Return ``None`` (no sharding) for operands of other dims.
+    """Return the sharding rule of ``node``, a grouped matrix product of rows ``[t, k]``, sorted by expert, with one
+    matrix for each expert, ``[e, k, n]``. Return ``None`` (no sharding) for operands with other numbers of dims.
 
-    ``t`` must not be sharded, because which rows an expert has depends on data. If the experts ``e`` are sharded, a
-    rank computes the rows of its own experts and returns zeros for the rest, so the result is a partial sum. With one
-    batch of rows per expert, ``[e, t, k]``, every dim may be sharded.
-    """
+    ``t`` must not be sharded, because which rows an expert has depends on data. If the dim ``e`` of experts is
+    sharded, a rank computes the rows of its own experts and returns zeros for the rest, so the result is a partial
+    sum. If the rows are ``[e, t, k]``, a batch for each expert, every dim may be sharded."""
     operands = operands_of(node)
     ranks = tuple(len(get_meta_shape(o)) for o in operands)
     if ranks == (3, 3):
@@ -265,12 +258,11 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
 
 
 def _own_experts(local: Local) -> fx.Node:
-    """Append a grouped product over the experts whose matrices this rank holds, and return its node. ``local``: the
-    product to replace, its layouts, and the graph of one rank to append to.
+    """Append the product of rows with the matrices of those experts that this rank holds to the graph of one rank, and
+    return its node. ``local``: the grouped product to replace, its layouts, and the graph of one rank.
 
     The rows of these experts are consecutive. They are moved to the front before the product and back after it; all
-    other rows of the result are zero.
-    """
+    other rows of the result are zero."""
     x, weight, ends = local.operands
     num_rows, num_experts, num_own = get_meta_shape(x)[0], get_meta_shape(ends)[0], get_meta_shape(weight)[0]
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
@@ -304,11 +296,10 @@ def _select_plain_kwargs(node: fx.Node) -> dict[str, object]:
 
 @register_family("histc")
 def shard_histogram(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``histc``, which counts elements in bins.
+    """Return the sharding rule of ``node``, a call of ``histc``, which counts elements in bins.
 
-    If the value range is given, every dim of the elements may be sharded and the counts are then partial sums. If the
-    range comes from the data, no dim may be sharded.
-    """
+    If the value range is given, every dim of the elements may be sharded, and the counts are then partial sums. If
+    the range comes from the data, no dim may be sharded."""
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     data_range = get_node_argument(node, "min") == get_node_argument(node, "max")
@@ -343,13 +334,13 @@ def shard_all_to_all(node: fx.Node) -> OpFactors:
 
 
 def _shard_cut_or_join(node: fx.Node, cut: int | None, joined: int | None) -> OpFactors:
-    """Return the sharding rule of a collective over one mesh axis whose operand or result is to be sharded along
-    another axis, too. Every dim may be.
+    """Return the sharding rule of ``node``, a collective over one mesh axis, for sharding its operand and result over
+    another mesh axis. Every dim may be sharded.
 
-    ``cut``: the dim of the operand that the collective splits over its ranks. ``joined``: the dim of the result along
-    which it concatenates the ranks' tensors. Each is ``None`` if it does not do that. The rule treats the longer form
-    of such a dim as (number of ranks) x (size of one rank's piece), and only the second factor may be sharded.
-    """
+    ``cut``: the dim of the operand that the collective splits over its ranks. ``joined``: the dim of the result
+    along which it concatenates the ranks' tensors. Each is ``None`` if the collective does not do this. Such a dim,
+    before the split or after the concatenation, is treated as (number of ranks) x (size of one rank's piece), and
+    only the second factor may be sharded."""
     before, after = get_meta_shape(operands_of(node)[0]), tuple(node.meta["val"].shape)
     names = NAMES[: len(before)]
     sizes = {

@@ -30,13 +30,13 @@ MAX_SECTIONS = 64  # most equal sections by which an inner factor is sharded
 @hashed_once
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an operator on the ranks of one mesh axis: the layout of each operand and result (sharded along a
-    dim, whole, or a partial sum).
+    """One way to run an operator on the ranks of one mesh axis: the layouts of its operands and results. A layout is
+    sharded along a dim, whole on every rank, or a partial sum.
 
-    ``factor``: the sharded loop dimension of the operator, by name; ``None`` if no dim is sharded. ``sections``: the
-    sizes of parts of it that are each divided over all ranks; ``()`` for one part. ``form``: the name of one of the
-    operator's :attr:`OpFactors.forms`, which shards more than one loop dimension; empty for an ordinary strategy.
-    """
+    ``factor``: the name of the loop dimension of the operator that is sharded; ``None`` if there is none.
+    ``sections``: the sizes of parts of this dimension that are each divided over all ranks; ``()`` for one part.
+    ``operands``, ``results``: the layouts, in order. ``form``: the name of a special way to run the operator that
+    shards several loop dimensions (see :attr:`OpFactors.forms`); empty for an ordinary strategy."""
 
     factor: str | None
     sections: tuple[int, ...]
@@ -53,15 +53,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Lowering:
-    """The local operators that replace an operator if one of its factors (named loop dimensions) is sharded and the
-    operator itself, run on the shards, would compute a wrong result.
+    """Special operators that one rank runs in place of an operator if one of its loop dimensions (factors) is sharded,
+    because the operator itself, run on the shards, would compute a wrong result.
 
-    ``build`` appends them to the graph and returns the last node. ``result``: the layout of those results that have no
-    dim of the sharded factor, such as the result of a sum over it. ``collectives``: the name and the number of elements
-    per rank of each collective that forward and backward add. ``sections``: whether the factor may be cut into parts
-    that are each divided over all ranks. ``divides_work``: whether each rank does only its share of the work although
-    the tensor shapes do not show it.
-    """
+    ``build``: appends them to the graph of one rank and returns the node of the result. ``result``: the layout of
+    those results that have no dim of the sharded factor, such as the result of a sum over it. ``collectives``:
+    (name, number of elements per rank) of each collective that forward and backward run in addition. ``sections``:
+    whether the factor may be cut into parts that are each divided over all ranks. ``divides_work``: whether each
+    rank does only its share of the work although the tensor shapes do not show it."""
 
     build: Callable[[Local], fx.Node]
     result: Layout
@@ -72,13 +71,12 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Form:
-    """A way to run an operator that shards more than one of its loop dimensions, such as attention with sharded queries
-    and keys.
+    """A way to run an operator that shards several of its loop dimensions at once, such as attention with sharded
+    queries and keys.
 
-    ``factor``: the name of the loop dimension whose size the ranks share. ``operands`` and ``results``: for each
-    tensor, the index of the sharded dim; ``None`` if it is not sharded. ``build`` appends the local operators to the
-    graph and returns the last node.
-    """
+    ``factor``: the name of the loop dimension that counts as sharded. ``operands``, ``results``: for each tensor,
+    the index of its sharded dim; ``None`` if it is not sharded. ``build``: appends the operators that one rank runs
+    to its graph and returns the node of the result."""
 
     factor: str
     operands: tuple[int | None, ...]
@@ -88,14 +86,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Spans:
-    """Says which part of one loop dimension (factor) each tensor of an operator covers, as in ``split`` and ``cat``,
-    where the pieces cover parts of the whole dim.
+    """Says which part of one loop dimension (factor) each tensor of an operator covers. In ``split`` and ``cat``, for
+    example, the pieces cover parts of a dim, and the other tensor all of it.
 
-    ``factor``: the factor's name. ``operands`` and ``results``: the part that each tensor covers, as (start, length) in
-    elements; ``None`` for all of it. ``sections``: the lengths of the consecutive pieces into which the starts and ends
-    of all parts cut the factor. To shard the factor, each of these pieces, or of finer ones, is divided over all ranks,
-    so that a rank has matching shares of all tensors.
-    """
+    ``factor``: the name of the factor. ``sections``: the lengths, in elements, of the consecutive pieces into which
+    the borders of all parts cut the factor. ``operands``, ``results``: the part that each tensor covers, as (start,
+    length) in elements; ``None`` for all of it. To shard the factor, each of these pieces, or of finer ones, is
+    divided over all ranks, so that a rank has matching shares of all tensors."""
 
     factor: str
     sections: tuple[int, ...]
@@ -105,16 +102,16 @@ class Spans:
 
 @dataclass(frozen=True)
 class OpFactors:
-    """The sharding rule of one operator call: which dims may be sharded, and how the operator runs on one rank. It is
-    stated by factors, the named loop dimensions of the operator, as in an einsum.
+    """The sharding rule of one operator call: which dims of its tensors may be sharded over ranks, and how one rank
+    runs it. It is stated by factors, the named loop dimensions of the operator, as in an einsum.
 
-    ``sizes``: the size of each factor by name. ``operands`` and ``results``: for each tensor and dim, the names of its
-    factors; a dim larger than 1 without a factor is never sharded. ``whole``: factors that must not be sharded.
-    ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the
-    results. ``lower``: special local operators by sharded factor. ``local``: appends the operator for the shapes on one
-    rank, if its own arguments do not fit them. ``spans``: a factor that some tensors have in part. ``forms``: by name,
-    ways to run the operator that shard several dims.
-    """
+    ``sizes``: name of each factor -> its size. ``operands``, ``results``: for each tensor and each of its dims, the
+    names of the dim's factors; a dim larger than 1 without a factor is never sharded. ``whole``: factors that must
+    not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial
+    sums, so are the results. ``lower``: factor -> special operators that one rank runs if this factor is sharded.
+    ``local``: a function that appends the operator with the arguments for the shapes on one rank, if its own
+    arguments do not fit them. ``spans``: the factor of which some tensors cover only a part. ``forms``: name -> a
+    way to run the operator that shards several dims at once."""
 
     sizes: Mapping[str, int]
     operands: tuple[Dims, ...]
@@ -137,13 +134,12 @@ class OpFactors:
 
 @dataclass(frozen=True)
 class Local:
-    """The context in which a sharding rule appends to ``graph`` the operators that one rank runs in place of the
-    operator call ``node``.
+    """What a sharding rule needs to append to ``graph``, the graph of one rank, the operators that replace the operator
+    call ``node``.
 
-    ``factors``: the sharding rule of ``node``. ``strategy``: the layouts of its operands and results. ``operands``: the
-    nodes in ``graph`` that hold this rank's operands. ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards
-    along, and its size.
-    """
+    ``factors``: the sharding rule of ``node``. ``strategy``: the layouts of its operands and results. ``axis``,
+    ``num_ranks``: the mesh axis over which these are sharded, and its size. ``operands``: the nodes in ``graph``
+    that have this rank's operands."""
 
     node: fx.Node
     factors: OpFactors
@@ -154,18 +150,17 @@ class Local:
     graph: fx.Graph
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Append a call of the operator ``target``, with its meta value, to the graph of this rank's operators, and
-        return its node.
-        """
+        """Append a call of the operator ``target`` with ``args`` and ``kwargs`` to the graph of one rank, infer its
+        meta value, and return its node."""
         node = insert_operator_node(self.graph, target, args, kwargs, like=self.node)
         node.meta["grad"] = bool(node.meta.get("grad", True)) and is_differentiable(node.meta["val"])
         return node
 
     def copy(self, **changes: Any) -> fx.Node:
-        """Append the replaced operator on this rank's operands to the graph, and return its node.
+        """Append the operator call that is being replaced, with this rank's operands, to the graph of one rank, and
+        return its node.
 
-        ``changes``: arguments to replace, by their names in the operator's schema.
-        """
+        ``changes``: name of an argument in the operator's schema -> its new value."""
         args, kwargs = with_operands(self.node, self.operands)
         changed = list(args)
         for name, new in changes.items():
@@ -181,9 +176,8 @@ class Local:
         return local_shape(self.strategy.results[index], shape, self.num_ranks)
 
     def size(self, factor: str) -> int:
-        """Return the size of ``factor`` (a named loop dimension of the operator) on one rank; 1 if the rule has no such
-        factor.
-        """
+        """Return the size of ``factor``, a named loop dimension of the operator, on one rank; 1 if the sharding rule
+        has no such factor."""
         size = self.factors.sizes.get(factor, 1)
         return size // self.num_ranks if factor == self.strategy.factor else size
 
@@ -194,9 +188,8 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the nodes that ``node`` reads: every node in its args, then kwargs, nested values depth first, once per
-    occurrence.
-    """
+    """Return the nodes that ``node`` reads, in the order of its args, then its kwargs, with nested values depth
+    first. A node that is read several times is listed several times."""
     found: list[fx.Node] = []
     for argument in (*node.args, *node.kwargs.values()):
         if isinstance(argument, fx.Node):
@@ -207,7 +200,8 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _collect_operands(argument: Any, found: list[fx.Node]) -> None:
-    """Append every graph node in ``argument``, which may be nested, to ``found``, depth first."""
+    """Append every graph node in ``argument``, an argument of an operator that may be nested, to the list ``found``,
+    depth first."""
     if isinstance(argument, fx.Node):
         found.append(argument)
     elif isinstance(argument, list | tuple):
@@ -219,13 +213,13 @@ def _collect_operands(argument: Any, found: list[fx.Node]) -> None:
 
 
 def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the args and kwargs of ``node`` with its tensor operands replaced by ``operands``. The order is that of
-    the args, then the kwargs, nested values depth first.
-    """
+    """Return the args and kwargs of ``node`` with its tensor operands replaced by the nodes ``operands``. These are
+    in the order of the args, then the kwargs, with nested values depth first."""
     rest = iter(operands)
 
     def replaced(argument: Any) -> Any:
-        """Return ``argument`` with each graph node in it, at any depth, replaced by the next of the new operands."""
+        """Return ``argument``, an argument of an operator, with each graph node in it, at any depth, replaced by the
+        next of the new operands."""
         if isinstance(argument, fx.Node):
             return next(rest)
         if isinstance(argument, tuple):
@@ -240,7 +234,7 @@ def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any
 
 
 def get_meta_tensor(node: fx.Node) -> Tensor:
-    """Return the tensor without data (``node.meta["val"]``) that describes the result of ``node``."""
+    """Return the tensor without data (``node.meta["val"]``) that has the shape and dtype of the result of ``node``."""
     tensor: Tensor = node.meta["val"]
     return tensor
 
@@ -250,7 +244,7 @@ def get_meta_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def results_of(node: fx.Node) -> tuple[Tensor, ...]:
-    """Return a tuple of tensors without data that describe the results of ``node``, one for each."""
+    """Return a tuple of tensors without data, one with the shape and dtype of each result of ``node``."""
     val = node.meta["val"]
     return tuple(v for v in val if isinstance(v, Tensor)) if isinstance(val, tuple | list) else (val,)
 
@@ -259,9 +253,8 @@ _parameters: dict[Any, dict[str, tuple[int, Any]]] = {}
 
 
 def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """Return an argument of the operator call ``node`` by its name in the operator's schema. If the call does not give
-    it, return the default in the schema; if the schema has no argument of this name, return ``default``.
-    """
+    """Return the argument with the name ``name`` of the operator call ``node``. If the call does not give it, return
+    its default in the operator's schema. If the schema has no such argument, return ``default``."""
     if name in node.kwargs:
         return node.kwargs[name]
     index, preset = _parameters_of(node.target).get(name, (-1, default))
@@ -269,7 +262,7 @@ def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
-    """Return a dict from the name of each parameter of the operator ``target`` to (its position from 0, or -1 if it is
+    """Return a dict: name of each parameter of the operator ``target`` -> (its position from 0, or -1 if it is
     keyword-only; its default)."""
     if target not in _parameters:
         schema = target._schema.arguments
@@ -304,19 +297,16 @@ FIRST = (frozenset((0,)),)  # linear in the first operand
 
 
 def mark_linear_each(*positions: int) -> tuple[frozenset[int], ...]:
-    """Return the ``linear`` entry of a sharding rule (a tuple of sets of operand positions) for an operator that is
-    linear in each operand at ``positions`` (from 0) by itself, such as a product.
-
-    A partial sum as one of these operands then gives a partial sum.
-    """
+    """Return sets of operand positions for a sharding rule (see :attr:`OpFactors.linear`) of an operator that is
+    linear in each of the operands at ``positions`` (from 0) by itself, such as a product. If one of these operands
+    is a partial sum, so is the result."""
     return tuple(frozenset((p,)) for p in positions)
 
 
 def mark_linear_together(count: int) -> tuple[frozenset[int], ...]:
-    """Return the ``linear`` entry of a sharding rule (a tuple of sets of operand positions) for an operator that is
-    linear in its first ``count`` operands together, such as an addition. If all of them are partial sums, so is the
-    result.
-    """
+    """Return sets of operand positions for a sharding rule (see :attr:`OpFactors.linear`) of an operator that is
+    linear in its first ``count`` operands together, such as an addition. If all of these are partial sums, so is the
+    result."""
     return (frozenset(range(count)),)
 
 
@@ -331,18 +321,17 @@ def build_factor_rule(
     local: Callable[[Local], fx.Node] | None = None,
     spans: Spans | None = None,
 ) -> OpFactors:
-    """Return the sharding rule of the operator call ``node``, in which every dim has at most one factor (named loop
-    dimension).
+    """Return the sharding rule of the operator call ``node``, stated by factors (named loop dimensions, as in an
+    einsum). Every dim has at most one factor.
 
-    ``operands`` and ``results``: for each tensor, the name of each dim's factor; ``None`` for a dim that is never
+    ``operands``, ``results``: for each tensor, the name of the factor of each dim; ``None`` for a dim that is never
     sharded. Factor sizes are taken from the tensors, and dims of size 1 have no factor. If dims of one name differ in
-    size, as in a gather whose index is shorter than its source, all dims of this name are never sharded.
+    size, as in a gather whose index is shorter than its source, no dim of this name is ever sharded.
 
-    ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands
-    of one set are partial sums, so are the results. ``lower``: factor -> special operators that run if it is sharded.
-    ``local``: appends the operator for the shapes on one rank. ``spans``: a factor of which some tensors cover only a
-    part.
-    """
+    ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the
+    operands of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank
+    runs if it is sharded. ``local``: a function that appends the operator with the arguments for the shapes on one
+    rank. ``spans``: the factor of which some tensors cover only a part."""
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}
     clash: set[str] = set()

@@ -35,12 +35,11 @@ rule("aten.one_hot", "... -> ... c!")
 
 def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
     """Convert indices into a dim that is sharded over the ranks to indices into this rank's part of it, which has
-    ``rows`` rows. Return two nodes: the local index (0 for rows of other ranks), and a mask that is true for rows of
+    ``rows`` rows. Return two nodes: the local indices (0 for rows of other ranks), and a mask that is true for rows of
     other ranks.
 
-    ``index``: the node of the indices into the whole dim. ``local``: the operator to replace, its layouts, and the
-    graph of one rank, to which operators are appended.
-    """
+    ``local``: the operator to replace, its layouts, and the graph of one rank, to which operators are appended.
+    ``index``: the node of the indices into the whole dim."""
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     shifted = local.call(aten.sub.Tensor, index, local.call(aten.mul.Tensor, rank, rows))
     below = local.call(aten.lt.Scalar, shifted, 0)
@@ -50,11 +49,11 @@ def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]
 
 @register_family("embedding")
 def shard_embedding(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``embedding``: every dim of the ids and of the weight may be sharded.
+    """Return the sharding rule of ``node``, a call of ``embedding``: every dim of the ids and of the weight may be
+    sharded.
 
-    With a sharded vocabulary, each rank reads its own rows and has zeros for the others, so the result is a partial
-    sum. No dim may be sharded with ``sparse`` or ``scale_grad_by_freq``.
-    """
+    With a sharded vocabulary, each rank reads the rows that it holds and has zeros for the others, so the result is
+    a partial sum. No dim may be sharded with ``sparse`` or ``scale_grad_by_freq``."""
     if get_node_argument(node, "sparse") or get_node_argument(node, "scale_grad_by_freq"):
         return everything_whole(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[1]))]
@@ -63,9 +62,9 @@ def shard_embedding(node: fx.Node) -> OpFactors:
 
 
 def _embedding_sharded(local: Local) -> fx.Node:
-    """Append an embedding in this rank's rows of a weight whose vocabulary is sharded, with zeros for ids of other
-    ranks, and return its node. ``local``: the embedding to replace, its layouts, and the graph of one rank to append
-    to."""
+    """Append an embedding in the rows of the weight that this rank holds, with zeros for ids of other ranks' rows,
+    to the graph of one rank, and return its node. ``local``: the embedding to replace, its layouts, and the graph of
+    one rank."""
     weight, index = local.operands
     own, elsewhere = own_rows(local, index, local.size("v"))
     found = local.call(aten.embedding.default, weight, own)
@@ -77,23 +76,24 @@ def _embedding_sharded(local: Local) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """Return, for each dim of the tensors ``operands``, the factor name (dims of one name are sharded together) if all
-    of them have the same size there, and ``None`` (must not be sharded) if they differ, or for the dim ``dim``.
+    """Return a name for each dim of the tensors ``operands``, which have equal numbers of dims; dims of one name are
+    sharded together. Return ``None`` in place of the name (the dim must not be sharded) for the dim ``dim``, and for a
+    dim in which the sizes of the tensors differ.
 
-    If sizes differ, the operator, such as ``gather``, uses a part of the larger tensor, which ranks could not match.
-    """
+    If sizes differ, the operator, such as ``gather``, uses a part of the larger tensor, which the ranks could not
+    match."""
     sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]
 
 
 @register_family("gather", "take_along_dim")
 def shard_gather(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``gather`` and ``take_along_dim``.
+    """Return the sharding rule of ``node``, a call of ``gather`` or ``take_along_dim``.
 
-    For ``gather``, the read dim may be sharded: each rank reads its own elements and has zeros for the others, so the
-    result is a partial sum. Other dims may be sharded if the source and the index agree in size. For
-    ``take_along_dim``, the read dim must not be sharded. ``None`` (no sharding) if there is no ``dim``.
-    """
+    For ``gather``, the dim along which it reads may be sharded: each rank reads the elements that it holds and has
+    zeros for the others, so the result is a partial sum. Another dim may be sharded if the source and the index have
+    the same size there. For ``take_along_dim``, the dim along which it reads must not be sharded. Return ``None``
+    (no sharding) if the call has no ``dim``."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = get_node_argument(node, "dim")
     if rank == 0 or dim is None or len(node.meta["val"].shape) != rank:
@@ -110,8 +110,9 @@ def shard_gather(node: fx.Node) -> OpFactors | None:
 
 
 def _gather_sharded(local: Local) -> fx.Node:
-    """Append a gather from this rank's part of the read dim, with zeros for indices in other ranks' parts, and return
-    its node. ``local``: the gather to replace, its layouts, and the graph of one rank to append to."""
+    """Append a gather from the part of the source that this rank holds, with zeros for indices of other ranks'
+    parts, to the graph of one rank, and return its node. ``local``: the gather to replace, its layouts, and the
+    graph of one rank."""
     source, index = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
     own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
@@ -121,9 +122,8 @@ def _gather_sharded(local: Local) -> fx.Node:
 
 @register_family("index_select")
 def index_select(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``index_select``: every dim may be sharded; if the read dim is, the result is a
-    partial sum.
-    """
+    """Return the sharding rule of ``node``, a call of ``index_select``: every dim may be sharded. If the dim along
+    which it reads is sharded, the result is a partial sum."""
     x, index = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
@@ -134,8 +134,9 @@ def index_select(node: fx.Node) -> OpFactors:
 
 
 def _select_sharded(local: Local) -> fx.Node:
-    """Append an ``index_select`` from this rank's part of the read dim, with zeros for indices in other ranks' parts,
-    and return its node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
+    """Append an ``index_select`` from the part of the source that this rank holds, with zeros for indices of other
+    ranks' parts, to the graph of one rank, and return its node. ``local``: the operator to replace, its layouts, and
+    the graph of one rank."""
     source, index = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
     own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
@@ -144,19 +145,21 @@ def _select_sharded(local: Local) -> fx.Node:
 
 
 def _zero_rows(local: Local, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
-    """Append ``x`` with zeros where the mask ``where`` is true, and return its node. The dims of the mask are those of
-    ``x`` from ``dim`` on. ``local``: has the graph of one rank to append to."""
+    """Append ``x`` with zeros where the mask ``where`` is true to the graph of one rank, and return its node.
+    ``local``: has this graph. ``dim``: the dim of ``x`` that corresponds to the first dim of the mask; the mask
+    broadcasts over the dims of ``x`` behind its own."""
     behind = len(get_meta_shape(x)) - dim - len(get_meta_shape(where))
     mask = local.call(aten.reshape.default, where, [*get_meta_shape(where), *[1] * behind]) if behind else where
     return local.call(aten.masked_fill.Scalar, x, mask, 0.0)
 
 
 def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list[str | None], list[int]]:
-    """Return three values that describe the result of ``x[indices]``: the position in it of the first dim that comes
-    from the indices; a name for each dim of the broadcast indices; and the list of the dims of ``x`` that are indexed.
+    """Return three values that describe the result of ``x[indices]``: the index, in the result, of the first dim that
+    comes from the index tensors; a name for each dim of the broadcast index tensors; and a list of the dims of ``x``
+    that are indexed.
 
-    ``indices``: one entry for each dim of ``x``; ``None`` means a dim without an index. ``rank`` is not read.
-    """
+    ``indices``: for each dim of ``x``, the node of its index tensor; ``None`` for a dim without one. ``rank`` is not
+    used."""
     indexed = [d for d, i in enumerate(indices) if i is not None]
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     width = max(len(get_meta_shape(i)) for i in indices if i is not None)
@@ -165,12 +168,12 @@ def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list
 
 @register_family("index", "_unsafe_index")
 def shard_index(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``x[i, :, j]`` with index tensors: dims without an index and the dims of the indices
-    may be sharded.
+    """Return the sharding rule of ``node``, a read ``x[i, :, j]`` with index tensors: dims of ``x`` without an index,
+    and the dims of the index tensors, may be sharded.
 
-    If there is one index, its dim of ``x`` may be sharded, too, and the result is then a partial sum. ``None`` (no
-    sharding) if an index is a boolean mask, because the result's size then depends on data.
-    """
+    If there is a single index tensor, the dim that it indexes may be sharded, too, and the result is then a partial
+    sum. Return ``None`` (no sharding) if an index is a boolean mask, because the size of the result then depends on
+    data."""
     x, *tensors = operands_of(node)
     indices = list(get_node_argument(node, "indices"))
     if not tensors or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tensors):
@@ -189,9 +192,9 @@ def shard_index(node: fx.Node) -> OpFactors | None:
 
 
 def _index_sharded(local: Local) -> fx.Node:
-    """Append ``x[:, i]`` with this rank's part of the indexed dim of ``x``, with zeros for indices in other ranks'
-    parts, and return its node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to.
-    """
+    """Append a read ``x[:, i]`` from the part of the indexed dim that this rank holds, with zeros for indices of
+    other ranks' parts, to the graph of one rank, and return its node. ``local``: the operator to replace, its
+    layouts, and the graph of one rank."""
     source, places = local.operands
     dim = next(d for d, i in enumerate(get_node_argument(local.node, "indices")) if i is not None)
     rows = get_meta_shape(source)[dim]
@@ -205,9 +208,8 @@ def _index_sharded(local: Local) -> fx.Node:
 
 @register_family("index_put", "_unsafe_index_put")
 def index_put(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``x[i, :, j] = values``: dims without an index may be sharded, indexed dims must not
-    be. ``None`` (no sharding) if an index is a boolean mask.
-    """
+    """Return the sharding rule of ``node``, a write ``x[i, :, j] = values`` with index tensors: dims without an
+    index may be sharded, indexed dims must not be. Return ``None`` (no sharding) if an index is a boolean mask."""
     x, *rest = operands_of(node)
     tensors, values = rest[:-1], rest[-1]
     indices = list(get_node_argument(node, "indices"))
@@ -225,9 +227,8 @@ def index_put(node: fx.Node) -> OpFactors | None:
 
 @register_family("scatter", "scatter_add", "scatter_reduce")
 def shard_scatter(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``scatter``, ``scatter_add`` and ``scatter_reduce``: the written dim must not be
-    sharded; another dim may be if all operands have the same size there.
-    """
+    """Return the sharding rule of ``node``, a call of ``scatter``, ``scatter_add`` or ``scatter_reduce``: the dim
+    along which it writes must not be sharded. Another dim may be if all operands have the same size there."""
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
     if rank == 0 or any(len(get_meta_shape(o)) != rank for o in operands):
@@ -239,10 +240,8 @@ def shard_scatter(node: fx.Node) -> OpFactors:
 
 @register_family("index_add", "index_copy", "index_fill", "index_reduce")
 def index_rows(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators that write slices at indices of a dim, such as ``index_add``.
-
-    The indexed dim must not be sharded, other dims may be.
-    """
+    """Return the sharding rule of ``node``, an operator that writes slices at indices of a dim, such as
+    ``index_add``. This dim must not be sharded, other dims may be."""
     x, index, *source = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = [n if d != dim else None for d, n in enumerate(NAMES[: len(get_meta_shape(x))])]

@@ -45,10 +45,9 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
 )  # fmt: skip
 def elementwise_loss(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of a loss with one term per element, such as ``mse_loss``.
+    """Return the sharding rule of ``node``, a loss with one term per element, such as ``mse_loss``.
 
-    Every dim may be sharded. If the terms are summed or averaged, the result of a sharded loss is a partial sum.
-    """
+    Every dim may be sharded. If the terms are summed or averaged, the result of a sharded loss is a partial sum."""
     if get_node_argument(node, "reduction") == _NONE:
         return shard_elementwise(node)
     rank = max(len(get_meta_shape(o)) for o in operands_of(node))
@@ -62,11 +61,10 @@ def elementwise_loss(node: fx.Node) -> OpFactors:
 
 @register_family("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 def classification_loss(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``cross_entropy_loss`` and ``nll_loss``.
+    """Return the sharding rule of ``node``, a call of ``cross_entropy_loss`` or ``nll_loss``.
 
-    The class dim must not be sharded. Sample dims may be sharded, unless the loss is a mean: it divides by the number
-    of samples that are not ignored, which a rank does not know.
-    """
+    The dim of classes must not be sharded. Dims of samples may be sharded, unless the loss is a mean, because that
+    divides by the number of samples that are not ignored, which a rank does not know."""
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     class_dim = min(1, len(names) - 1)
@@ -81,10 +79,10 @@ def classification_loss(node: fx.Node) -> OpFactors:
 
 @register_family("nll_loss_forward", "nll_loss2d_forward")
 def classification_loss_and_weight(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``nll_loss_forward``, which also returns the sum of the samples' weights.
+    """Return the sharding rule of ``node``, a call of ``nll_loss_forward``, which returns the loss and the sum of the
+    samples' weights.
 
-    The class dim must not be sharded. Sample dims may be sharded only if ``reduction`` is a sum.
-    """
+    The dim of classes must not be sharded. Dims of samples may be sharded only if ``reduction`` is a sum."""
     scores, _target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     class_dim = min(1, len(names) - 1)
@@ -97,11 +95,11 @@ def classification_loss_and_weight(node: fx.Node) -> OpFactors:
 
 @register_family("multi_margin_loss", "multilabel_margin_loss_forward")
 def margin_loss(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``multi_margin_loss`` and ``multilabel_margin_loss``, which have one term per sample
-    over all of its classes.
+    """Return the sharding rule of ``node``, a call of ``multi_margin_loss`` or ``multilabel_margin_loss``, which have
+    one term per sample over all of its classes.
 
-    The class dim must not be sharded. The sample dim may be sharded only if the terms are neither summed nor averaged.
-    """
+    The dim of classes must not be sharded. The dim of samples may be sharded only if the terms are neither summed
+    nor averaged."""
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     if len(names) < 2:
@@ -114,9 +112,8 @@ def margin_loss(node: fx.Node) -> OpFactors:
 
 @register_family("cosine_similarity")
 def cosine_similarity(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``cosine_similarity``: the dim along which vectors are compared must not be sharded,
-    other dims may be.
-    """
+    """Return the sharding rule of ``node``, a call of ``cosine_similarity``: the dim along which vectors are
+    compared must not be sharded, other dims may be."""
     rank = max(len(get_meta_shape(o)) for o in operands_of(node))
     dim = as_dim(get_node_argument(node, "dim"), rank)
     names = NAMES[:rank]
@@ -127,11 +124,11 @@ def cosine_similarity(node: fx.Node) -> OpFactors:
 
 @register_family("partition::cross_entropy")
 def cross_entropy(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::cross_entropy``, which has one loss term per row over all classes.
+    """Return the sharding rule of ``node``, a call of ``partition::cross_entropy``, which has one loss term for each
+    row of logits.
 
-    Rows may be sharded. If the classes are sharded, each rank computes the target's logit and the logsumexp of its own
-    classes, and an all-gather over the ranks combines them.
-    """
+    Dims of rows may be sharded. If the dim of classes is sharded, each rank computes the target's logit and the
+    logsumexp of the classes that it holds, and an all-gather over the ranks combines them."""
     logits, _ = operands_of(node)
     names = NAMES[: len(get_meta_shape(logits))]
     dim = as_dim(get_node_argument(node, "dim"), len(names))
@@ -143,8 +140,9 @@ def cross_entropy(node: fx.Node) -> OpFactors:
 
 
 def _cross_entropy_sharded(local: Local) -> fx.Node:
-    """Append the cross entropy of logits whose classes are sharded, and return the node of the loss terms, which every
-    rank has in full. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
+    """Append the cross entropy of logits whose dim of classes is sharded to the graph of one rank, and return the
+    node of the loss terms, which every rank has in full. ``local``: the operator to replace, its layouts, and the
+    graph of one rank."""
     logits, index = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(logits)))
     own, elsewhere = own_rows(local, index, get_meta_shape(logits)[dim])

@@ -58,12 +58,11 @@ LINEAR = """
 
 
 def shard_elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
-    """Return the sharding rule of an elementwise operator: every result dim may be sharded, and operand dims of size 1
-    broadcast.
+    """Return the sharding rule of ``node``, an elementwise operator: every dim of the result may be sharded, and with
+    it the operand dims, except those of size 1, which broadcast.
 
-    ``linear``: sets of operand positions (from 0). If exactly the operands of one set are partial sums, the result is a
-    partial sum.
-    """
+    ``linear``: sets of operand positions (from 0). If exactly the operands of one set are partial sums, so is the
+    result."""
     results = results_of(node)
     rank = len(results[0].shape)
     names = NAMES[:rank]
@@ -81,11 +80,10 @@ def shard_linear_elementwise(node: fx.Node) -> OpFactors:
 
 @register_family("add", "sub", "subtract", "rsub")
 def shard_addition(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of an addition or subtraction: every dim may be sharded, and the sum of two partial sums
-    is a partial sum.
+    """Return the sharding rule of ``node``, an addition or subtraction: every dim may be sharded, and the sum of two
+    partial sums is a partial sum.
 
-    Adding a Python number to a partial sum is not allowed, because every rank would add it.
-    """
+    Adding a Python number to a partial sum is not allowed, because every rank would add it."""
     return shard_elementwise(node, mark_linear_together(2) if len(operands_of(node)) == 2 else ())
 
 
@@ -96,21 +94,19 @@ def shard_multiplication(node: fx.Node) -> OpFactors:
 
 @register_family("div", "divide", "true_divide")
 def shard_division(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of a division: every dim may be sharded.
+    """Return the sharding rule of ``node``, a division: every dim may be sharded.
 
-    It is linear in the numerator (a partial sum gives a partial sum), unless the quotient is rounded.
-    """
+    If the numerator is a partial sum, so is the result, unless the quotient is rounded."""
     is_linear = isinstance(node.args[0], fx.Node) and get_node_argument(node, "rounding_mode") is None
     return shard_elementwise(node, FIRST if is_linear else ())
 
 
 @register_family("to", "_to_copy", "type_as")
 def shard_dtype_cast(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of a cast: every dim may be sharded.
+    """Return the sharding rule of ``node``, a cast: every dim may be sharded.
 
-    It is linear (a partial sum gives a partial sum) if the new type is floating-point or complex, or if the type does
-    not change. A second operand only gives the type, so it is not sharded.
-    """
+    If the operand is a partial sum, so is the result, provided that the new dtype is floating-point or complex, or
+    equal to the old one. A second operand, which only gives the dtype, is not sharded."""
     source, *others = operands_of(node)
     names = NAMES[: len(get_meta_shape(source))]
     keeps = is_differentiable(node.meta["val"]) or node.meta["val"].dtype == source.meta["val"].dtype
@@ -120,21 +116,20 @@ def shard_dtype_cast(node: fx.Node) -> OpFactors:
 
 @register_family("copy")
 def shard_copy(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``copy(x, source)``, whose result has the shape and type of ``x`` and the data of
-    ``source``.
+    """Return the sharding rule of ``node``, a call of ``copy(x, source)``, whose result has the shape and dtype of
+    ``x`` and the data of ``source``.
 
-    Every dim may be sharded. If ``x`` is floating-point or complex and ``source`` is a partial sum, so is the result.
-    """
+    Every dim may be sharded. If ``x`` is floating-point or complex and ``source`` is a partial sum, so is the
+    result."""
     return shard_elementwise(node, mark_linear_each(1) if is_differentiable(node.meta["val"]) else ())
 
 
 @register_family("where")
 def shard_where(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``where(condition, a, b)``: every dim may be sharded.
+    """Return the sharding rule of ``node``, a call of ``where(condition, a, b)``: every dim may be sharded.
 
-    If ``a`` and ``b`` are tensors, it is linear in both together: two partial sums give a partial sum. ``None`` (no
-    sharding) for ``where(condition)``, which lists the indices of true elements.
-    """
+    If ``a`` and ``b`` are both partial sums, so is the result. Return ``None`` (no sharding) for
+    ``where(condition)``, which lists the indices of true elements."""
     if str(node.target).endswith(".default"):
         return None  # ``where(condition)`` lists the indices of true elements
     return shard_elementwise(node, (frozenset((1, 2)),) if len(operands_of(node)) == 3 else ())
@@ -147,11 +142,10 @@ def masked_fill(node: fx.Node) -> OpFactors:
 
 @register_family("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def shard_dropout(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of torch's dropout operators.
+    """Return the sharding rule of ``node``, one of torch's dropout operators.
 
     If dropout does nothing (no training, or ``p`` of 0), every dim may be sharded. Otherwise no dim may be sharded,
-    because the random mask must be the same on every rank.
-    """
+    because the random mask must be the same on every rank."""
     if get_node_argument(node, "train") is False or get_node_argument(node, "p") == 0:
         return shard_elementwise(node, FIRST)
     return everything_whole(node)
@@ -159,11 +153,10 @@ def shard_dropout(node: fx.Node) -> OpFactors:
 
 @register_family("prelu", "_prelu_kernel")
 def shard_prelu(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of PReLU: every dim may be sharded.
+    """Return the sharding rule of ``node``, a PReLU: every dim may be sharded.
 
     If the weight has one slope per channel (dim 1), it is sharded together with the channels; a single slope is not
-    sharded.
-    """
+    sharded."""
     x, weight = operands_of(node)
     if not get_meta_shape(x):
         return everything_whole(node)
@@ -174,18 +167,19 @@ def shard_prelu(node: fx.Node) -> OpFactors:
 
 @register_family("fill")
 def shard_fill(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``fill``, which sets all elements to one value: every dim may be sharded."""
+    """Return the sharding rule of ``node``, a call of ``fill``, which sets all elements to one value: every dim may
+    be sharded."""
     names = NAMES[: len(node.meta["val"].shape)]
     return build_factor_rule(node, [names, *([] for _ in operands_of(node)[1:])], [names])
 
 
 @register_family("bucketize", "isin")
 def looked_up(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``bucketize`` and ``isin``, which look up each element in a second tensor.
+    """Return the sharding rule of ``node``, a call of ``bucketize`` or ``isin``, which look up each element in a second
+    tensor.
 
-    The dims of the elements may be sharded; the second tensor must not be. ``None`` (no sharding) if a Python number
-    takes the place of the elements.
-    """
+    The dims of the elements may be sharded; the second tensor must not be. Return ``None`` (no sharding) if a Python
+    number takes the place of the elements."""
     if not isinstance(node.args[0], fx.Node):
         return None
     elements, *others = operands_of(node)
@@ -195,12 +189,12 @@ def looked_up(node: fx.Node) -> OpFactors | None:
 
 @register_family("searchsorted")
 def shard_searchsorted(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``searchsorted``, which finds the position of each element in a sorted row.
+    """Return the sharding rule of ``node``, a call of ``searchsorted``, which finds the position of each element in a
+    sorted row.
 
-    The last dim of the sorted tensor must not be sharded. If it has one row for each row of elements, the dims in front
-    may be sharded together with those of the elements. ``None`` (no sharding) if a Python number takes the place of the
-    elements.
-    """
+    The last dim of the sorted tensor must not be sharded. If it has one row for each row of elements, the dims in
+    front may be sharded together with those of the elements. Return ``None`` (no sharding) if a Python number takes
+    the place of the elements."""
     if len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return None
     ordered, elements, *sorter = operands_of(node)
@@ -211,11 +205,11 @@ def shard_searchsorted(node: fx.Node) -> OpFactors | None:
 
 @register_family("glu")
 def shard_glu(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``glu``, which multiplies the first half of a dim by the sigmoid of the second half.
+    """Return the sharding rule of ``node``, a call of ``glu``, which multiplies the first half of a dim by the sigmoid
+    of the second half.
 
-    All dims may be sharded. Each half of the split dim is divided over the ranks by itself, so that a rank has matching
-    parts of both.
-    """
+    All dims may be sharded. Each half of the split dim is divided over the ranks by itself, so that a rank has
+    matching parts of both."""
     (x,) = operands_of(node)
     rank = len(get_meta_shape(x))
     dim = get_node_argument(node, "dim", -1) % rank
@@ -231,21 +225,19 @@ def shard_glu(node: fx.Node) -> OpFactors:
     *(f"partition::{name}" for name in ("gamma", "poisson", "binomial", "gamma_grad", "dirichlet_grad")),
 )
 def shard_random_draw(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of this project's random operators, such as ``partition::uniform``: every dim may be
-    sharded.
+    """Return the sharding rule of ``node``, one of this project's random operators, such as ``partition::uniform``:
+    every dim may be sharded.
 
-    Each number depends only on a seed, the element's index in the whole tensor and the element's own parameters.
-    """
+    Each number depends only on a seed, the element's index in the whole tensor and the element's own parameters."""
     return shard_elementwise(node)
 
 
 @register_family("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor")
 def shard_full(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators that create a constant tensor from given sizes, such as ``zeros``: every
-    dim may be sharded.
+    """Return the sharding rule of ``node``, an operator that creates a constant tensor of given sizes, such as
+    ``zeros``: every dim may be sharded.
 
-    Tensor operands only give the type and are not sharded.
-    """
+    Tensor operands only give the dtype and are not sharded."""
     unread = [[None] * len(get_meta_shape(o)) for o in operands_of(node)]
     return build_factor_rule(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_local_filled)
 
@@ -256,25 +248,23 @@ def _local_filled(local: Local) -> fx.Node:
 
 @register_family("full_like", "zeros_like", "ones_like", "empty_like")
 def shard_full_like(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators that create a constant tensor of an operand's sizes, such as
-    ``zeros_like``: every dim may be sharded, in the result together with the operand.
-    """
+    """Return the sharding rule of ``node``, an operator that creates a constant tensor of an operand's sizes, such
+    as ``zeros_like``: every dim may be sharded, in the result together with the operand."""
     names = NAMES[: len(node.meta["val"].shape)]
     return build_factor_rule(node, [names], [names])
 
 
 @register_family("arange")
 def shard_arange(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``arange``: its dim may be sharded. Each rank creates its own part of the
-    sequence.
-    """
+    """Return the sharding rule of ``node``, an ``arange``: its dim may be sharded. Each rank creates its own part of
+    the sequence of numbers."""
     return build_factor_rule(node, [], [NAMES[:1]], local=_local_arange)
 
 
 def _local_arange(local: Local) -> fx.Node:
-    """Append this rank's part of an ``arange``, and return its node. With sections (parts that are each divided over
-    all ranks) or zigzag shards, several pieces are concatenated. ``local``: the ``arange`` to replace, its layout, and
-    the graph of one rank to append to."""
+    """Append this rank's part of an ``arange`` to the graph of one rank, and return its node. If the rank has
+    several pieces, they are concatenated: it has one of each section (a part of the dim that is divided over all
+    ranks), and two of a zigzag shard. ``local``: the ``arange`` to replace, its layout, and the graph of one rank."""
     val = local.node.meta["val"]
     start, step = get_node_argument(local.node, "start", 0), get_node_argument(local.node, "step", 1)
     if not val.dtype.is_floating_point:  # torch rounds start and step first
@@ -303,7 +293,6 @@ def _local_arange(local: Local) -> fx.Node:
     "uniform", "rrelu", "rrelu_with_noise",
 )  # fmt: skip
 def replicate_operator(node: fx.Node) -> OpFactors:
-    """Return the sharding rule that no dim may be sharded, for operators whose elements depend on each other, or on a
-    random generator that must be equal on all ranks.
-    """
+    """Return the sharding rule of ``node``, an operator of whose tensors no dim may be sharded, because its elements
+    depend on each other, or on a random generator that must be equal on all ranks."""
     return everything_whole(node)

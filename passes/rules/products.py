@@ -48,10 +48,10 @@ _ADDED = {"addmm": ("mk", "kn", "mn"), "addmv": ("mk", "k", "m"), "baddbmm": ("b
 
 @register_family(*_ADDED)
 def shard_added_product(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of a product plus an addend, such as ``addmm``.
+    """Return the sharding rule of ``node``, a matrix product plus an addend, such as ``addmm``.
 
-    The summed dim must not be sharded, because every rank would add the addend to its partial sum. Other dims may be.
-    """
+    The dim over which the product sums must not be sharded, because every rank would add the addend to its partial
+    sum. Other dims may be."""
     left, right, made = _ADDED[node.target.__name__.split(".")[0]]  # type: ignore[union-attr]
     rank = len(get_meta_shape(operands_of(node)[0]))
     summed = frozenset(left) - frozenset(made)
@@ -60,9 +60,8 @@ def shard_added_product(node: fx.Node) -> OpFactors:
 
 @register_family("linear")
 def shard_linear(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``linear``: all dims may be sharded, but not the input features if there is a bias.
-    With sharded input features, the result is a partial sum.
-    """
+    """Return the sharding rule of ``node``, a call of ``linear``: every dim may be sharded, except the input
+    features if there is a bias. With sharded input features, the result is a partial sum."""
     x, weight, *bias = operands_of(node)
     front = NAMES[: len(get_meta_shape(x)) - 1]
     out = ("o",) if len(get_meta_shape(weight)) == 2 else ()
@@ -74,9 +73,8 @@ def shard_linear(node: fx.Node) -> OpFactors:
 
 @register_family("matmul")
 def shard_matmul(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``matmul``: all dims may be sharded. With a sharded summed dim, the result is a
-    partial sum.
-    """
+    """Return the sharding rule of ``node``, a call of ``matmul``: every dim may be sharded. If the dim over which it
+    sums is sharded, the result is a partial sum."""
     x, y = (len(get_meta_shape(o)) for o in operands_of(node))
     batch = max(x, y) - 2
     front = NAMES[: max(batch, 0)]
@@ -90,9 +88,9 @@ def shard_matmul(node: fx.Node) -> OpFactors:
 
 @register_family("einsum")
 def shard_einsum(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``einsum``: every label of the equation may be sharded; a summed one gives a partial
-    sum. ``None`` (no sharding) if the equation has no ``->``.
-    """
+    """Return the sharding rule of ``node``, an ``einsum``: the dims of every label of the equation may be sharded.
+    If a label over which it sums is sharded, the result is a partial sum. Return ``None`` (no sharding) if the
+    equation has no ``->``."""
     equation: Any = node.args[0]
     terms, _, result = equation.replace(" ", "").partition("->")
     count = len(operands_of(node))
@@ -107,9 +105,9 @@ def shard_einsum(node: fx.Node) -> OpFactors | None:
 
 
 def _expand_einsum_labels(term: str, rank: int) -> list[str]:
-    """Return a name for each of the ``rank`` dims of one tensor in an einsum equation. ``term``: its labels, such as
-    ``...ij``; dims that ``...`` stands for get names that count from the right.
-    """
+    """Return a name for each of the ``rank`` dims of one tensor in an einsum equation. ``term``: the tensor's
+    labels, such as ``...ij``. The dims for which ``...`` stands get names that count from the right, so that tensors
+    broadcast."""
     front, dots, back = term.partition("...")
     hidden = rank - len(front) - len(back)
     return [*front, *(NAMES[hidden - 1 - i] for i in range(hidden) if dots), *back]
@@ -118,12 +116,12 @@ def _expand_einsum_labels(term: str, rank: int) -> list[str]:
 @register_family("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d",
         "conv_transpose3d")  # fmt: skip
 def shard_convolution(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of convolutions: samples, groups, and input and output channels within a group may be
-    sharded.
+    """Return the sharding rule of ``node``, a convolution: samples, groups, and input and output channels within a
+    group may be sharded.
 
-    With sharded input channels, the result is a partial sum; this is not allowed if there is a bias. Positions must not
-    be sharded. Weights are ``[groups * out, in, ...]``, those of a transposed convolution ``[groups * in, out, ...]``.
-    """
+    With sharded input channels, the result is a partial sum; this is not allowed if there is a bias. Spatial dims
+    must not be sharded. Weights are ``[groups * out, in, ...]``, those of a transposed convolution ``[groups * in,
+    out, ...]``."""
     x, weight, *bias = operands_of(node)
     transposed = "transpose" in str(node.target) or bool(get_node_argument(node, "transposed", False))
     num_places = len(get_meta_shape(weight)) - 2
@@ -151,11 +149,10 @@ def _local_convolution(local: Local) -> fx.Node:
 
 
 def _shard_leading_dims(node: fx.Node, num_places: int, is_linear: bool) -> OpFactors:
-    """Return the sharding rule of an operator whose last ``num_places`` dims must not be sharded and whose other dims
-    may be.
+    """Return the sharding rule of the operator call ``node``, such as a pooling: its last ``num_places`` dims must not
+    be sharded, other dims may be.
 
-    ``is_linear``: whether a partial sum as operand gives a partial sum.
-    """
+    ``is_linear``: whether the result is a partial sum if the operand is one."""
     (x,) = operands_of(node)
     names = [*NAMES[: len(get_meta_shape(x)) - num_places], *[None] * num_places]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
@@ -190,10 +187,11 @@ for _places in (2, 3):
 
     @register_family(_unpooled)
     def max_unpool(node: fx.Node, n: int = _places) -> OpFactors:
-        """Return the sharding rule of ``max_unpool``: samples and channels may be sharded, positions must not be.
+        """Return the sharding rule of ``node``, a call of ``max_unpool``: samples and channels may be sharded, spatial
+        dims must not be.
 
-        ``n``: the number of position dims. The indices count within one channel of one sample.
-        """
+        ``n``: the number of spatial dims. The indices that the operator reads count within one channel of one
+        sample."""
         x, _ = operands_of(node)
         names = [*NAMES[: len(get_meta_shape(x)) - n], *[None] * n]
         return build_factor_rule(node, [names, names], [names])
@@ -204,12 +202,11 @@ for _places in (2, 3):
 
     @register_family(_fractional)
     def fractional_max_pool(node: fx.Node, n: int = _places) -> OpFactors:
-        """Return the sharding rule of ``fractional_max_pool``: samples and channels may be sharded, positions must not
-        be.
+        """Return the sharding rule of ``node``, a call of ``fractional_max_pool``: samples and channels may be sharded,
+        spatial dims must not be.
 
-        ``n``: the number of position dims. Each channel of each sample has its own random numbers, which are sharded
-        with it.
-        """
+        ``n``: the number of spatial dims. The operator reads random numbers for each channel of each sample, which
+        are sharded with them."""
         x, _ = operands_of(node)
         names = ["b", "c"] if len(get_meta_shape(x)) == n + 2 else ["c"]
         images = [*names, *[None] * n]
@@ -220,11 +217,10 @@ for _places in (2, 3):
 
 @register_family("im2col", "col2im")
 def shard_image_patches(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``im2col``, which turns channels ``c`` into ``c * k`` for patches of ``k`` positions,
-    and of its inverse ``col2im``.
+    """Return the sharding rule of ``node``, a call of ``im2col``, which turns ``c`` channels into ``c * k`` for patches
+    of ``k`` pixels, or of its inverse ``col2im``.
 
-    Samples and channels may be sharded, positions and ``k`` must not be.
-    """
+    Samples and channels may be sharded. Spatial dims, the dim of patches, and ``k`` must not be."""
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     takes_apart = node.target == aten.im2col.default
@@ -241,9 +237,8 @@ def shard_image_patches(node: fx.Node) -> OpFactors:
 
 @register_family("affine_grid_generator")
 def affine_grid(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``affine_grid_generator``: the dim of samples may be sharded, other dims must
-    not be.
-    """
+    """Return the sharding rule of ``node``, a call of ``affine_grid_generator``: the dim of samples may be sharded,
+    other dims must not be."""
     rank = len(node.meta["val"].shape)
     return build_factor_rule(
         node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_local_affine_grid
@@ -264,9 +259,9 @@ _MATRIX = 2  # dims
     "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular",
 )  # fmt: skip
 def by_matrix(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators on batches of matrices, such as a factorisation or a solver: the batch dims
-    in front of the matrix may be sharded if all operands and results have them; otherwise no dim may be.
-    """
+    """Return the sharding rule of ``node``, an operator on batches of matrices, such as a factorisation or a solver.
+    The batch dims in front of the matrix may be sharded if all operands and results have them; otherwise no dim may
+    be."""
     operands = [get_meta_shape(o) for o in operands_of(node)]
     results = [tuple(r.shape) for r in results_of(node)]
     first = max(operands, key=len)

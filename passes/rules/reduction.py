@@ -39,11 +39,11 @@ Linear = tuple[frozenset[int], ...]
 
 
 def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
-    """Return the sharding rule of a sum over the dims in the operator's argument ``dim`` (all dims if it is absent).
+    """Return the sharding rule of ``node``, a sum over the dims in the operator's argument ``dim`` (all dims if it is
+    absent).
 
-    Every dim may be sharded; if a summed dim is, the result is a partial sum. ``linear``: sets of operand positions
-    (from 0); if exactly the operands of one set are partial sums, so are the results.
-    """
+    Every dim may be sharded. If a dim over which it sums is sharded, the result is a partial sum. ``linear``: sets
+    of operand positions (from 0); if exactly the operands of one set are partial sums, so are the results."""
     dims = dims_of(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
     left = [None if d in dims else n for d, n in enumerate(names)]
@@ -52,9 +52,8 @@ def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
 
 
 def dims_of(node: fx.Node) -> tuple[int, ...]:
-    """Return the dims that the operator's argument ``dim`` names, as nonnegative indices. No argument means all
-    dims.
-    """
+    """Return the dims that the argument ``dim`` of the operator call ``node`` names, as indices from 0. If the
+    argument is absent, these are all dims of the operand."""
     given, sizes = get_node_argument(node, "dim"), get_meta_shape(operands_of(node)[0])
     if isinstance(given, list | tuple) and not given and tuple(results_of(node)[0].shape) == sizes:
         return ()  # some operators read an empty list of dims as no dim, others as all dims
@@ -67,8 +66,8 @@ def _count_result_elements(node: fx.Node) -> int:
 
 
 def factors_along(node: fx.Node) -> frozenset[str]:
-    """Return the names of the factors (loop dimensions in a sharding rule) of the dims over which the operator ``node``
-    works, those in its argument ``dim``; all dims if it has none."""
+    """Return the names, in a sharding rule, of the dims along which the operator call ``node`` works: those in its
+    argument ``dim``; all dims of the operand if it is absent."""
     return frozenset(NAMES[d] for d in dims_of(node))
 
 
@@ -85,9 +84,8 @@ register_family("nansum", "count_nonzero")(shard_reduction)
     "var", "var_mean", "linalg_vector_norm", "aminmax", "kthvalue",
 )  # fmt: skip
 def over_whole_dims(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of a reduction other than a sum, such as ``max``: the reduced dims must not be sharded,
-    other dims may be.
-    """
+    """Return the sharding rule of ``node``, a reduction other than a sum, such as ``max``: the reduced dims must not
+    be sharded, other dims may be."""
     return replace(shard_reduction(node), whole=factors_along(node))
 
 
@@ -96,26 +94,25 @@ def over_whole_dims(node: fx.Node) -> OpFactors:
     "sort",
 )  # fmt: skip
 def along_whole_dim(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of an operator whose results depend on all elements along the dim in its argument
-    ``dim``, such as ``sort``: this dim must not be sharded, other dims may be.
-    """
+    """Return the sharding rule of ``node``, an operator whose results depend on all elements along the dim in its
+    argument ``dim``, such as ``sort``: this dim must not be sharded, other dims may be."""
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
 
 
 @register_family("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax_gradient(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of the softmax backward operators: the dim of the softmax must not be sharded."""
+    """Return the sharding rule of ``node``, the backward operator of a softmax or log-softmax: the dim of the
+    softmax must not be sharded, other dims may be."""
     names = NAMES[: len(node.meta["val"].shape)]
     return build_factor_rule(node, [names, names], [names], whole=factors_along(node))
 
 
 @register_family("softmax", "log_softmax")
 def shard_softmax(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of softmax and log-softmax: every dim may be sharded.
+    """Return the sharding rule of ``node``, a softmax or log-softmax: every dim may be sharded.
 
-    If the softmax dim is sharded, the ranks all-reduce the maximum and the sum of exponentials.
-    """
+    If the dim of the softmax is sharded, the ranks all-reduce the maximum and the sum of exponentials."""
     build = _softmax_sharded if node.target == aten.softmax.int else _log_softmax_sharded
     rows = _count_result_elements(node) // max(
         1, math.prod(get_meta_shape(operands_of(node)[0])[d] for d in dims_of(node))
@@ -132,7 +129,8 @@ def shard_softmax(node: fx.Node) -> OpFactors:
     "fft_irfft", "fft_rfft",
 )  # fmt: skip
 def shard_fourier_transform(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of Fourier transforms: the transformed dims must not be sharded, other dims may be."""
+    """Return the sharding rule of ``node``, a Fourier transform: the transformed dims must not be sharded, other
+    dims may be."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     dims = get_node_argument(node, "dim")
     sizes = get_node_argument(node, "s")
@@ -143,9 +141,8 @@ def shard_fourier_transform(node: fx.Node) -> OpFactors:
 
 @register_family("stft")
 def shard_stft(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of the short-time Fourier transform: batches of signals may be sharded, time must not
-    be.
-    """
+    """Return the sharding rule of ``node``, a short-time Fourier transform: the batch dim of signals may be sharded,
+    the dim of time must not be."""
     signals = [*NAMES[: len(get_meta_shape(operands_of(node)[0])) - 1], None]
     others: list[list[None]] = [[None] for _ in operands_of(node)[1:]]
     rank = len(results_of(node)[0].shape)
@@ -168,11 +165,10 @@ def shard_topk(node: fx.Node) -> OpFactors:
 
 @register_family("mean")
 def shard_mean(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``mean``: every dim may be sharded.
+    """Return the sharding rule of ``node``, a call of ``mean``: every dim may be sharded.
 
-    The mean over a sharded dim is a partial sum: each rank contributes the mean of its shard divided by the number of
-    ranks.
-    """
+    The mean over a sharded dim is a partial sum: each rank contributes the mean of its shard divided by the number
+    of ranks."""
     lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
     return replace(shard_reduction(node, FIRST), lower=dict.fromkeys(factors_along(node), lowering))
 
@@ -183,11 +179,10 @@ def divided_by_ranks(local: Local) -> fx.Node:
 
 @register_family("amax", "amin")
 def shard_amax(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``amax`` and ``amin``.
+    """Return the sharding rule of ``node``, a call of ``amax`` or ``amin``.
 
-    If no gradient is needed, every dim may be sharded, and the ranks all-reduce the maximum over a sharded dim. If a
-    gradient is needed, or for ``amin`` of an unsigned type, the reduced dims must not be sharded.
-    """
+    If no gradient is needed, every dim may be sharded, and the ranks all-reduce the maximum or minimum over a
+    sharded dim. If a gradient is needed, or for ``amin`` of an unsigned dtype, the reduced dims must not be sharded."""
     ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # amin(x) = -amax(-x)
     if node.meta.get("grad", True) or not ordered:
         return over_whole_dims(node)
@@ -198,8 +193,9 @@ def shard_amax(node: fx.Node) -> OpFactors:
 
 
 def _largest_of_ranks(local: Local) -> fx.Node:
-    """Append an ``amax`` or ``amin`` over a sharded dim: the extreme of this rank's part, then an all-reduce. Return
-    its node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
+    """Append an ``amax`` or ``amin`` over a sharded dim to the graph of one rank: that of the rank's own shard, then
+    an all-reduce. Return the node of the result. ``local``: the operator to replace, its layouts, and the graph of
+    one rank."""
     found, axis, size = local.copy(), local.axis, local.num_ranks
     if local.node.target == aten.amax.default:
         return local.call(collective.all_reduce_max.default, found, axis, size)
@@ -209,11 +205,10 @@ def _largest_of_ranks(local: Local) -> fx.Node:
 
 @register_family("logsumexp")
 def shard_logsumexp(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``logsumexp``: every dim may be sharded.
+    """Return the sharding rule of ``node``, a call of ``logsumexp``: every dim may be sharded.
 
-    Over a sharded dim, the ranks all-reduce the maximum and the sum of exponentials. For integers and complex numbers,
-    the reduced dims must not be sharded.
-    """
+    Over a sharded dim, the ranks all-reduce the maximum and the sum of exponentials. For integers and complex
+    numbers, the reduced dims must not be sharded."""
     if not operands_of(node)[0].meta["val"].dtype.is_floating_point:
         return over_whole_dims(node)  # complex numbers have no maximum, integers no infinity
     sent = (("all_reduce_max", _count_result_elements(node)), ("all_reduce", _count_result_elements(node)))
@@ -246,12 +241,12 @@ def _softmax_operand(local: Local) -> fx.Node:
 
 
 def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """Append the exponentials of ``x`` for a softmax along a sharded dim, shifted by the maximum over all ranks. Return
-    four nodes: ``x`` minus the maximum, the maximum, the exponentials, and their sum over all ranks.
+    """Append operators to the graph of one rank that compute the exponentials of ``x`` for a softmax along a sharded
+    dim, after subtracting the maximum over all ranks. Return four nodes: ``x`` minus the maximum, the maximum, the
+    exponentials, and their sum over all ranks.
 
-    ``local``: the operator to replace, its layouts, and the graph of one rank to append to. ``grad``: how the
-    all-reduce of this sum treats its gradient: ``"reduce"`` sums it over the ranks, ``"copy"`` leaves it as it is.
-    """
+    ``local``: the operator to replace, its layouts, and the graph of one rank. ``grad``: what the all-reduce of this
+    sum does to its gradient in backward: ``"reduce"`` sums it over the ranks, ``"copy"`` leaves it unchanged."""
     axis, size = local.axis, local.num_ranks
     dims = list(dims_of(local.node))
     largest = local.call(aten.amax.default, local.call(aten.detach.default, x), dims, True)
@@ -267,9 +262,8 @@ def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node,
 
 @register_family("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
 def layer_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of layer norm and RMS norm: the normalised last dims must not be sharded, other dims
-    may be.
-    """
+    """Return the sharding rule of ``node``, a layer norm or RMS norm: the last dims, which are normalised, must not
+    be sharded, other dims may be."""
     x, *affine = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     count = len(get_node_argument(node, "normalized_shape"))
@@ -280,10 +274,10 @@ def layer_norm(node: fx.Node) -> OpFactors:
 
 @register_family("group_norm")
 def group_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``group_norm``: samples may be sharded, and channels by whole groups.
+    """Return the sharding rule of ``node``, a call of ``group_norm``: samples may be sharded, and channels by whole
+    groups.
 
-    Each group is normalised over its channels and all positions, which must not be sharded.
-    """
+    Each group is normalised over its channels and all spatial dims, which must not be sharded."""
     x, *affine = operands_of(node)
     groups = get_node_argument(node, "num_groups")
     channels = ("g", "c")
@@ -304,10 +298,10 @@ def _local_group_norm(local: Local) -> fx.Node:
 
 @register_family("native_group_norm")
 def native_group_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``native_group_norm``, which also returns mean and rstd for each sample and group.
+    """Return the sharding rule of ``node``, a call of ``native_group_norm``, which also returns mean and reciprocal
+    standard deviation of each group of each sample.
 
-    Samples may be sharded, and channels by whole groups; positions must not be sharded.
-    """
+    Samples may be sharded, and channels by whole groups; spatial dims must not be sharded."""
     x, *affine = operands_of(node)
     groups = get_node_argument(node, "group")
     channels = ("g", "c")
@@ -334,11 +328,10 @@ def _local_native_group_norm(local: Local) -> fx.Node:
     "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "_batch_norm_with_update_functional",
 )  # fmt: skip
 def batch_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of batch norm: channels may be sharded.
+    """Return the sharding rule of ``node``, a batch norm: channels may be sharded.
 
-    Samples and positions may be sharded outside of training, where running statistics are used. In training they must
-    not be, because the statistics are computed over them.
-    """
+    Samples and spatial dims may be sharded outside of training, where running statistics are used. In training they
+    must not be, because the statistics are computed over them."""
     x, *channelwise = operands_of(node)
     if len(get_meta_shape(x)) < 2:
         return everything_whole(node)
@@ -350,18 +343,15 @@ def batch_norm(node: fx.Node) -> OpFactors:
 
 
 def _name_statistics_dims(size: tuple[int, ...]) -> list[str | None]:
-    """Return the factor names of the dims of a tensor of batch norm statistics: ``"c"`` for a dim of channels, ``None``
-    (must not be sharded) for an empty dim. ``size``: the tensor's shape.
-    """
+    """Return a name, in a sharding rule, for each dim of a tensor of batch norm statistics with the shape ``size``:
+    ``"c"`` for the dim of channels; ``None`` (must not be sharded) for an empty dim."""
     return ["c" if s else None for s in size]
 
 
 @register_family("_weight_norm", "_weight_norm_interface")
 def weight_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of weight norm, which scales each slice along the argument ``dim`` to a given norm.
-
-    That dim may be sharded, the other dims must not be.
-    """
+    """Return the sharding rule of ``node``, a weight norm, which scales each slice of a weight along the operator's
+    argument ``dim`` to a given norm. The dim ``dim`` may be sharded, other dims must not be."""
     directions, _ = operands_of(node)
     names = NAMES[: len(get_meta_shape(directions))]
     dim = as_dim(get_node_argument(node, "dim"), len(names))
@@ -374,11 +364,11 @@ def weight_norm(node: fx.Node) -> OpFactors:
 
 @register_family("instance_norm")
 def instance_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``instance_norm``, which normalises each channel of each sample over its positions.
+    """Return the sharding rule of ``node``, a call of ``instance_norm``, which normalises each channel of each sample
+    over its spatial dims.
 
-    Samples and channels may be sharded. Positions may be sharded only if running statistics are used. If running
-    statistics are updated, samples must not be sharded.
-    """
+    Samples and channels may be sharded. Spatial dims may be sharded only if running statistics are used. If running
+    statistics are updated, samples must not be sharded."""
     x, *channelwise = operands_of(node)
     places = NAMES[: len(get_meta_shape(x)) - 2]
     whole = frozenset(places) if get_node_argument(node, "use_input_stats") else frozenset()

@@ -26,10 +26,11 @@ _HELP = 'expected text like "b s i, o i -> b s o", where "!" marks a factor that
 
 @dataclass(frozen=True)
 class DimPattern:
-    """The dims of one tensor in the text of a sharding rule. ``dims``: for each dim, the names of its factors (named
-    loop dimensions, as the letters of an einsum), outermost first; an empty tuple for a dim of size 1. ``ellipsis``:
-    whether the text has ``...`` in front of the dims, which stands for any number of leading dims.
-    """
+    """The dims of one tensor in the text of a sharding rule. A factor is a named loop dimension of the operator, as the
+    letters of an einsum.
+
+    ``dims``: for each dim, the names of its factors, outermost first; an empty tuple for a dim of size 1.
+    ``ellipsis``: whether the text has ``...`` in front of the dims, which stands for any number of leading dims."""
 
     dims: Dims
     ellipsis: bool = False
@@ -40,10 +41,9 @@ class TextRule:
     """A sharding rule of an operator, parsed from a text such as ``"b s i, o i -> b s o"``. :meth:`fit` converts it to
     the rule of one call with known tensor shapes.
 
-    ``name``: the operator's name, for messages. ``operands``, ``results``: the names in the dims of each tensor.
-    ``whole``: the names marked ``!``, whose dims must not be sharded. ``linear``: sets of operand positions (from 0);
-    if exactly the operands of one set are partial sums, so are the results. ``text``: the text.
-    """
+    ``name``: the operator's name, for messages. ``text``: the text. ``operands``, ``results``: for each tensor, the
+    names in the text for its dims. ``whole``: the names marked ``!``, whose dims must not be sharded. ``linear``:
+    sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the results."""
 
     name: str
     text: str
@@ -54,21 +54,19 @@ class TextRule:
 
     @staticmethod
     def parse(text: str, name: str, linear: tuple[frozenset[int], ...] = ()) -> TextRule:
-        """Return the rule that ``text``, such as ``"b s i, o i -> b s o"``, states for the operator ``name``. Raise
-        :class:`RuleError` if ``text`` is malformed.
+        """Return the sharding rule that ``text``, such as ``"b s i, o i -> b s o"``, states for the operator with the
+        name ``name``. Raise :class:`RuleError` if ``text`` is malformed.
 
-        ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the
-        results.
-        """
+        ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are
+        the results."""
         return _Parser(text, name).parse_rule(linear)
 
     def fit(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], where: str) -> OpFactors:
-        """Return the sharding rule for a call with tensors of these shapes. Raise :class:`RuleError` if the shapes do
-        not fit.
+        """Return the sharding rule of one call of the operator, whose tensors have the given shapes. Raise
+        :class:`RuleError` if the shapes do not fit the text of this rule.
 
-        ``operands``, ``results``: the shape of each tensor that the operator reads and returns. ``where``: the name of
-        the call, for the message.
-        """
+        ``operands``, ``results``: the shape of each tensor that the call reads and returns. ``where``: the name of
+        the call, for messages."""
         sides: list[tuple[Dims, ...]] = []
         pairs: list[tuple[tuple[str, ...], int]] = []
         for kind, patterns, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
@@ -90,13 +88,12 @@ class TextRule:
         return OpFactors(sizes, sides[0], sides[1], self.whole & sizes.keys(), self.linear)
 
     def _expand_ellipsis(self, pattern: DimPattern, shape: tuple[int, ...], which: str, where: str) -> Dims:
-        """Return the factor names of each dim of a tensor of the given ``shape``. ``pattern``: the names in the text of
-        the rule; a ``...`` in it is replaced by names for the leading dims, which count from the right, so that tensors
-        broadcast.
+        """Return the names of the factors (named loop dimensions) of each dim of a tensor with the shape ``shape``.
+        ``pattern``: the tensor's dims in the text of this rule; ``...`` in it is replaced by names for the leading
+        dims, which count from the right, so that tensors broadcast.
 
-        ``which``: the tensor, as in ``operand 0``, and ``where``: the name of the call, both for the message. Raise
-        :class:`RuleError` if the number of dims differs.
-        """
+        ``which``: the tensor, such as ``operand 0``, for messages. ``where``: the name of the operator call, for
+        messages. Raise :class:`RuleError` if the tensor has another number of dims than the text."""
         extra = len(shape) - len(pattern.dims)
         if extra < 0 or (extra and not pattern.ellipsis):
             raise self._create_rule_error(
@@ -106,13 +103,12 @@ class TextRule:
         return (*front, *pattern.dims)
 
     def _solve_factor_sizes(self, pairs: list[tuple[tuple[str, ...], int]], where: str) -> dict[str, int]:
-        """Return the size of each factor (named loop dimension) by its name, computed from the sizes of the dims that
-        consist of factors.
+        """Return a dict from the name of each factor (named loop dimension) to its size, computed from the sizes of the
+        dims that consist of factors.
 
-        ``pairs``: for each dim, the names of its factors and the dim's size, which is their product. ``where``: the
-        name of the operator call, for the message. Raise :class:`RuleError` if the sizes contradict each other or
-        cannot be computed.
-        """
+        ``pairs``: for each dim, the names of its factors, and its size, which is the product of theirs. ``where``:
+        the name of the operator call, for messages. Raise :class:`RuleError` if the sizes contradict each other or
+        cannot be computed."""
         sizes: dict[str, int] = {}
         pending = pairs
         while pending:
@@ -140,8 +136,8 @@ class TextRule:
 
 
 class _Parser:
-    """Parses the text of a sharding rule, such as ``"b s (h d!), h d! -> b s h"``. ``name``: the operator's name, for
-    messages. ``whole``: the names marked ``!`` that were read so far. ``text``: the text to parse."""
+    """Parses ``text``, the text of a sharding rule such as ``"b s (h d!), h d! -> b s h"``. ``name``: the name of
+    the operator, for messages. ``whole``: the names marked ``!`` that were read so far."""
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name
@@ -151,11 +147,10 @@ class _Parser:
         return RuleError(f"rule for {self.name}, {self.text!r}: {what}; {_HELP}")
 
     def parse_rule(self, linear: tuple[frozenset[int], ...]) -> TextRule:
-        """Return the rule that the parser's text states. Raise :class:`RuleError` if the text is malformed.
+        """Return the sharding rule that the parser's text states. Raise :class:`RuleError` if the text is malformed.
 
-        ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the
-        results.
-        """
+        ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are
+        the results."""
         sides = self.text.split("->")
         if len(sides) != 2:
             raise self.create_error(f"expected one '->', got {len(sides) - 1}")
@@ -176,9 +171,8 @@ class _Parser:
         return TextRule(self.name, self.text, operands, results, frozenset(self.whole), linear)
 
     def parse_pattern(self, text: str) -> DimPattern:
-        """Return the dims that ``text``, the part of a rule for one tensor, such as ``b s (h d!)``, describes. Add the
-        names marked ``!`` to ``whole``. Raise :class:`RuleError` if ``text`` is malformed.
-        """
+        """Return the dims of one tensor that ``text``, a part of the text of a sharding rule such as ``b s (h d!)``,
+        describes. Add the names marked ``!`` to ``whole``. Raise :class:`RuleError` if ``text`` is malformed."""
         dims: list[tuple[str, ...]] = []
         names: list[str] = []
         group: list[str] | None = None
@@ -234,12 +228,11 @@ _found: dict[Any, Rule | None] = {}
 
 
 def factors_of(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of the operator call ``node``: for each dim of its tensors the factors (named loop
-    dimensions, as in an einsum), and which of them may be sharded.
+    """Return the sharding rule of the operator call ``node``. It has, for each dim of its tensors, the factors (named
+    loop dimensions, as in an einsum), and says which of them may be sharded over ranks.
 
-    ``None`` means that the operator has no rule, so none of its tensors may be sharded. Raise :class:`RuleError` if the
-    text of a rule does not fit the shapes of the operator.
-    """
+    Return ``None`` if the operator has no rule, so that none of its tensors may be sharded. Raise :class:`RuleError`
+    if the text of a rule does not fit the shapes of the operator."""
     target = node.target
     try:
         found = _found[target]
@@ -255,8 +248,7 @@ def has_rule(target: Any) -> bool:
 
 def _look_up(target: Any) -> Rule | None:
     """Return the function that gives the sharding rule of a call of the operator ``target``; ``None`` if it has no
-    rule. A rule for one overload precedes a rule for all overloads.
-    """
+    rule. A rule for one overload has precedence over a rule for all overloads."""
     if target is operator.getitem:
         return _shard_getitem
     if not isinstance(target, torch._ops.OpOverload):
@@ -266,9 +258,9 @@ def _look_up(target: Any) -> Rule | None:
 
 
 def _shard_getitem(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``operator.getitem``, which selects one of several results of an operator: every dim
-    of the selected result may be sharded. The rule has one operand, with the shape of the selected result.
-    """
+    """Return the sharding rule of ``node``, an ``operator.getitem``, which selects one of several results of an
+    operator: every dim of the selected result may be sharded. The rule has one operand, with the shape of this
+    result."""
     names = NAMES[: len(get_meta_shape(node))]
     dims = tuple((n,) if size > 1 else () for n, size in zip(names, get_meta_shape(node), strict=True))
     sizes = {n: size for n, size in zip(names, get_meta_shape(node), strict=True) if size > 1}
@@ -276,11 +268,10 @@ def _shard_getitem(node: fx.Node) -> OpFactors:
 
 
 def register_family(*names: str) -> Callable[[R], R]:
-    """Return a decorator that makes a function the sharding rule of several operators. The function gets a call's
-    ``fx.Node`` and returns its :class:`OpFactors`, or ``None`` for no sharding.
+    """Return a decorator that registers a function as the sharding rule of several operators. The function gets the
+    ``fx.Node`` of a call and returns its :class:`OpFactors`, or ``None`` for no sharding.
 
-    ``names``: names of ATen operators (``view``, ``view.dtype``), or names with a namespace (``namespace::name``).
-    """
+    ``names``: names of ATen operators (``view``, ``view.dtype``), or names with a namespace (``namespace::name``)."""
 
     def register(function: R) -> R:
         for name in names:
@@ -325,17 +316,17 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
 
 
 def _text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], ...]) -> Rule:
-    """Return a function that gives the sharding rule of a call of the operator ``name``, by the one of ``texts`` that
-    has as many operands as the call.
+    """Return a function that gives the sharding rule of a call of the operator with the name ``name``. ``texts``: texts
+    such as ``"b s i, o i -> b s o"``, for different numbers of operands; the function uses the one that has as many
+    operands as the call.
 
     ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the
-    results.
-    """
+    results."""
     parsed = {len(t.operands): t for t in (TextRule.parse(text, name, linear) for text in texts)}
 
     def look_up(node: fx.Node) -> OpFactors:
-        """Return the sharding rule of the operator call ``node``. Raise :class:`RuleError` if none of the texts of the
-        rule has as many operands as the call."""
+        """Return the sharding rule of the operator call ``node``. Raise :class:`RuleError` if no text of the rule
+        has as many operands as the call."""
         count = len(operands_of(node))
         if count not in parsed:
             raise RuleError(
@@ -354,8 +345,7 @@ def _name_of(target: Any) -> str:
     """Return the name under which the sharding rule of an operator is stored: ``namespace::name`` or
     ``namespace::name.overload``. Raise :class:`RuleError` if there is no such operator.
 
-    ``target``: its name, an overload, an overload packet or a ``torch.library.custom_op``.
-    """
+    ``target``: the operator: its name, an overload, an overload packet or a ``torch.library.custom_op``."""
     overload = getattr(target, "_opoverload", None)  # torch.library.custom_op
     if isinstance(overload, torch._ops.OpOverload):
         return overload._schema.name

@@ -33,22 +33,21 @@ aten = torch.ops.aten
 def find_shared_factors(
     source: Sequence[int], target: Sequence[int]
 ) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
-    """Split two shapes with the same number of elements into common factors: named sizes such that each dim of either
+    """Split two shapes with the same number of elements into common factors: named sizes such that each dim of each
     shape is a product of consecutive ones.
 
-    Return four things: the size of each factor by name, the names for each dim of ``source``, those for each dim of
-    ``target``, and the names that only one of the two shapes has, which must not be sharded.
+    Return four values: a dict from the name of each factor to its size; the names for each dim of ``source``; the names
+    for each dim of ``target``; and the names that only one of the two shapes has, which must not be sharded.
 
     >>> find_shared_factors((8, 4), (2, 16))
-    ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
-    """
+    ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())"""
     sides = (_Side(source), _Side(target))
     sizes: dict[str, int] = {}
     whole: set[str] = set()
 
     def put(size: int, on: Sequence[_Side]) -> str:
-        """Create a named factor of size ``size``, append it to the current dim of each of the shapes ``on``, and return
-        its name."""
+        """Create a factor, a named size that divides dims. ``size``: its size. ``on``: the shapes (one or both) from
+        whose current dim it is split off. Return its name."""
         name = NAMES[len(sizes)] if len(sizes) < len(NAMES) else f"d{len(sizes)}"
         sizes[name] = size
         for side in on:
@@ -74,9 +73,9 @@ def find_shared_factors(
 class _Side:
     """One of two shapes that are split into common factors from the outermost dim on, and how far it has been split.
 
-    ``at``: the index of the current dim (-1 before the first). ``left``: the size of the current dim, divided by the
-    factors that were split off it. ``found``: the names of the factors of each dim so far. ``sizes``: the shape.
-    """
+    ``sizes``: the shape. ``at``: the index of the current dim (-1 before the first). ``left``: the size of the
+    current dim, divided by the factors that were split off. ``found``: for each dim, the names of its factors so
+    far."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -84,8 +83,8 @@ class _Side:
         self.at, self.left = -1, 1
 
     def advance_dim(self) -> bool:
-        """Go to the next dim of this shape whose size is greater than 1 if all factors of the current dim were split
-        off; return whether there is a dim to continue with."""
+        """If the current dim of this shape is split completely, go to the next dim that is larger than 1. Return
+        whether there is a dim left to split."""
         while self.left == 1:
             self.at += 1
             if self.at == len(self.sizes):
@@ -95,8 +94,8 @@ class _Side:
         return True
 
     def take_factor(self, name: str, size: int) -> None:
-        """Split a factor off the current dim of this shape. ``name``, ``size``: the factor's name and size; the size
-        divides what is left of the dim."""
+        """Split a factor off the current dim of this shape. ``name``, ``size``: the factor's name and size. The size
+        must divide what is left of the dim."""
         self.found[self.at].append(name)
         self.left //= size
 
@@ -111,9 +110,8 @@ class _Side:
     "atleast_2d.default", "atleast_3d.default",
 )  # fmt: skip
 def shard_reshape(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``reshape``, ``view`` and similar operators: a dim may be sharded by each factor of
-    its size that operand and result share. ``None`` (no sharding) if a dim has size 0.
-    """
+    """Return the sharding rule of ``node``, a ``reshape``, ``view`` or similar operator: a dim may be sharded by
+    each factor of its size that operand and result share. Return ``None`` (no sharding) if a dim has size 0."""
     source, *shape_only = operands_of(node)
     if 0 in get_meta_shape(source):
         return None
@@ -136,10 +134,8 @@ def view_dtype(node: fx.Node) -> OpFactors | None:
 
 @register_family("view_as_real", "view_as_complex", "view_as_real_copy", "view_as_complex_copy")
 def complex_pairs(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of conversions between complex numbers and a last dim of real and imaginary parts.
-
-    This last dim must not be sharded, other dims may be.
-    """
+    """Return the sharding rule of ``node``, a conversion between complex numbers and a last dim of real and
+    imaginary parts. This last dim must not be sharded, other dims may be."""
     before, after = len(get_meta_shape(operands_of(node)[0])), len(node.meta["val"].shape)
     names = NAMES[: min(before, after)]
     pair: list[str | None] = [*names, None]
@@ -159,7 +155,7 @@ def shard_permute(node: fx.Node) -> OpFactors:
 
 @register_family("transpose", "transpose_copy", "swapaxes", "swapdims")
 def shard_transpose(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``transpose``: every dim may be sharded."""
+    """Return the sharding rule of ``node``, a ``transpose``: every dim may be sharded."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     a, b = (
         get_node_argument(node, "dim0", get_node_argument(node, "axis0")),
@@ -173,9 +169,8 @@ def shard_transpose(node: fx.Node) -> OpFactors:
 
 @register_family("t", "t_copy", "mT", "mH", "adjoint", "numpy_T", "matrix_H")
 def transpose_last(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators that swap the last two dims (``numpy_T`` reverses all): every dim may be
-    sharded.
-    """
+    """Return the sharding rule of ``node``, an operator that swaps the last two dims (``numpy_T`` reverses all):
+    every dim may be sharded."""
     order = list(range(len(get_meta_shape(operands_of(node)[0]))))
     if node.target == aten.numpy_T.default:
         order.reverse()
@@ -186,7 +181,7 @@ def transpose_last(node: fx.Node) -> OpFactors:
 
 @register_family("movedim", "moveaxis")
 def shard_movedim(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``movedim``: every dim may be sharded."""
+    """Return the sharding rule of ``node``, a ``movedim``: every dim may be sharded."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     moves = [get_node_argument(node, side) for side in ("source", "destination")]
     source, target = ([m] if isinstance(m, int) else list(m) for m in moves)
@@ -197,9 +192,9 @@ def shard_movedim(node: fx.Node) -> OpFactors:
 
 @register_family("expand", "expand_copy", "broadcast_to", "expand_as")
 def shard_expand(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``expand``: every dim of the result may be sharded. If the dim has its full size in
-    the operand, the operand is sharded with it; if the dim is new or was expanded from size 1, every rank has the whole
-    operand."""
+    """Return the sharding rule of ``node``, an ``expand``: every dim of the result may be sharded. If the operand
+    has this dim in full size, it is sharded with it. If the dim is new or was expanded from size 1, every rank has
+    the whole operand."""
     x, *like = operands_of(node)
     names = NAMES[: len(node.meta["val"].shape)]
     unread: list[tuple[None, ...]] = [(None,) * len(get_meta_shape(o)) for o in like]
@@ -213,8 +208,9 @@ def _local_expand(local: Local) -> fx.Node:
 
 @register_family("repeat", "tile")
 def shard_repeat(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``repeat``. A dim of the result is (number of copies) x (elements of the operand's
-    dim), and may be sharded by either: each rank has some elements of every copy, or some of the copies."""
+    """Return the sharding rule of ``node``, a ``repeat``. A dim of the result is (number of copies) x (elements of
+    the operand's dim), and may be sharded by either: each rank has some elements of every copy, or some of the
+    copies."""
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     if 0 in result:
@@ -234,8 +230,8 @@ def shard_repeat(node: fx.Node) -> OpFactors:
 
 
 def _local_repeat(local: Local) -> fx.Node:
-    """Append a ``repeat`` of this rank's operand to the shape of the rank's result, and return its node. ``local``: the
-    operator to replace, its layouts, and the graph of one rank to append to."""
+    """Append a ``repeat`` of this rank's operand, to the shape of this rank's result, to the graph of one rank, and
+    return its node. ``local``: the operator to replace, its layouts, and the graph of one rank."""
     made = local.result_shape()
     (x,) = local.operands
     padded = (1,) * (len(made) - len(get_meta_shape(x))) + get_meta_shape(x)
@@ -245,8 +241,8 @@ def _local_repeat(local: Local) -> fx.Node:
 
 @register_family("repeat_interleave.self_int")
 def repeat_interleave(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``repeat_interleave`` with a fixed number of repeats. A dim of the result is
-    (elements of the operand's dim) x (copies of each), and may be sharded by either."""
+    """Return the sharding rule of ``node``, a ``repeat_interleave`` with a fixed number of repeats. A dim of the
+    result is (elements of the operand's dim) x (copies of each), and may be sharded by either."""
     (x,) = operands_of(node)
     if 0 in tuple(node.meta["val"].shape):
         return everything_whole(node)
@@ -271,11 +267,10 @@ def _local_interleave(local: Local) -> fx.Node:
 
 @register_family("pixel_shuffle", "pixel_unshuffle")
 def pixel_shuffle(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``pixel_shuffle`` and its inverse ``pixel_unshuffle``.
+    """Return the sharding rule of ``node``, a ``pixel_shuffle`` or its inverse ``pixel_unshuffle``.
 
-    Channels ``c * r * r`` become channels ``c`` and images that are ``r`` times as high and wide. Batch dims, channels
-    ``c`` and positions may be sharded, the two factors ``r`` must not be.
-    """
+    ``pixel_shuffle`` turns ``c * r * r`` channels into ``c`` channels of images that are ``r`` times as high and
+    wide. Batch dims, the ``c`` channels and spatial dims may be sharded, the two factors ``r`` must not be."""
     (x,) = operands_of(node)
     shuffles = node.target == aten.pixel_shuffle.default
     few = tuple(node.meta["val"].shape) if shuffles else get_meta_shape(x)

@@ -46,11 +46,10 @@ def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
     "split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "tensor_split", "unsafe_split",
         "unsafe_chunk", "unsafe_split_with_sizes")  # fmt: skip
 def shard_split(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``split`` and ``chunk``: every dim may be sharded. Each piece of the split dim is
-    divided over all ranks by itself, so that every rank has a part of every piece.
+    """Return the sharding rule of ``node``, a ``split`` or ``chunk``: every dim may be sharded. Each piece of the split
+    dim is divided over all ranks by itself, so that every rank has a part of every piece.
 
-    ``None`` (no sharding) if the pieces overlap or leave a gap.
-    """
+    Return ``None`` (no sharding) if the pieces overlap or leave a gap."""
     (x,) = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
@@ -63,17 +62,16 @@ def shard_split(node: fx.Node) -> OpFactors | None:
 
 
 def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
-    """Return ``names``, the names of a tensor's dims in a sharding rule, with ``None`` (not sharded) in place of that
-    of ``dim`` if the tensor is empty along it.
+    """Return ``names``, the names of a tensor's dims in a sharding rule, with ``None`` (must not be sharded) in place
+    of the name of ``dim`` if the tensor is empty along it.
 
-    ``dim``: the dim along which the operator cuts or joins tensors. ``size``: the size of this tensor along it.
-    """
+    ``dim``: the dim along which an operator cuts or joins tensors. ``size``: the size of the tensor along it."""
     return [n if size or d != dim else None for d, n in enumerate(names)]
 
 
 def _local_split(local: Local) -> fx.Node:
-    """Append the split of this rank's operand, each piece with its size on one rank, and return its node. ``local``:
-    the operator to replace, its layouts, and the graph of one rank to append to."""
+    """Append the split of this rank's operand, each piece with its size on one rank, to the graph of one rank, and
+    return its node. ``local``: the split to replace, its layouts, and the graph of one rank."""
     spans = local.factors.spans
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()
@@ -85,9 +83,8 @@ def _local_split(local: Local) -> fx.Node:
 
 @register_family("cat", "concat", "concatenate")
 def shard_cat(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``cat``: every dim may be sharded. The part of each operand in the joined dim is
-    divided over all ranks by itself.
-    """
+    """Return the sharding rule of ``node``, a ``cat``: every dim may be sharded. Along the dim that is joined, each
+    operand is divided over all ranks by itself."""
     operands = operands_of(node)
     rank = len(node.meta["val"].shape)
     dim = as_dim(get_node_argument(node, "dim", 0), rank)
@@ -104,11 +101,11 @@ def shard_cat(node: fx.Node) -> OpFactors:
 
 @register_family("slice", "slice_copy", "narrow", "narrow_copy")
 def shard_slice_operator(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``slice`` and ``narrow``: every dim may be sharded. The parts of the sliced dim
-    before, in and behind the slice are each divided over all ranks.
+    """Return the sharding rule of ``node``, a ``slice`` or ``narrow``: every dim may be sharded. The parts of the
+    sliced dim before, in and behind the slice are each divided over all ranks. With a step greater than 1, the sliced
+    dim may be sharded only if the slice covers all of it.
 
-    ``None`` (no sharding) if the start is a tensor.
-    """
+    Return ``None`` (no sharding) if the start is a tensor."""
     x, *others = operands_of(node)
     if others:
         return None  # the start depends on data
@@ -126,20 +123,19 @@ def shard_slice_operator(node: fx.Node) -> OpFactors | None:
 
 
 def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
-    """Return (start, step) of the slice ``node``. The start is an index from 0 to ``size``, the size of the sliced
-    dim."""
+    """Return (start, step) of the slice operator ``node``, in elements. The start is an index from 0 to ``size``,
+    the size of the sliced dim."""
     start = get_node_argument(node, "start") or 0
     start = max(start + size, 0) if start < 0 else min(start, size)
     return start, get_node_argument(node, "step", 1)
 
 
 def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, step: int) -> OpFactors:
-    """Return the sharding rule of a slice that takes every ``step``-th element of the dim with index ``dim``, from
-    index ``start`` on.
+    """Return the sharding rule of ``node``, a slice that takes every ``step``-th element of the dim ``dim``, from index
+    ``start`` on.
 
-    ``names``: the factor name of each dim. ``dim`` may be sharded only if its size is a multiple of ``step`` and the
-    slice covers all of it; other dims may be.
-    """
+    ``names``: a name for each dim of the operand. ``dim`` may be sharded only if its size is a multiple of ``step``
+    and the slice covers all of it; other dims may be."""
     (x,) = operands_of(node)
     length = int(node.meta["val"].shape[dim])
     if get_meta_shape(x)[dim] != length * step or start >= step:
@@ -153,8 +149,8 @@ def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, 
 
 
 def _local_slice(local: Local) -> fx.Node:
-    """Append the slice of this rank's operand, with local start and end if the sliced dim is sharded, and return its
-    node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
+    """Append the slice of this rank's operand to the graph of one rank, with this rank's start and end if the sliced
+    dim is sharded, and return its node. ``local``: the slice to replace, its layouts, and the graph of one rank."""
     (x,) = local.operands
     dim = as_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
     if not local.strategy.operands[0].is_shard or local.strategy.operands[0].dim != dim:
@@ -169,12 +165,11 @@ def _local_slice(local: Local) -> fx.Node:
 
 @register_family("slice_scatter")
 def slice_scatter(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``slice_scatter``, which replaces a range of a dim of the first operand by the
-    second.
+    """Return the sharding rule of ``node``, a ``slice_scatter``, which replaces a range of a dim of the first operand
+    by the second operand.
 
-    Every dim may be sharded; the parts of the written dim before, in and behind the range are each divided over all
-    ranks. With a step greater than 1, the written dim must not be sharded.
-    """
+    Every dim may be sharded. The parts of this dim before, in and behind the range are each divided over all ranks.
+    With a step greater than 1, this dim must not be sharded."""
     x, part = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     dim = as_dim(get_node_argument(node, "dim"), len(names))
@@ -191,8 +186,9 @@ def slice_scatter(node: fx.Node) -> OpFactors:
 
 
 def _local_slice_scatter(local: Local) -> fx.Node:
-    """Append the write of a range into this rank's operand, with local start and end if the written dim is sharded, and
-    return its node. ``local``: the operator to replace, its layouts, and the graph of one rank to append to."""
+    """Append the write of a range into this rank's operand to the graph of one rank, with this rank's start and end
+    if the written dim is sharded, and return its node. ``local``: the ``slice_scatter`` to replace, its layouts, and
+    the graph of one rank."""
     x, part = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(x)))
     spans = local.factors.spans
@@ -204,9 +200,8 @@ def _local_slice_scatter(local: Local) -> fx.Node:
 
 @register_family("select_scatter")
 def select_scatter(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``select_scatter``, which replaces one index of a dim: this dim must not be sharded,
-    other dims may be.
-    """
+    """Return the sharding rule of ``node``, a ``select_scatter``, which replaces one index of a dim: this dim must
+    not be sharded, other dims may be."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = as_dim(get_node_argument(node, "dim"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
@@ -215,9 +210,8 @@ def select_scatter(node: fx.Node) -> OpFactors:
 
 @register_family("select", "select_copy")
 def shard_select(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``select``: the dim of the selected index must not be sharded, other dims may be.
-    ``None`` (no sharding) if the index is a tensor.
-    """
+    """Return the sharding rule of ``node``, a ``select``: the dim of the selected index must not be sharded, other
+    dims may be. Return ``None`` (no sharding) if the index is a tensor."""
     x, *others = operands_of(node)
     if others:
         return None
@@ -232,9 +226,8 @@ def shard_unbind(node: fx.Node) -> OpFactors:
 
 
 def _shard_removed_dim(node: fx.Node, dim: int) -> OpFactors:
-    """Return the sharding rule of an operator, such as ``unbind``, each of whose results is one index of ``dim``: this
-    dim must not be sharded, other dims may be.
-    """
+    """Return the sharding rule of ``node``, an operator such as ``unbind``, each of whose results is one index of
+    ``dim``: this dim must not be sharded, other dims may be."""
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     left = [n for d, n in enumerate(names) if d != dim]
@@ -244,7 +237,7 @@ def _shard_removed_dim(node: fx.Node, dim: int) -> OpFactors:
 
 @register_family("stack")
 def shard_stack(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``stack``: the new dim must not be sharded, other dims may be."""
+    """Return the sharding rule of ``node``, a ``stack``: the new dim must not be sharded, other dims may be."""
     rank = len(node.meta["val"].shape)
     dim = as_dim(get_node_argument(node, "dim", 0), rank)
     names = NAMES[:rank]
@@ -257,11 +250,10 @@ def shard_stack(node: fx.Node) -> OpFactors:
 
 
 def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = True) -> OpFactors:
-    """Return the sharding rule of an operator that moves or adds elements along ``dims`` (nonnegative indices): these
-    dims must not be sharded, other dims may be.
+    """Return the sharding rule of ``node``, an operator that moves or adds elements along ``dims`` (indices from 0):
+    these dims must not be sharded, other dims may be.
 
-    ``is_linear``: whether a partial sum as operand gives a partial sum.
-    """
+    ``is_linear``: whether the result is a partial sum if the operand is one."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     names = [n if d not in dims else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
@@ -269,10 +261,9 @@ def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = 
 
 @register_family("constant_pad_nd", "pad")
 def shard_padding(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``pad``: padded dims must not be sharded, other dims may be.
+    """Return the sharding rule of ``node``, a ``pad``: padded dims must not be sharded, other dims may be.
 
-    A padded partial sum is a partial sum, unless the padding is a constant other than zero.
-    """
+    If the operand is a partial sum, so is the result, unless the padding is a constant other than zero."""
     is_linear = get_node_argument(node, "mode", "constant") != "constant" or not get_node_argument(node, "value")
     return _shard_unchanged_dims(node, _find_padded_dims(node, get_node_argument(node, "pad")), is_linear)
 
@@ -286,17 +277,16 @@ def pad_by_copies(node: fx.Node) -> OpFactors:
 
 
 def _find_padded_dims(node: fx.Node, amounts: Sequence[int]) -> list[int]:
-    """Return the list of indices of the dims of the operand of ``node`` that are padded, last dim first. ``amounts``:
-    the padding before and after each dim, from the last dim on."""
+    """Return the dims of the operand of ``node`` that are padded, as indices from 0, last dim first. ``amounts``:
+    the numbers of elements added before and after each dim, from the last dim on."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     return [rank - 1 - i for i in range(len(amounts) // 2) if amounts[2 * i] or amounts[2 * i + 1]]
 
 
 @register_family("flip", "roll", "fliplr", "flipud", "rot90")
 def shard_flip_or_roll(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of flips, rolls and rotations: the dims along which elements move must not be sharded.
-    Without the operator's argument ``dims``, these are all dims.
-    """
+    """Return the sharding rule of ``node``, a flip, roll or rotation: the dims along which elements move must not be
+    sharded, other dims may be. Without the operator's argument ``dims``, these are all dims."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     return _shard_unchanged_dims(node, as_dims(get_node_argument(node, "dims", _FLIPPED.get(node.target)), rank))
 
@@ -309,9 +299,8 @@ def shard_triangle(node: fx.Node) -> OpFactors:
 
 @register_family("diff")
 def shard_diff(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``diff``: the dim along which differences are taken must not be sharded, other dims
-    may be.
-    """
+    """Return the sharding rule of ``node``, a ``diff``: the dim along which differences are taken must not be
+    sharded, other dims may be."""
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
     dim = as_dim(get_node_argument(node, "dim", -1), rank)
@@ -337,9 +326,8 @@ def diag_embed(node: fx.Node) -> OpFactors:
 
 @register_family("unfold", "unfold_copy")
 def shard_unfold(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``unfold``: the dim that is cut into windows must not be sharded, other dims
-    may be.
-    """
+    """Return the sharding rule of ``node``, an ``unfold``: the dim that is cut into windows must not be sharded,
+    other dims may be."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = as_dim(get_node_argument(node, "dimension"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]

@@ -61,9 +61,8 @@ Wanted = Mapping[int, Collection[Layout]]
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """Return whether the value of ``node`` has a gradient: ``node.meta["grad"]`` if it is set, otherwise whether the
-    value's type is differentiable.
-    """
+    """Return whether the value of ``node`` gets a gradient in backward: ``node.meta["grad"]`` if it is set,
+    otherwise whether the value's dtype is floating-point or complex."""
     grad = node.meta.get("grad")
     return is_differentiable(node.meta["val"]) if grad is None else bool(grad)
 
@@ -71,18 +70,17 @@ def needs_gradient(node: fx.Node) -> bool:
 def enumerate_strategies(
     node: fx.Node, num_ranks: int, wanted: Wanted | None = None, lengths: Collection[int] = NO_SIZES
 ) -> list[Strategy]:
-    """Return all ways to run the operator ``node`` on an axis of ``num_ranks`` ranks, the unsharded way first. Each way
-    (strategy) states the layouts of all operands and results.
+    """Return all ways to run the operator ``node`` on a mesh axis of ``num_ranks`` ranks, the unsharded way first. Each
+    way (strategy) states the layouts of all operands and results: sharded, whole, or a partial sum.
 
     ``wanted``: layouts that neighbouring operators prefer and that are sharded with sections (parts of a dim that are
     each divided over all ranks); key ``i`` is operand ``i``, ``~k`` is result ``k``. For every preferred layout that is
     possible here, there is a strategy with it. If the operator itself cuts or joins a dim, as ``split`` and ``cat`` do,
-    the dim is sharded in sections that end where its pieces end. ``lengths``: lengths of the sequences that the axis
-    shards; dims of these sizes may also be sharded zigzag (a rank has one piece from each end), and an attention may be
-    sharded along its sequence.
+    the dim is sharded in sections that end where its pieces end. ``lengths``: lengths, in positions, of the sequences
+    that the axis shards; dims of these sizes may also be sharded zigzag (a rank has one piece from each end), and an
+    attention may be sharded along its sequence.
 
-    Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
-    """
+    Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors."""
     nodes = operands_of(node)
     factors = factors_of(node)
     carries = needs_gradient(node)
@@ -120,13 +118,13 @@ def enumerate_strategies(
 def local_call(
     node: fx.Node, strategy: Strategy, axis: str, num_ranks: int, operands: Sequence[fx.Node], graph: fx.Graph
 ) -> fx.Node:
-    """Append to ``graph`` the operators that one rank runs for ``node`` under ``strategy``, and return the node of the
-    result.
+    """Append to ``graph``, the graph of one rank, the operators that it runs in place of ``node``, and return the node
+    of the result.
 
-    ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards along, and its size. ``operands``: the nodes in
-    ``graph`` that take the place of the operands of ``node``, in the layouts ``strategy.operands``. ``meta["val"]`` of
-    operands and new nodes has the shapes on one rank.
-    """
+    ``strategy``: the layouts of the operands and results of ``node``. ``axis``, ``num_ranks``: the mesh axis over
+    which these are sharded, and its size. ``operands``: the nodes in ``graph`` that take the place of the operands
+    of ``node``, in the layouts ``strategy.operands``. ``meta["val"]`` of operands and new nodes has the shapes on
+    one rank."""
     if strategy.factor is not None:
         factors = factors_of(node)
         assert factors is not None, node
@@ -146,9 +144,9 @@ Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the fac
 
 
 def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
-    """Return a dict from each factor (named loop dimension) of the sharding rule ``factors`` to a list of all dims that
-    it is part of. A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the
-    dim's factors)."""
+    """Return a dict from each factor (named loop dimension) of the sharding rule ``factors`` to a list of all tensor
+    dims that it is part of. A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim,
+    names of all factors of the dim)."""
     found: dict[str, list[Place]] = {}
     for i, dims in enumerate(factors.operands):
         for dim, names in enumerate(dims):
@@ -164,13 +162,12 @@ def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
 def _can_shard_zigzag(
     factors: OpFactors, factor: str, sections: Sections, lengths: Collection[int], num_ranks: int
 ) -> bool:
-    """Return whether ``factor`` (a named loop dimension) may be sharded zigzag, where each rank has one piece from each
-    end of the dim.
+    """Return whether ``factor``, a named loop dimension of an operator, may be sharded zigzag: each rank has one piece
+    from each end of the dim.
 
-    Its size must be among ``lengths``, the lengths of sequences, and be divisible by ``2 * num_ranks``, and the
-    operator must not need special local operators for one part. ``factors``: the operator's sharding rule.
-    ``sections``: sizes of the parts of the dim that are each divided over all ranks; empty for one part.
-    """
+    Its size must be one of ``lengths``, the lengths of sequences, and be divisible by ``2 * num_ranks``. An operator
+    that needs special local operators must allow several parts. ``factors``: the operator's sharding rule.
+    ``sections``: sizes of the parts of the dim that are each divided over all ranks; empty for one part."""
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
     if not is_sequence or (lowering is not None and not lowering.sections):
@@ -186,13 +183,12 @@ def _in_forms(
     num_ranks: int,
 ) -> list[Strategy]:
     """Return the strategies of an operator that shard several dims at once, such as attention with sharded queries and
-    keys. Each is returned with contiguous shards and with zigzag shards (one piece from each end), unless the sizes are
-    not divisible.
+    keys. Each is returned with contiguous shards and with zigzag shards (one piece from each end), if the sizes are
+    divisible.
 
-    ``factors``: the operator's sharding rule, whose ``forms`` state these strategies. ``nodes``, ``results``: its
-    operands and result tensors. ``reads``: the layout to use for each operand that a strategy does not shard.
-    ``num_ranks``: the number of ranks.
-    """
+    ``factors``: the operator's sharding rule, whose ``forms`` state these strategies. ``nodes``: its operands.
+    ``results``: its result tensors. ``reads``: the layout of each operand that a strategy does not shard.
+    ``num_ranks``: the number of ranks."""
     found = []
     for name, form in factors.forms.items():
         sizes = [shape_of(n)[d] for n, d in zip(nodes, form.operands, strict=True) if d is not None]
@@ -218,14 +214,14 @@ def _shard_factor(
     places: Sequence[Place],
     zigzag: bool = False,
 ) -> Strategy | None:
-    """Return the strategy (the layouts of all operands and results) that shards ``factor``, a named loop dimension, in
-    all dims that belong to it; ``None`` if a tensor cannot be sharded in this way.
+    """Return the strategy, that is, the layouts of all operands and results of an operator, that shards all dims that
+    belong to ``factor``, a named loop dimension of the operator. Return ``None`` if a tensor cannot be sharded in this
+    way.
 
-    ``places``: these dims, each as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the
-    dim's factors). ``reads``: for each operand, the layout that it gets if it has no dim of the factor. ``sections``:
-    sizes of the parts of the factor that are each divided over all ranks; empty for one part. ``zigzag``: whether each
-    rank has one piece from each end.
-    """
+    ``factors``: the operator's sharding rule. ``sections``: sizes of the parts of the factor that are each divided
+    over all ranks; empty for one part. ``reads``: for each operand, the layout that it gets if it has no dim of the
+    factor. ``places``: the dims of the factor, each as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of
+    the dim, names of all factors of the dim). ``zigzag``: whether each rank has one piece from each end."""
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)
     operands = list(reads)
@@ -248,11 +244,10 @@ def _shard_factor(
 
 
 def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return two integers, outer and inner, for ``factor``, one of the named sizes whose product is the size of a dim:
-    the product of the sizes in front of it, and that of the sizes behind it.
+    """Return two integers for a dim whose size is the product of named factors: the product of the sizes of the factors
+    in front of ``factor``, and that of the factors behind it.
 
-    ``names``: the factors of the dim, outermost first. ``sizes``: the size of each factor by name.
-    """
+    ``names``: the factors of the dim, outermost first. ``sizes``: name of a factor -> its size."""
     outer = inner = 1
     at = names.index(factor)
     for name in names[:at]:
@@ -264,17 +259,17 @@ def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[s
 
 # Sections. Below, a factor's sections are always a tuple of positive sizes that add up to it, or () for one section.
 def select_sections_within(sections: Sections, span: tuple[int, int]) -> Sections:
-    """Return those ``sections`` (sizes of consecutive pieces of a dim) that lie in ``span``, a part of the dim given as
-    (start, length) in elements. ``span`` must start and end at borders of pieces.
-    """
+    """Return the sizes in ``sections`` of those pieces that lie in ``span``. ``sections``: the sizes, in elements,
+    of consecutive pieces of a dim. ``span``: a part of the dim, as (start, length) in elements; it must start and
+    end at borders of pieces."""
     start, length = span
     ends = accumulate(sections)
     return tuple(s for s, end in zip(sections, ends, strict=True) if start < end <= start + length)
 
 
 def refine_sections(first: Sections, second: Sections) -> Sections:
-    """Return the coarsest division of a dim into consecutive pieces that has all borders of the divisions ``first`` and
-    ``second``. A division is a tuple with the sizes of the pieces; ``()`` means one piece."""
+    """Return the coarsest division of a dim into consecutive pieces that has all borders of the divisions ``first``
+    and ``second``. A division is a tuple with the sizes of the pieces, in elements; ``()`` means one piece."""
     if not first or not second:
         return first or second
     borders = sorted({*accumulate(first), *accumulate(second)})
@@ -282,13 +277,13 @@ def refine_sections(first: Sections, second: Sections) -> Sections:
 
 
 def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
-    """Return the useful ways to cut ``factor`` (a named loop dimension) into sections, which are parts that are each
-    divided over all ranks. Each way is a tuple of sizes, ``()`` for one part.
+    """Return the useful ways to cut ``factor``, a named loop dimension of an operator, into sections: parts that are
+    each divided over all ranks. Each way is a tuple of sizes, ``()`` for one part.
 
-    The first way has only the borders at which the operator itself cuts or joins the dim. Further ways add those of one
-    of ``wanted``, and the last those of all. ``wanted``: the sections that neighbouring operators prefer. ``factors``:
-    the operator's sharding rule. Ways with a section that is not divisible by ``num_ranks`` are left out.
-    """
+    The first way has only the borders at which the operator itself cuts or joins the dim. Each further way adds the
+    borders of one of ``wanted``, the sections that neighbouring operators prefer, and the last way those of all of
+    them. ``factors``: the operator's sharding rule. Ways with a section that is not divisible by ``num_ranks`` are
+    left out."""
     spans = factors.spans
     if not wanted and spans is None:
         return [()]
@@ -307,13 +302,12 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
 
 
 def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
-    """Convert the layouts that neighbouring operators prefer for this operator's tensors to the factors (named loop
-    dimensions) of its sharding rule ``factors``. Return a dict from a factor to the list of its sections, the sizes of
-    the parts that are each divided over all ranks; one entry for each layout.
+    """Return how neighbouring operators prefer the factors (named loop dimensions) of this operator to be cut, from the
+    layouts that they prefer for its tensors. The result is a dict from a factor to a list of divisions, one for each
+    layout. A division is a tuple of the sizes of parts that are each divided over all ranks.
 
-    ``wanted``: the preferred layouts; key ``i`` is operand ``i``, ``~k`` is result ``k``. Layouts without sections, and
-    those that no sections of a factor give, are left out.
-    """
+    ``factors``: the operator's sharding rule. ``wanted``: the preferred layouts; key ``i`` is operand ``i``, ``~k``
+    is result ``k``. Layouts without such parts, and layouts that no division of a factor gives, are left out."""
     found: dict[str, list[Sections]] = {}
     for position, layouts in wanted.items():
         dims = factors.operands[position] if position >= 0 else factors.results[~position]
@@ -339,11 +333,11 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
 def _derive_factor_sections(
     names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections
 ) -> Sections:
-    """Return the sections of ``factor`` (a named loop dimension) that cut a tensor dim into the given ``sections``;
-    ``()`` if none do. Sections are sizes of consecutive pieces that are each divided over all ranks.
+    """Return the sections of ``factor``, a named loop dimension, that cut a tensor dim into the sections ``sections``;
+    ``()`` if there are none. Sections are the sizes of consecutive pieces that are each divided over all ranks.
 
-    ``names``: the factors whose product is the dim, outermost first. ``sizes``: the size of each factor by name.
-    """
+    ``names``: the factors whose product is the size of the dim, outermost first. ``sizes``: name of a factor -> its
+    size."""
     if len(names) == 1:
         return sections
     outer, inner = _count_outer_and_inner(names, factor, sizes)

@@ -31,12 +31,11 @@ Ranks = list[Tensor]  # one tensor per rank
 
 
 def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int]) -> list[Any]:
-    """Run ``graph`` on all simulated ranks of a mesh in one process; return, for each rank, what the output node
-    returns.
+    """Run ``graph`` on all simulated ranks of a mesh in one process. Return a list with, for each rank, what the graph
+    returns there.
 
-    ``axes``: the size of each mesh axis by its name; the last axis varies fastest with the rank. ``inputs``: for each
-    placeholder, the tensors of all ranks.
-    """
+    ``inputs``: for each placeholder, a list with the tensor of each rank. ``axes``: name of each mesh axis -> its
+    size; the rank number counts fastest along the last axis."""
     num_ranks = math.prod(axes.values())
     env: dict[fx.Node, list[Any]] = {}
     values = iter(inputs)
@@ -58,22 +57,21 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int])
 
 
 def list_axis_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
-    """Return the groups of ranks of a mesh that differ only in their position on ``axis``; each group is a list of rank
-    numbers in the order of the axis.
+    """Return the groups of ranks of a mesh that differ only in their position along ``axis``; each group is a list of
+    rank numbers in the order of the axis.
 
-    ``axes``: the size of each mesh axis by its name; the last axis varies fastest with the rank.
-    """
+    ``axes``: name of each mesh axis -> its size; the rank number counts fastest along the last axis."""
     grid = torch.arange(math.prod(axes.values())).view(*axes.values())
     lines: list[list[int]] = grid.movedim(list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
     return lines
 
 
 def _run_collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axes: Mapping[str, int]) -> list[Any]:
-    """Run the collective ``name`` (such as ``all_gather``) of ``node`` on all simulated ranks; return its result for
-    each rank.
+    """Run the collective operator ``node`` on all simulated ranks of a mesh. Return a list with the result of each
+    rank.
 
-    ``env``: for each earlier node, the values of all ranks. ``axes``: the size of each mesh axis by its name.
-    """
+    ``name``: the name of the collective, such as ``all_gather``. ``env``: earlier node -> list of its values on all
+    ranks. ``axes``: name of each mesh axis -> its size."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     options = dict(zip(names, node.args, strict=True))
     assert options["size"] == axes[options["axis"]], f"{node}: the axes are {axes}"
@@ -91,9 +89,8 @@ def _run_collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axe
 
 
 class _CollectiveFunction(torch.autograd.Function):
-    """Autograd function that runs a collective, such as an all-gather, on the tensors of a group of simulated ranks.
-    Its backward runs the collective's transpose on their gradients.
-    """
+    """Autograd function that runs a collective, such as an all-gather, on the tensors of a group of simulated ranks
+    in one process. Its backward runs the transposed collective on their gradients."""
 
     @staticmethod
     def forward(ctx: Any, name: str, options: dict[str, Any], *ranks: Tensor) -> tuple[Tensor, ...]:
@@ -108,27 +105,30 @@ class _CollectiveFunction(torch.autograd.Function):
 
 
 def _sum_over_ranks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return the sum of the tensors ``ranks``, one of each rank, as a list with one copy for each rank. ``options``:
-    the arguments of the collective, which are not needed."""
+    """Return a list with one copy, for each rank, of the sum of ``ranks``, a tensor of each simulated rank.
+    ``options``: the arguments of the collective by name; not used."""
     return [torch.stack(ranks).sum(0) for _ in ranks]
 
 
 def _take_own_chunks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each rank, its own part of its tensor in ``ranks``. The tensor is cut along ``options["dim"]`` into
-    as many equal parts as there are ranks."""
+    """Return, for each simulated rank, the part of its tensor in ``ranks`` that has the rank's number, if the tensor
+    is cut into as many equal parts as there are ranks. ``options``: the arguments of the collective by name; ``dim``
+    is the dim that is cut."""
     return [x.chunk(len(ranks), options["dim"])[r] for r, x in enumerate(ranks)]
 
 
 def _pad_with_zeros(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each rank, its tensor in ``ranks`` at the rank's position along ``options["dim"]`` of a longer
-    tensor, with zeros in place of the tensors of the other ranks."""
+    """Return, for each simulated rank, its tensor in ``ranks`` at the rank's place in a tensor that is as long as
+    those of all ranks together, with zeros elsewhere. ``options``: the arguments of the collective by name; ``dim``
+    is the dim that becomes longer."""
     zeros = [[torch.zeros_like(x)] * len(ranks) for x in ranks]
     return [torch.cat([*zeros[r][:r], x, *zeros[r][r + 1 :]], options["dim"]) for r, x in enumerate(ranks)]
 
 
 def _exchange_chunks(ranks: Ranks, split: int, concat: int) -> Ranks:
-    """Return, for each rank, what it gets from an all-to-all of the tensors ``ranks``, one of each rank. ``split``: the
-    dim along which each rank's tensor is cut. ``concat``: the dim along which the received parts are concatenated."""
+    """Return, for each simulated rank, its result of an all-to-all of the tensors ``ranks``, one of each rank.
+    ``split``: the dim along which each tensor is cut. ``concat``: the dim along which the received parts are
+    concatenated."""
     pieces = [x.chunk(len(ranks), split) for x in ranks]
     return [torch.cat([p[r] for p in pieces], concat) for r in range(len(ranks))]
 
@@ -167,11 +167,10 @@ def check_strategies(
     wanted: Mapping[int, Collection[Layout]] | None = None,
     grad: bool | Collection[int] = True,
 ) -> list[str]:
-    """Compare every sharding strategy of one operator call, run on simulated ranks, with the operator itself; return a
-    text for each difference.
+    """Run a call of an operator in every way in which it can be sharded, on simulated ranks, and compare results and
+    gradients with those of the operator itself. Return a text for each difference; an empty list means that all agree.
 
-    An empty list means that results and gradients agree. Partial sums and the gradients of results are random numbers
-    from torch's global generator.
+    Partial sums and the gradients of results are random numbers from torch's global generator.
 
     Args:
         target: the operator.
@@ -179,9 +178,8 @@ def check_strategies(
         kwargs: keyword arguments of the call.
         num_ranks: number of ranks to simulate.
         wanted: further layouts to test; key ``i`` is operand ``i``, ``~k`` is result ``k``.
-        grad: whether floating-point tensors get gradients, or the positions (from 0) among the tensors of those that
-            do.
-    """
+        grad: whether floating-point tensors get gradients, or the positions (from 0), among the tensors, of those that
+            do."""
     node, tensors = node_of(target, args, kwargs or {}, grad)
     factors = factors_of(node)
     violations = [] if factors is None else find_shape_mismatches(factors, tensors, results_of(node))
@@ -194,15 +192,15 @@ def check_strategies(
 def node_of(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool | Collection[int] = True
 ) -> tuple[fx.Node, list[Tensor]]:
-    """Return a graph node for a call of the operator ``target`` with real tensors among ``args`` and ``kwargs``, and
-    the list of these tensors in the order of the node's operands. ``grad``: whether floating-point tensors get
-    gradients, or the positions (from 0) among the tensors of those that do."""
+    """Return a graph node for a call of the operator ``target`` with ``args`` and ``kwargs``, which have real
+    tensors among them, and a list of these tensors in the order of the node's operands. ``grad``: whether
+    floating-point tensors get gradients, or the positions (from 0), among the tensors, of those that do."""
     graph = fx.Graph()
     tensors: list[Tensor] = []
 
     def placeholder(leaf: Any) -> Any:
-        """Return ``leaf``, a value in the arguments of the call: for a tensor a placeholder with its meta data, after
-        appending the tensor to the list of tensors; any other value unchanged."""
+        """Return a placeholder for ``leaf``, a value in the arguments of a call, if it is a tensor, and append the
+        tensor to the list of tensors. Return any other value unchanged."""
         if not isinstance(leaf, Tensor):
             return leaf
         node = graph.placeholder(f"x{len(tensors)}")
@@ -219,11 +217,10 @@ def node_of(
 
 def find_shape_mismatches(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[str]:
     """Return a message for each tensor dim whose size is not the product of its factors (named loop dimensions) in the
-    sharding rule ``factors``.
+    sharding rule ``factors``. An empty list means that the rule fits.
 
     ``operands``, ``results``: the tensors that the operator reads and returns. A different number of tensors or dims
-    also gives a message. An empty list means that the rule fits.
-    """
+    also gives a message."""
     found: list[str] = []
     if not factors.sizes:
         return found  # nothing is sharded
@@ -249,14 +246,15 @@ _TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, t
 
 
 class OperatorReference:
-    """Results and gradients of an operator on one device, with which its sharded forms are compared.
+    """Results and gradients of an operator on one device, with which its sharded forms are compared. The gradients of
+    the results are random numbers.
 
-    ``node``: the operator call. ``tensors``: its operands. The gradients of the results are random.
-    """
+    ``node``: the operator call. ``operands``: its tensors. ``results``, ``grads``: its results, and the gradients of
+    its operands."""
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
-        """Run the operator ``node`` once on ``tensors``, its operands, with random gradients of its results, and keep
-        the results and gradients."""
+        """Run the operator call ``node`` once on ``tensors``, its operands, with random gradients of its results,
+        and store the results and the gradients of the operands."""
         self.node = node
         self.operands = tensors
         self.needs = [bool(o.meta["grad"]) for o in operands_of(node)]
@@ -269,9 +267,8 @@ class OperatorReference:
         self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks, and return a message for
-        each result or gradient that differs from that on one device. An empty list means that they agree.
-        """
+        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks. Return a message for
+        each result or gradient that differs from that on one device; an empty list means that all agree."""
         layouts = (*strategy.operands, *strategy.results)
         for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
             if not can_shard_evenly(layout, tuple(tensor.shape), num_ranks):
@@ -282,9 +279,9 @@ class OperatorReference:
             return [f"fails: {type(error).__name__}: {error}"]
 
     def _check_results(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator on ``num_ranks`` simulated ranks with the layouts of ``strategy``, and return a message for
-        each result or, if all results agree, for each gradient that differs from the one on one device.
-        """
+        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks. Return a message for
+        each result that differs from that on one device; if all results agree, a message for each gradient that
+        differs."""
         pairs = list(zip(self.operands, strategy.operands, strict=True))
         shapes = [local_shape(layout, tuple(t.shape), num_ranks) for t, layout in pairs]
         graph = graph_of(self.node, lambda g, local: local_call(self.node, strategy, AXIS, num_ranks, local, g), shapes)
@@ -307,9 +304,9 @@ class OperatorReference:
     def _check_gradients(
         self, strategy: Strategy, leaves: list[Ranks], outputs: list[Any], num_ranks: int
     ) -> list[str]:
-        """Return a message for each operand whose gradient on the simulated ranks, run with the layouts of
-        ``strategy``, differs from the one on one device. ``leaves``: for each operand, the tensor of each rank.
-        ``outputs``: for each rank, the results of the operator. ``num_ranks``: the number of simulated ranks."""
+        """Return a message for each operand whose gradient on the simulated ranks differs from that on one device.
+        ``strategy``: the layouts with which the operator was run. ``leaves``: for each operand, the tensor of each
+        rank. ``outputs``: for each rank, the results of the operator. ``num_ranks``: the number of simulated ranks."""
         if not self.node.meta["grad"]:
             return []
         results: list[Tensor] = []
@@ -336,13 +333,12 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
 
 
 def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tuple[int, ...]] | None = None) -> fx.Graph:
-    """Return a graph with placeholders for the operands of ``node``, the nodes that ``write`` appends, and an output of
-    all their tensors.
+    """Return a graph with placeholders for the operands of the operator call ``node``, the nodes that ``write``
+    appends, and an output of all tensors that the last of these returns.
 
-    ``write`` gets the graph and the operands' placeholders, and returns the last node. ``shapes``: the shapes of the
-    operands on one rank. If it is ``None``, the shapes stay as they are, and ``write`` gets the args and kwargs of
-    ``node`` instead of the placeholders.
-    """
+    ``write``: gets the graph and a list of the placeholders, appends operators, and returns the last node.
+    ``shapes``: the shapes of the operands on one rank. If it is ``None``, the shapes stay as they are, and ``write``
+    gets (args, kwargs) of ``node``, with placeholders as tensors, instead of the list."""
     graph = fx.Graph()
     operands = []
     for i, operand in enumerate(operands_of(node)):
@@ -365,9 +361,9 @@ def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tupl
 def compute_gradients(
     results: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return the gradient of each tensor in ``leaves``. ``grads``: the gradient of each of ``results``, ``None`` for a
-    result without one. A leaf that no gradient reaches gets zeros.
-    """
+    """Return the gradient of each tensor in ``leaves``; zeros for one that no gradient reaches. ``results``: tensors
+    that were computed from ``leaves``. ``grads``: the gradient of each of ``results``; ``None`` for a result without
+    one."""
     pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
@@ -381,16 +377,15 @@ _GRADIENT = {"R": Layout("R"), "P": Layout("R"), "R'": Layout("P")}
 
 
 def _gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of the gradient of a tensor with the given layout: whole for a whole tensor and for a partial
-    sum, a partial sum for a whole tensor whose gradient is partial (``R'``), and the same for a sharded one.
-    """
+    """Return the layout of the gradient of a tensor with the layout ``layout``. The gradient of a whole tensor or of
+    a partial sum is whole; that of a whole tensor of the kind ``R'`` is a partial sum; that of a sharded tensor is
+    sharded in the same way."""
     return _GRADIENT.get(layout.kind, layout)
 
 
 def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
-    """Return, for each of ``num_ranks`` ranks, its part of ``tensor`` in ``layout``; for a partial sum, random tensors
-    whose sum is ``tensor``.
-    """
+    """Return a list with the part of ``tensor`` that each of ``num_ranks`` ranks has in the layout ``layout``: its
+    shard, or the whole tensor. If the layout is a partial sum, return random tensors whose sum is ``tensor``."""
     if layout.kind != "P":
         return [take_shard(tensor, layout, num_ranks, r) for r in range(num_ranks)]
     if is_differentiable(tensor):
@@ -404,12 +399,11 @@ def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
 
 
 def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, tolerance: float) -> list[str]:
-    """Return one message if the tensors of the ranks, joined as ``layout`` says, differ from ``expected``; an empty
-    list if they agree.
+    """Compare the tensors of all ranks, joined as the layout ``layout`` says, with the whole tensor ``expected``.
+    Return a list with one message if they differ; an empty list if they agree.
 
-    ``ranks``: the tensor of each rank. ``tolerance``: the error that is allowed, relative to the largest magnitude in
-    ``expected`` or to 1 if that is larger.
-    """
+    ``ranks``: the tensor of each rank. ``tolerance``: the error that is allowed, relative to the largest magnitude
+    in ``expected`` or to 1 if that is larger."""
     found = [join_shards(ranks, layout)] if layout.kind in ("S", "P") else ranks
     for r, tensor in enumerate(found):
         if tensor.shape != expected.shape:

@@ -53,28 +53,27 @@ _INSTEAD: dict[Any, str] = {
 
 
 def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """Rewrite ``node``, a ``bincount`` or ``one_hot`` without a given number of classes, with a fixed number of
-    classes, and return the new node. Raise :class:`Unselectable` if no upper bound of the classes is known.
+    """Rewrite ``node``, a ``bincount`` or ``one_hot`` whose number of classes follows from the data, with a fixed
+    number of classes, and return the new node. Raise :class:`Unselectable` if no upper bound of the class numbers is
+    known.
 
     Args:
-        build: the rewriter, to whose graph operators are appended.
-        node: the call in the exported graph.
+        build: the rewriter, which appends operators to the new graph.
+        node: the call in the original graph.
         args: the positional arguments of the call, with nodes of the new graph.
-        kwargs: the keyword arguments of the call, with nodes of the new graph.
-    """
+        kwargs: the keyword arguments of the call, with nodes of the new graph."""
     if node.target is ONE_HOT:
         return _one_hot(build, node, *args)
     return _count_occurrences(build, node, *args, **kwargs)
 
 
 def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
-    """Append ``one_hot`` of ``numbers`` with a fixed number of classes and return its node. If the model takes the
-    number of classes from the data, the result has as many as there can be, and a mask of those that the model has is
-    recorded in ``build``. Raise :class:`Unselectable` if no upper bound of the classes is known.
+    """Append a ``one_hot`` of the class numbers ``numbers`` with a fixed number of classes to the new graph, and return
+    its node. If the original model takes the number of classes from the data, the result has as many as there can be,
+    and ``build`` records a mask of the classes that the model has. Raise :class:`Unselectable` if no upper bound of the
+    class numbers is known.
 
-    ``build``: the rewriter, to whose graph operators are appended. ``node``: the call in the exported graph.
-    ``numbers``: the class of each element.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph."""
     size, bound = _known_size(node), bound_of(node.args[0])
     if size is None and bound is None:
         raise Unselectable(_INSTEAD[ONE_HOT])
@@ -85,14 +84,14 @@ def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
 def _count_occurrences(
     build: SelectedRows, node: fx.Node, numbers: fx.Node, weights: fx.Node | None = None, minlength: int = 0
 ) -> fx.Node:
-    """Append operators that count how often each class occurs in ``numbers``, as ``bincount`` does, and return the node
-    of the counts. If the model takes the number of classes from the data, there are counts for all possible classes,
-    and a mask of those that the model has is recorded in ``build``.
+    """Append operators to the new graph that count how often each class occurs in ``numbers``, as ``bincount`` does,
+    and return the node of the counts. If the original model takes the number of classes from the data, there are counts
+    for all classes that there can be, and ``build`` records a mask of the classes that the model has.
 
-    ``build``: the rewriter, to whose graph operators are appended. ``node``: the call in the exported graph.
-    ``weights``: the addend of each element, 1 if ``None``. ``minlength``: the smallest number of counts that the model
-    gets. Raise :class:`Unselectable` if no upper bound of the classes is known.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
+    ``numbers``: the class number of each element. ``weights``: the amount that each element adds to the count of its
+    class; ``None`` means 1. ``minlength``: the smallest number of counts that ``bincount`` returns. Raise
+    :class:`Unselectable` if no upper bound of the class numbers is known."""
     least = minlength if isinstance(minlength, int) else 0
     size, bound = _known_size(node), bound_of(node.args[0])
     if size is None and bound is not None and bound <= least:
@@ -114,15 +113,15 @@ def _count_occurrences(
 
 
 def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
-    """Append a boolean mask, of length ``bound``, of the classes that ``bincount`` or ``one_hot`` returns in the model,
-    and return its node. These are the classes up to the largest one in ``numbers``, and at least the first ``least``.
+    """Append a boolean mask ``[bound]`` to the new graph, true for the classes that ``bincount`` or ``one_hot`` returns
+    in the original model, and return its node. These are the classes up to the largest one in ``numbers``, and at least
+    the first ``least`` ones.
 
     Args:
-        build: the rewriter, to whose graph operators are appended.
-        numbers: the node with the class of each element.
-        bound: a number that is greater than all classes.
-        least: the smallest number of classes that the operator returns.
-    """
+        build: the rewriter, which appends operators to the new graph.
+        numbers: the node with the class number of each element.
+        bound: an integer that is greater than all class numbers.
+        least: the smallest number of classes that the operator returns."""
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
     largest = build.apply_operator(aten.max.default, numbers)
     if least:
@@ -131,11 +130,11 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
 
 
 def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
-    """Record in ``build.rows`` that in the model the last dim of ``made`` has only the classes for which ``mask`` is
-    true, and return ``made``. Raise :class:`Unselectable` if another mask is already recorded for ``made``.
+    """Record in ``build.rows`` that the last dim of ``made`` has, in the original model, only the classes for which
+    ``mask`` is true, and return ``made``. Raise :class:`Unselectable` if another mask is already recorded for ``made``.
 
-    ``build``: the rewriter. ``made``: the node of counts or of one-hot vectors, with all possible classes.
-    """
+    ``build``: the rewriter. ``made``: the node of counts or of one-hot vectors, with all classes that there can be.
+    ``mask``: a boolean node with an element for each of these classes."""
     if made in build.rows:  # rows that a mask selects, of classes of which another tells how many
         raise Unselectable
     build.rows[made] = MaskedRows(mask, made.meta["val"].dim() - 1)
@@ -152,8 +151,9 @@ def _known_size(node: fx.Node) -> int | None:
 
 
 def _takes_first(user: fx.Node, most: int) -> bool:
-    """Return whether the operator ``user``, which reads the counts of a ``bincount``, is a slice that takes at most the
-    first ``most`` of them, or only serves to assert their number. The counts behind these are then not needed."""
+    """Return whether the counts of a ``bincount`` behind the first ``most`` are not needed by the operator ``user``,
+    which reads the counts: it is a slice of at most the first ``most`` counts, or only serves to assert their
+    number."""
     if user.target is not aten.slice.Tensor:
         return _is_asserted(user)
     end = get_node_argument(user, "end")
@@ -166,7 +166,8 @@ def _takes_first(user: fx.Node, most: int) -> bool:
 
 
 def _is_asserted(node: fx.Node) -> bool:
-    """Return whether ``node`` is an assertion, or computes a Python number that only assertions read."""
+    """Return whether ``node`` is an assertion, or computes a Python number that only assertions read, so that
+    nothing else needs it."""
     if isinstance(node.meta.get("val"), Tensor):
         return False
     return node.target in ASSERTS or all(_is_asserted(user) for user in node.users)
@@ -189,17 +190,15 @@ _TAKING = (
 
 
 def bound_of(node: Any) -> int | None:
-    """Return an integer that is greater than all elements of ``node`` (a graph node or a number); ``None`` if no bound
-    is known.
-    """
+    """Return an integer that is greater than all elements of ``node`` (an integer tensor of the graph, or a number);
+    ``None`` if no such bound is known."""
     found = [b for b in (_bound_by_origin(node), _bound_by_use(node)) if b is not None]
     return min(found) if found else None
 
 
 def _bound_by_origin(node: Any) -> int | None:
-    """Return an integer that is greater than all elements of ``node`` (a graph node or a number), found from the
-    operators that compute it; ``None`` if none is known.
-    """
+    """Return an integer that is greater than all elements of ``node`` (an integer tensor of the graph, or a number),
+    found from the operators that compute it; ``None`` if no such bound is known."""
     if not isinstance(node, fx.Node):
         return node + 1 if isinstance(node, int) and not isinstance(node, bool) else None
     value = node.meta.get("val")
@@ -219,23 +218,21 @@ def _bound_by_origin(node: Any) -> int | None:
 
 
 def _all_below(*given: Any) -> int | None:
-    """Return an integer that is greater than all elements of all of ``given`` (nodes or numbers); ``None`` if one of
-    them has no known bound.
-    """
+    """Return an integer that is greater than all elements of all ``given`` nodes and numbers; ``None`` if no such
+    bound is known for one of them."""
     found = [_bound_by_origin(g) for g in given]
     return None if any(b is None for b in found) else max(b for b in found if b is not None)
 
 
 def _below_either(node: fx.Node) -> int | None:
-    """Return an integer that is greater than all results of the operator ``node``, such as ``minimum``, whose results
-    do not exceed either of its first two operands: the smaller known bound of the two. Return ``None`` if neither has
-    one."""
+    """Return an integer that is greater than all results of ``node``, an operator such as ``minimum`` whose results
+    exceed neither of its first two operands. It is the smaller known bound of the two; ``None`` if neither has one."""
     found = [b for b in map(_bound_by_origin, node.args[:2]) if b is not None]
     return min(found) if found else None
 
 
 def _bound_clamped_numbers(node: fx.Node) -> int | None:
-    """Return an integer that is greater than all results of the clamp ``node``; ``None`` if none is known."""
+    """Return an integer that is greater than all results of the clamp ``node``; ``None`` if no such bound is known."""
     most, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
     own = most + 1 if isinstance(most, int) else None
     found = [b for b in (own, inner) if b is not None]
@@ -253,7 +250,8 @@ def _bound_remainders(node: fx.Node) -> int | None:
 
 
 def _sum_bound(node: fx.Node) -> int | None:
-    """Return an integer that is greater than all results of the addition ``node``; ``None`` if none is known."""
+    """Return an integer that is greater than all results of the addition ``node``; ``None`` if no such bound is
+    known."""
     first, second = map(_bound_by_origin, node.args[:2])
     plain = not node.kwargs and len(node.args) == 2
     return first + second - 1 if plain and first is not None and second is not None else None
@@ -306,10 +304,9 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
 
 
 def _bound_by_use(node: Any) -> int | None:
-    """Return an integer that is greater than all elements of ``node``, found from operators that use the same numbers
-    as indices; ``None`` if there are none. Torch rejects an index out of range, so the size of the indexed dim is a
-    bound.
-    """
+    """Return an integer that is greater than all elements of ``node``, found from operators that use the same
+    numbers as indices; ``None`` if there are no such operators. Torch rejects an index that is out of range, so the
+    size of the indexed dim is a bound."""
     if not isinstance(node, fx.Node):
         return None
     key = Numbers()
@@ -322,18 +319,18 @@ def _bound_by_use(node: Any) -> int | None:
 
 
 def _find_number_source(node: fx.Node) -> fx.Node:
-    """Return the node from which ``node`` is computed by reshapes and casts that keep the numbers."""
+    """Return the node from which ``node`` is computed by reshapes, permutations, copies and casts alone, so that it
+    has the same numbers; ``node`` itself if there is none."""
     while node.target in _PASSING:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
-    """Return the operands that the operator ``reader`` uses as indices, each as (operand, size of the dim that it
-    indexes). The size is ``None`` if it is not known.
+    """Return a list of the operands that the operator ``reader`` uses as indices, each as (operand, size of the dim
+    that it indexes). The size is ``None`` if it is not known.
 
-    Class labels of a classification loss count as indices of its scores.
-    """
+    Class numbers of a classification loss count as indices of its scores."""
     args: Any = reader.args
     if reader.target in _CLASSIFYING:
         scores, classes = args[0].meta["val"], args[1]

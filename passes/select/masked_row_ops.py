@@ -49,11 +49,11 @@ INSTEAD: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """Describes a value of the rewritten graph that has all rows where the model has only those that a mask selects.
+    """Describes a tensor of the rewritten graph that keeps all rows, although the original model selects some of them
+    by a mask.
 
-    ``mask``: a boolean node with one element for each row; the model has the rows where it is true. ``dim``: the index
-    of the value's dim along which the rows lie.
-    """
+    ``mask``: a boolean node with one element for each row, true for the rows that the model selects. ``dim``: the
+    index of the tensor's dim of rows."""
 
     mask: fx.Node
     dim: int
@@ -61,12 +61,12 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class MaskCoordinate:
-    """Describes a node that holds one coordinate of the true elements of ``condition``, such as one of the results of
-    ``torch.where(condition)``. The node has an entry for every element of ``condition``, true or not.
+    """Describes a node of the rewritten graph that has one coordinate of the true elements of a boolean node
+    ``condition``, such as one of the results of ``torch.where(condition)``. The node has an entry for every element of
+    ``condition``, true or not.
 
-    ``dim``: the dim of ``condition`` whose index the node holds. ``shape``: the shape of ``condition``. ``mask``: the
-    flattened ``condition``.
-    """
+    ``mask``: ``condition``, flattened, which says which entries the original model has. ``dim``: the dim of
+    ``condition`` of which the node has the indices. ``shape``: the shape of ``condition``."""
 
     mask: fx.Node
     dim: int
@@ -76,8 +76,9 @@ class MaskCoordinate:
 
 @dataclass(frozen=True)
 class MaskedRowCount:
-    """A size of a tensor that in the model is the number of rows that ``mask`` selects, and so depends on the data. It
-    is used as an operator's argument in the rewritten graph, where all rows are kept: ``int()`` gives their number."""
+    """The size of a tensor's dim that in the original model is the number of rows that ``mask`` selects, and so
+    depends on the data. It is an argument of operators of the rewritten graph, which keeps all rows; ``int()`` of it
+    gives the number of all rows."""
 
     mask: fx.Node
 
@@ -86,19 +87,18 @@ class MaskedRowCount:
 
 
 class Unselectable(Exception):
-    """Raised if an operator on rows that a mask selects cannot be rewritten to keep all rows with the mask beside them.
-    The text, if any, says why and what to write instead.
-    """
+    """Raised if an operator on rows that a mask selects cannot be rewritten for all rows and the mask, so that
+    shapes are static. The text, if there is one, says why, and what to write instead."""
 
 
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
-    """Rewrite ``torch.where(condition)`` or ``nonzero`` with static shapes: return nodes with the coordinates of all
-    elements of ``condition``, true or not, and record in ``build`` that the model has only those of the true ones.
+    """Rewrite ``torch.where(condition)`` or ``nonzero`` with static shapes. Return nodes with the coordinates of all
+    elements of ``condition``, true or not, and record in ``build`` that the original model has only those of the true
+    ones.
 
-    ``as_tuple``: return one node for each dim; otherwise one node whose last dim has the coordinates. ``build``: the
-    rewriter, to whose graph operators are appended. Raise :class:`Unselectable` if ``condition`` itself has only rows
-    that another mask selects, or has no dims.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``as_tuple``: whether to return a tuple with
+    one node for each dim; otherwise return one node, ``[elements, dims]``. Raise :class:`Unselectable` if
+    ``condition`` consists of rows that another mask selects, or has no dims."""
     if condition in build.rows or not condition.meta["val"].dim():
         raise Unselectable
     found = _build_choice_coordinates(build, condition) or _build_mask_coordinates(
@@ -114,12 +114,11 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
 
 
 def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
-    """Append one node for each dim of ``condition`` with that coordinate of every element, in row-major order. Return
-    the nodes, which take the place of the results of ``torch.where(condition)``.
+    """Append one node for each dim of ``condition`` to the new graph, with the index of every element along this dim,
+    in row-major order. Return the nodes, which take the place of the results of ``torch.where(condition)``.
 
-    ``mask``: the flattened ``condition``. It is recorded in ``build``, the rewriter to whose graph operators are
-    appended, that the model has only the coordinates for which ``mask`` is true.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``mask``: ``condition``, flattened. ``build``
+    records that the original model has only the entries for which ``mask`` is true."""
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
     every = build.insert_call(aten.arange.default, number, dtype=torch.int64, device=META)
@@ -135,15 +134,14 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Return nodes with the coordinates of the elements of ``condition``, which tests whether a mixture-of-experts
-    router chose a given expert, in an order in which the k choices of a token are adjacent. The rows can then be
-    sharded by tokens, even if ``condition`` is transposed. Return an empty list if ``condition`` is no such test, or
-    has this order already.
+    """Return nodes with the coordinates of all elements of ``condition``, in the place of the results of
+    ``torch.where(condition)``, if ``condition`` tests whether the router of a mixture of experts chose a given expert.
+    In their order, the k choices of a token are adjacent, so that the entries can be sharded by tokens even if
+    ``condition`` is transposed. Return an empty list if ``condition`` is not such a test, or has this order already.
 
-    If ``condition`` tests whether any of a token's k choices is the expert, there is a row for each of the k choices.
-    The choices of a token are distinct, so every token is selected at most once. ``build``: the rewriter, to whose
-    graph operators are appended, and in which the mask of the true elements is recorded.
-    """
+    If ``condition`` tests whether any of a token's k choices is the expert, there is an entry for each of the k
+    choices. The choices of a token are distinct, so every token is selected at most once. ``build``: the rewriter,
+    which appends operators to the new graph and records the mask of the entries that the original model has."""
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:
         along = list(range(condition.meta["val"].dim()))
@@ -167,13 +165,12 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
 
 
 def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
-    """Rewrite ``x[indices]``, where a boolean mask, or coordinates of the true elements of one, select rows, with
-    static shapes. Return a node with all rows, and record in ``build.rows`` the mask of those that the model has.
+    """Rewrite ``x[indices]``, where a boolean mask, or coordinates of its true elements, select rows, with static
+    shapes. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if no mask
+    selects rows.
 
-    ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index. Return ``None`` if no mask is
-    involved. Raise :class:`Unselectable` if there is no form that keeps all rows. ``build``: the rewriter, to whose
-    graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``, a node, or
+    ``None`` for a dim without an index. Raise :class:`Unselectable` if there is no form that keeps all rows."""
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     first, index = given[0]
     if x in build.rows:
@@ -211,13 +208,13 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
-    """Rewrite an index into ``x``, which has all rows although the model has only those that a mask selects:
-    ``x[mask2]``, or ``x[arange(rows), columns]``, which takes one element of dim 1 for each row. Return a node with all
-    rows, and record in ``build.rows`` the mask of those that the model has.
+    """Rewrite an index into ``x`` with static shapes, where ``x`` keeps all rows of which the original model selects
+    some by a mask. The index is ``x[mask2]``, with a mask of the selected rows, or ``x[arange(rows), columns]``, which
+    takes one element of dim 1 for each row. Return a node that keeps all rows, and record the mask for it in
+    ``build.rows``.
 
-    ``given``: the indices, each as (the dim of ``x`` that it indexes, its node). Raise :class:`Unselectable` for other
-    indices. ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``given``: the indices, each as (dim of ``x``
+    that it indexes, its node). Raise :class:`Unselectable` for other indices."""
     rows = build.rows[x]
     dim, index = given[0]
     if any(i not in build.rows or build.rows[i] != MaskedRows(rows.mask, 0) for _, i in given) or rows.dim != dim:
@@ -240,11 +237,10 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
 
 def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by values that the same mask selects, with
-    static shapes. Return a node with all rows, and record in ``build.rows`` the mask of those that the model has.
+    static shapes. Return a node that keeps all rows, and record the mask for it in ``build.rows``.
 
-    ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index. Raise :class:`Unselectable` for
-    other indices. ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``, a node, or
+    ``None`` for a dim without an index. Raise :class:`Unselectable` for other indices."""
     spread: list[Any] = []
     for i in indices:
         if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
@@ -259,11 +255,10 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
     """Rewrite ``masked_select(x, mask)`` with static shapes: broadcast ``x`` and ``mask``, and flatten them into one
-    dim. Return a node with all elements, and record in ``build.rows`` the mask of those that the model has.
+    dim. Return a node that keeps all elements, and record the mask for it in ``build.rows``.
 
-    Raise :class:`Unselectable` if ``x`` or ``mask`` has only rows that another mask selects, unless both have one dim
-    of the same size. ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. Raise :class:`Unselectable` if ``x`` or
+    ``mask`` consists of rows that another mask selects, unless both have one dim of the same size."""
     if x in build.rows or mask in build.rows:
         if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
             raise Unselectable
@@ -276,29 +271,27 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
 
 
 def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
-    """Rewrite ``index_select(x, dim, index)``, where ``index`` holds coordinates of the true elements of a mask. Return
-    the new node, which keeps all rows, with the mask of those that the model has in ``build.rows``; ``None`` if the
-    plain operator can be used, or if ``x`` itself has rows that a mask selects.
+    """Rewrite ``index_select(x, dim, index)`` with static shapes, where ``index`` has coordinates of the true elements
+    of a mask. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if the
+    plain operator can be used, or if ``x`` itself consists of rows that a mask selects.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     if x in build.rows or index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
     return take_rows(build, x, [*[None] * (dim % x.meta["val"].dim()), index])
 
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
-    """Rewrite ``index_copy``, or ``index_fill`` with one number, where a mask selects the rows that are written, with
-    static shapes. Return the new node; ``None`` if ``index`` is not one-dimensional or ``x`` has no dims. Raise
+    """Rewrite ``index_copy``, or ``index_fill`` with one number, with static shapes, where a mask selects the rows that
+    are written. Return the new node; ``None`` if ``index`` is not a vector or ``x`` has no dims. Raise
     :class:`Unselectable` if there is no form with static shapes.
 
     Args:
-        build: the rewriter, to whose graph operators are appended.
-        x: the tensor to write into.
-        dim: the dim along which rows are written.
-        index: the rows to write, as a node with coordinates of the true elements of a mask.
-        values: the new rows, or one number.
-    """
+        build: the rewriter, which appends operators to the new graph.
+        x: the tensor whose rows are overwritten.
+        dim: the dim of rows.
+        index: the indices of the rows to write, a node with coordinates of the true elements of a mask.
+        values: the new rows, or one number."""
     if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
     dim %= x.meta["val"].dim()
@@ -316,24 +309,24 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
 
 
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
-    """Return ``indices`` with 0 in place of those entries that belong to rows which the model does not have, because a
-    mask does not select them. Every index is then in range. Indices without a mask, and ``None``, are unchanged.
+    """Return ``indices``, index nodes or ``None``, with 0 in place of those entries of an index that belong to rows
+    which a mask does not select in the original model. Every entry is then in range. Indices without a mask are
+    unchanged.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph and knows the masks."""
     return [build.fill_with_harmless(i, 0) if i in build.rows else i for i in indices]
 
 
 def _match_mask_coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Return the shape of the mask of which ``indices`` are the coordinates of the true elements, and the list of the
-    mask's dims that they index, one for each index. Return ``((), [])`` if they are no such coordinates of one mask, or
-    if the sizes of the mask's dims are not those of the dims of ``x`` that are indexed.
+    """Return two values if ``indices`` are coordinates of the true elements of one mask: the shape of the mask, and for
+    each index the dim of the mask that it is the coordinate of. Return ``((), [])`` if they are not, or if the sizes of
+    these dims differ from those of the dims of ``x`` that are indexed.
 
-    With such indices each row of the mask belongs to one fixed position of ``x``, so that no index operator is needed.
-    ``first``: the dim of ``x`` at which the indexed dims begin. ``build``: the rewriter, which knows the coordinates.
-    """
+    Each element of the mask then belongs to one fixed position of ``x``, so that ``x[indices]`` needs no index
+    operator. ``build``: the rewriter, which knows which nodes are coordinates. ``first``: the dim of ``x`` at which
+    the indexed dims begin."""
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
     if len(known) < len(places) or len({(place.mask, place.shape) for place in known}) != 1:
@@ -344,12 +337,12 @@ def _match_mask_coordinates(
 
 
 def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
-    """Append operators that give ``x[indices]`` by broadcasting ``x`` to one row for each element of a mask, and return
-    the node. ``None`` if ``indices`` are not coordinates of the true elements of one mask that has the dims of ``x``.
+    """Append operators to the new graph that compute ``x[indices]`` by broadcasting ``x`` to one row for each element
+    of a mask, true or not, and return the node. Return ``None`` if ``indices`` are not coordinates of the true elements
+    of one mask whose dims have the sizes of the indexed dims of ``x``.
 
-    ``first``: the dim of ``x`` at which the indexed dims begin. ``build``: the rewriter, to whose graph operators are
-    appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``first``: the dim of ``x`` at which the
+    indexed dims begin."""
     covered, along = _match_mask_coordinates(build, x, first, indices)
     if not along:
         return None
@@ -365,14 +358,12 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
 
 
 def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
-    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, with static shapes. A mask selects which rows of
-    ``x`` are written; ``values`` has all rows, although the model has only those that the same mask, in
-    ``build.rows[values]``, selects. Return the new node. Raise :class:`Unselectable` if there is no form with static
-    shapes.
+    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, with static shapes, where a mask selects which
+    rows of ``x`` are written. ``values`` keeps all rows, of which the original model selects some by the same mask,
+    ``build.rows[values]``. Return the new node. Raise :class:`Unselectable` if there is no form with static shapes.
 
-    ``indices``: one entry for each dim of ``x``: ``None`` for a dim without an index, otherwise a boolean mask, or
-    coordinates of its true elements. ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``: ``None``
+    for a dim without an index, otherwise a boolean mask, or coordinates of its true elements."""
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     rows = build.rows.get(values)
     first, index = given[0]
@@ -419,13 +410,12 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
 
 
 def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
-    """Rewrite ``index_add(x, dim, index, source)`` with static shapes. ``index`` and ``source`` have all rows, although
-    the model has only those that one mask, the same for both in ``build.rows``, selects. Return the new node, in which
-    rows that the mask does not select add nothing. Raise :class:`Unselectable` if the operands have no such common
-    mask.
+    """Rewrite ``index_add(x, dim, index, source)`` with static shapes. ``index`` and ``source`` keep all rows, of which
+    the original model selects some by one mask, recorded for both in ``build.rows``. Return the new node, in which rows
+    that the mask does not select add nothing. Raise :class:`Unselectable` if the two have no common mask.
 
-    ``kwargs``: further arguments of ``index_add``. ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``kwargs``: further arguments of
+    ``index_add``."""
     if x in build.rows or build.find_common_rows(index).mask is not build.find_common_rows(source).mask:
         raise Unselectable
     dim %= x.meta["val"].dim()
@@ -442,18 +432,18 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
 def _at_places(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
-    """Append operators that add up the rows of ``source`` that ``indices`` put at the same position of ``x``, and
-    return the node of the sums. ``source`` has all rows; those that its mask does not select count as zero. Return
-    ``None`` if a reshape and a sum cannot compute this, because the sizes of the mask are not those of ``x``.
+    """Append operators to the new graph that sum the rows of ``source`` that ``indices`` assign to the same position of
+    ``x``, by a reshape and a sum, and return the node of the sums. ``source`` keeps all rows; rows that its mask does
+    not select count as zero. Return ``None`` if the sums cannot be computed in this way, because the sizes of the mask
+    differ from those of ``x``.
 
     Args:
-        build: the rewriter, to whose graph operators are appended.
-        x: the tensor whose positions the indices point to.
+        build: the rewriter, which appends operators to the new graph.
+        x: the tensor to whose positions the indices point.
         first: the dim of ``x`` at which the indexed dims begin.
-        indices: coordinates of the true elements of a mask, one entry for every element, true or not.
+        indices: coordinates of the true elements of a mask, with an entry for every element, true or not.
         source: the rows to sum.
-        chosen: whether the caller reads only positions to which a selected row points.
-    """
+        chosen: whether the caller reads only positions to which a selected row points."""
     covered, along = _match_mask_coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)
     if not along or sizes[first + 1 :] != list(x.meta["val"].shape[first + len(along) :]):
@@ -470,12 +460,12 @@ def _at_places(
 def _permute_coordinates(
     build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False
 ) -> fx.Node:
-    """Append a permutation of the dims of ``value`` from ``first`` on, which stand for dims of a mask in ascending
-    order, into the order ``along``. Return the new node, or ``value`` if ``along`` is ascending.
+    """Append a permutation of the dims of ``value`` from ``first`` on to the new graph. These dims stand for dims of a
+    mask in ascending order; they are brought into the order ``along``. Return the new node, or ``value`` if ``along``
+    is ascending.
 
-    ``along``: the indices of the mask's dims in the wanted order. ``back``: permute from the order ``along`` to the
-    ascending order instead. ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``along``: the indices of the mask's dims, in
+    the wanted order. ``back``: whether to permute from the order ``along`` to the ascending order instead."""
     if along == sorted(along):
         return value
     order = [sorted(along).index(i) for i in along]
@@ -489,11 +479,11 @@ def _permute_coordinates(
 
 
 def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """Rewrite ``x[indices] = values`` without an index operator, and return the new node. ``None`` unless the indices
-    are coordinates of a mask's true elements and point to each position of ``x`` at most once.
+    """Rewrite ``x[indices] = values`` without an index operator, and return the new node. Return ``None`` unless
+    ``indices`` are coordinates of a mask's true elements and point to each position of ``x`` at most once.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``values``: a node with a row for every
+    element of the mask, true or not."""
     covered, along = _match_mask_coordinates(build, x, 0, indices)
     if not along:
         return None
@@ -530,11 +520,10 @@ def _at_most_one(condition: fx.Node, dim: int) -> bool:
 
 
 def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """Return the node ``b`` if ``values`` is ``x[indices] + b``; ``None`` if it has another form. Writing ``values``
-    back at ``indices`` of ``x`` is then adding ``b`` to ``x`` there, without reading ``x``.
+    """Return the node ``b`` if ``values`` is computed as ``x[indices] + b``; ``None`` if it is not. Writing ``values``
+    to ``x[indices]`` is then the same as adding ``b`` to ``x`` there.
 
-    ``build``: the rewriter, which knows which nodes are ``x[indices]``.
-    """
+    ``build``: the rewriter, which knows which nodes are ``x[indices]``."""
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:
         return None

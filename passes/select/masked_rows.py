@@ -49,12 +49,11 @@ aten = torch.ops.aten
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``scatter_add(x, dim, index, source)``, where the model has only those rows of ``index`` and ``source``
-    that one mask selects. Here both have all rows, with the mask in ``build.rows``; rows that it does not select add
-    zero at index 0. Return the new node. Raise :class:`Unselectable` if the operands have another form.
+    """Rewrite ``scatter_add(x, dim, index, source)`` with static shapes. ``index`` and ``source`` keep all rows, of
+    which the original model selects some by one mask, recorded for both in ``build.rows``. Rows that it does not select
+    add zero at index 0. Return the new node. Raise :class:`Unselectable` if the two have no common mask along ``dim``.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     if x in build.rows or build.find_common_rows(index, source).dim != dim % x.meta["val"].dim():
         raise Unselectable
     return build.insert_call(
@@ -63,13 +62,12 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``masked_scatter(x, mask, source)`` with static shapes. ``source`` has all rows, although the model has
-    only those that another mask, in ``build.rows[source]``, selects. The operator takes the rows in order, so these are
-    sorted to the front. Return the new node. Raise :class:`Unselectable` if ``source`` has no such mask along dim 0, or
-    ``x`` or ``mask`` has one.
+    """Rewrite ``masked_scatter(x, mask, source)`` with static shapes. ``source`` keeps all rows, of which the original
+    model selects some by another mask, ``build.rows[source]``. The operator takes rows of ``source`` in order, so the
+    selected rows are sorted to the front. Return the new node. Raise :class:`Unselectable` if no mask along dim 0 is
+    recorded for ``source``, or if one is recorded for ``x`` or ``mask``.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     rows = build.find_common_rows(source)
     if x in build.rows or mask in build.rows or rows.dim != 0:
         raise Unselectable
@@ -82,12 +80,12 @@ def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.N
 
 
 def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Split ``x`` along ``dim`` into pieces of data-dependent sizes, and return a tuple of their nodes. Each piece
-    keeps all rows of ``x``, with a mask that is computed from the running sum of the sizes.
+    """Rewrite a split of ``x`` along ``dim`` into pieces of data-dependent sizes with static shapes. Return a tuple of
+    nodes, one for each piece. Each keeps all rows of ``x``, with a mask of the rows of this piece, which is computed
+    from the running sum of the sizes and recorded in ``build.rows``.
 
-    ``sizes``: the size of each piece, each a node of ``item()``. Raise :class:`Unselectable` for other sizes.
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``sizes``: the size of each piece, a node of
+    ``item()``. Raise :class:`Unselectable` for other sizes."""
     counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
     if x in build.rows or len(counts) != len(sizes):
         raise Unselectable
@@ -113,12 +111,11 @@ def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) 
 
 
 def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
-    """Rewrite ``cat`` of ``parts`` along ``dim``, if the model has only those rows of some of them along this dim that
-    a mask selects. Such a part has all rows here, with the mask in ``build.rows``; so has the result. Return the new
-    node; ``None`` if the plain operator can be used.
+    """Rewrite a ``cat`` of ``parts`` along ``dim`` with static shapes, if the original model selects rows along ``dim``
+    of some of them by masks. Such a part keeps all rows, with its mask in ``build.rows``, and so does the result.
+    Return the new node; ``None`` if the plain operator can be used.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     rows, dim = [build.rows.get(part) for part in parts], dim % parts[0].meta["val"].dim()
     if all(r is not None and r.dim != dim for r in rows) or any(r is not None and r.dim != dim for r in rows):
         return None
@@ -128,12 +125,11 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
 
 def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
     """Return a node of the concatenation of ``parts`` if they are all pieces of one data-dependent split, in order;
-    ``None`` if they are something else. Each piece has all rows and a mask, so that one ``where`` for each piece
-    suffices.
+    ``None`` if they are not. Each piece keeps all rows of the split tensor, with a mask of the piece's rows, so that
+    one ``where`` for each piece suffices.
 
-    ``rows``: the mask of each part; ``None`` for a part without one. ``build``: the rewriter, to whose graph operators
-    are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``rows``: the mask of each part; ``None`` for
+    a part without one."""
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
         return None
@@ -146,15 +142,14 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
 
 
 def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
-    """Concatenate the values ``parts`` along ``dim``, the dim of their rows, and their masks; return the node, for
-    which the joined mask is recorded. Each part has all rows, although the model has only those that its mask selects.
-    A part without a mask counts as selected in full.
+    """Concatenate the tensors ``parts`` along ``dim``, their dim of rows, and concatenate their masks. Return the new
+    node, for which the joined mask is recorded in ``build.rows``. Each part keeps all rows, of which the original model
+    selects those for which its mask is true; a part without a mask is selected as a whole.
 
     If all parts have the same size, their rows are interleaved, so that the rows of one sample of the batch stay
     together.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     sizes = [int(part.meta["val"].shape[dim]) for part in parts]
     masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
     in_turn = len(set(sizes)) == 1
@@ -179,11 +174,10 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
 
 
 def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
-    """Return the node of the mask that says which of the rows of ``part`` the model has. ``part`` has all ``size``
-    rows. If no mask is recorded for it, the result is true for all of them.
+    """Return the node of the mask that says which of the ``size`` rows of ``part`` the original model selects; a mask
+    that is true everywhere if none is recorded for ``part``.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph and records masks."""
     if part in build.rows:
         return build.rows[part].mask
     if size not in build.all_of:
@@ -192,14 +186,16 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
 
 
 def _make_reshape_rule(target: Any) -> Callable[..., Any]:
-    """Return a function that rewrites a reshape of a value that has all rows although the model has only those that a
-    mask selects. It is for reshapes that merge the dim of the rows with other dims, or split it; the function reshapes
-    the mask, too. ``target``: the reshape operator."""
+    """Return a function that rewrites the reshape operator ``target`` of a tensor that keeps all rows, of which the
+    original model selects some by a mask. The function handles reshapes that merge the dim of rows with other dims,
+    or split it, by reshaping the mask, too."""
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
-        """Append the reshape of ``x`` and return its node, after recording in ``build.rows`` the mask and the dim of
-        the rows in the result. Raise :class:`Unselectable` if the rows have no dim of their own in the result.
-        ``args``: the further arguments of the reshape."""
+        """Append a reshape of ``x`` to the new graph and return its node, after recording in ``build.rows`` the mask of
+        rows and the dim of rows of the result. Raise :class:`Unselectable` if no dim of the result is a dim of rows.
+
+        ``build``: the rewriter. ``x``: a tensor that keeps all rows, of which the original model selects some by the
+        mask ``build.rows[x]``. ``args``: the further arguments of the reshape."""
         try:
             return build.by_rule(target, (x, *args), {})
         except Unselectable:
@@ -275,17 +271,17 @@ _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # stri
 
 
 class SelectedRows:
-    """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a boolean mask selects,
-    so that shapes are static: a copy has all rows, and the mask of those that the model has is recorded.
+    """Copies the nodes of an exported program to the new graph ``graph``, and rewrites operators on rows that a boolean
+    mask selects, so that shapes are static: a copied tensor keeps all rows, and the mask of the rows that the original
+    model selects is recorded.
 
-    ``rows`` maps each such copy to its mask and the dim of its rows. ``places`` maps nodes that hold coordinates of a
-    mask's true elements to a description. ``key`` returns equal integers for nodes that compute the same value.
-    """
+    ``rows``: each such tensor of the new graph -> its mask and its dim of rows. ``places``: each node with
+    coordinates of a mask's true elements -> a description of them. ``key``: returns equal integers for nodes that
+    compute the same value."""
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-        """Start with no rows selected by masks. ``graph``: the graph to append to. ``nodes``: the nodes that will be
-        copied into it. They tell whether some operator depends on the order of the rows that a mask selects.
-        """
+        """Start without any masks. ``graph``: the new graph, to which operators are appended. ``nodes``: the nodes
+        that will be copied into it; they tell whether some operator depends on the order of selected rows."""
         self.graph = graph
         self.in_order = any(_reads_in_order(n) for n in nodes)  # whether rows have to be in the condition's order
         self.rows: dict[fx.Node, MaskedRows] = {}
@@ -304,11 +300,10 @@ class SelectedRows:
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``node`` must be rewritten, because its result has a data-dependent size, as after a selection
-        by a mask, or because it reads selected rows or a number that the model computes from the data.
+        """Return whether ``node`` must be rewritten: its result has a data-dependent size, as after a selection by a
+        mask, or it reads rows that a mask selects, or a number that the model computes from the data.
 
-        ``env``: maps original nodes to their copies.
-        """
+        ``env``: original node -> its copy in the new graph."""
         given = [env.get(n) for n in node.all_input_nodes]
         kinds = (MaskedRowCount, ComputedSize, tuple, int)
         return _is_open(node.meta.get("val")) or any(
@@ -316,26 +311,25 @@ class SelectedRows:
         )
 
     def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``node`` selects rows by a mask, or reads selected rows or their number. Unlike
-        :meth:`concerns_node`, a number that forward takes out of a tensor by ``item()`` does not count.
+        """Return whether ``node`` selects rows by a mask, or reads rows that a mask selects, or the number of such
+        rows. Unlike in :meth:`concerns_node`, a number that the model takes out of a tensor by ``item()`` does not
+        count.
 
-        ``env``: maps original nodes to their copies.
-        """
+        ``env``: original node -> its copy in the new graph."""
         given = [env.get(n) for n in node.all_input_nodes]
         return _is_open(node.meta.get("val")) or any(
             isinstance(g, MaskedRowCount | tuple) or g in self.rows for g in given
         )
 
     def copy_node(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
-        """Append the rewritten form of ``node`` to the graph and return the result of the new operators, to be used in
-        place of the original result: a node, a tuple of nodes, or a data-dependent number. Raise :class:`Unselectable`
-        if the operator has no form that keeps all rows.
+        """Append operators with static shapes to the new graph that compute what ``node`` computes, and return the
+        result that takes the place of its result: a node, a tuple of nodes, or a data-dependent number. Raise
+        :class:`Unselectable` if the operator has no form that keeps all rows.
 
         Args:
             node: a node of the original graph.
-            env: maps original nodes to the results that are used in their place.
-            where: metadata (module path, source line, module stack) of the new nodes.
-        """
+            env: original node -> the result that takes the place of its result.
+            where: metadata (module path, source line, module stack) of the new nodes."""
         self._where = where
         args: Any
         kwargs: Any
@@ -368,9 +362,10 @@ class SelectedRows:
         return self._copy_parts(graph, [env[n] for n in operands], where)
 
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Append the operator ``target`` and return its result (a node or a tuple of nodes). Arguments of which the
-        model has only the rows that a mask selects have all rows here. If there is a special rewrite for this operator
-        on such rows, it is used, otherwise the operator's sharding rule."""
+        """Append the operator ``target`` with ``args`` and ``kwargs`` to the new graph and return its result (a node
+        or a tuple of nodes). An argument of which the original model selects rows by a mask keeps all rows here. If
+        there is a special rewrite of the operator for such arguments, it is used; otherwise the operator's sharding
+        rule says whether it works on each row by itself."""
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
             made = special(self, *args, **kwargs)
@@ -379,13 +374,12 @@ class SelectedRows:
         return self.by_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
-        """Rewrite an operator as the simpler operators of the graph ``parts``, into which it decomposes. Return the
-        result of the new operators, to be used in place of the operator's: a node, a tuple of nodes, or a
-        data-dependent number.
+        """Append the operators of the graph ``parts``, into which an operator decomposes, to the new graph, rewritten
+        with static shapes. Return the result that takes the place of the operator's result: a node, a tuple of nodes,
+        or a data-dependent number.
 
         ``operands``: the operator's operands in the new graph, one for each placeholder of ``parts``. ``where``:
-        metadata (module path, source line, module stack) of the new nodes.
-        """
+        metadata (module path, source line, module stack) of the new nodes."""
         inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
         for part in parts.nodes:
             if part.op == "output":
@@ -396,21 +390,22 @@ class SelectedRows:
         raise AssertionError("a graph ends in an output node")
 
     def _get_dim_size(self, value: fx.Node, dim: int) -> MaskedRowCount | int:
-        """Return the size of dim ``dim`` of ``value`` in the model. This is a number, or, if ``value`` has all rows
-        along this dim although the model has only those that a mask selects, an object that stands for the number of
-        selected rows."""
+        """Return the size that the dim ``dim`` of ``value`` has in the original model. It is a number; or, if
+        ``value`` keeps all rows along this dim of which the model selects some by a mask, an object that stands for
+        the number of selected rows."""
         rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
         return MaskedRowCount(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
 
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
     def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
-        """Append the operator ``target`` on values with all rows, if its sharding rule (see ``passes/rules``) says that
-        it works on each row by itself. Return its result, a node or a tuple of nodes, after recording the mask of the
-        rows that the model has. Raise :class:`Unselectable` if the operator combines rows other than by a sum.
+        """Append the operator ``target`` on tensors that keep all rows to the new graph, if its sharding rule (see
+        ``passes/rules``) says that it works on each row by itself, or sums over rows. Return its result, a node or a
+        tuple of nodes, after recording the mask of its rows. Raise :class:`Unselectable` if the operator combines rows
+        in another way.
 
-        ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: record no mask for the result.
-        """
+        ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: whether to record no mask for the
+        result."""
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
             raise Unselectable  # a number that is computed with
@@ -446,11 +441,11 @@ class SelectedRows:
         return self._mark_selected_rows(made, mask, dims)
 
     def _row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
-        """Return a set with one element, the dim of the results along which the rows lie that a mask selects; ``None``
-        if the operator ``target`` sums over the rows. Raise :class:`Unselectable` if it combines rows in another way.
+        """Return a set with one element: the dim of rows in the results of the operator ``target``; ``None`` if the
+        operator sums over the rows. Raise :class:`Unselectable` if it combines rows in another way.
 
-        ``made``: a node of the operator ``target`` on values with all rows. ``operands``: the operands of ``made``.
-        """
+        ``made``: a node of the operator on tensors that keep all rows, of which a mask selects some in the original
+        model. ``operands``: the operands of ``made``."""
         factors = factors_of(made)
         if factors is None:
             raise Unselectable
@@ -475,9 +470,9 @@ class SelectedRows:
         raise Unselectable
 
     def _mark_selected_rows(self, made: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
-        """Record that the model has only those rows of ``made`` along the one dim in ``dims`` for which ``mask`` is
-        true. Return ``made``, or a tuple of its results if it has several. Raise :class:`Unselectable` if ``dims`` has
-        not exactly one element."""
+        """Record that the original model has, along the dim in ``dims``, only those rows of ``made`` for which
+        ``mask`` is true. Return ``made``, or a tuple of its results if it has several. Raise :class:`Unselectable`
+        unless ``dims`` has exactly one element."""
         if len(dims) != 1:
             raise Unselectable
         (dim,) = dims
@@ -489,20 +484,22 @@ class SelectedRows:
         return made
 
     def _raise_unselectable(self) -> Any:
-        """Raise :class:`Unselectable`. It is a method so that an expression can raise the error."""
+        """Raise :class:`Unselectable`, which says that an operator cannot be rewritten. It is a method so that an
+        expression can raise the error."""
         raise Unselectable
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def insert_call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append the operator ``target`` with its meta value to the graph, and return its node."""
+        """Append the operator ``target`` with ``args`` and ``kwargs`` to the new graph, infer its meta value, and
+        return its node."""
         made = insert_operator_node(self.graph, target, args, kwargs)
         made.meta.update(self._where)
         return made
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
-        """Return the node of the mask ``condition`` flattened into one dim. Calls with conditions that compute the same
-        value return the same node."""
+        """Return the node of the boolean node ``condition``, flattened into one dim. Calls with conditions that
+        compute the same value return the same node."""
         condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
             condition = skip_inverse_squeezes(condition.args[0])
@@ -521,39 +518,38 @@ class SelectedRows:
 
     def make_once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
         """Return the node that ``make`` builds, or the node that an earlier call with the same ``mask`` and ``kind``
-        built.
+        has built.
 
-        ``kind``: a hashable key that says what is built from the mask, such as ``"count"``.
-        """
+        ``kind``: a hashable key that says what is built from the mask, such as ``"count"``."""
         if (mask, kind) not in self._made:
             self._made[mask, kind] = make()
         return self._made[mask, kind]
 
     def count_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a 0-dimensional node with the number of rows that ``mask`` selects (its true elements)."""
+        """Return a node with the number of true elements of ``mask``, that is, of rows that it selects
+        (0-dimensional)."""
         return self.make_once(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
     def number_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a node of shape ``[rows]`` with the running count of the rows that ``mask`` selects; it is 1 at the
-        first of them. Raise :class:`Unselectable` if the rows are in another order than in the model.
-        """
+        """Return a node ``[rows]`` with the running count of the rows that ``mask`` ``[rows]`` selects; it is 1 at
+        the first of them. Raise :class:`Unselectable` if the rows are in another order than in the original model."""
         if mask in self.unordered:
             raise Unselectable
         return self.make_once(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
 
     def narrow_mask(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return the node of a mask that is true for the rows for which both masks, ``mask`` and ``condition``, are
-        true. Each has one element for each row."""
+        """Return the node of a mask that is true where both boolean masks, ``mask`` and ``condition``, are true.
+        Both have one element for each row."""
         found = self.make_once(
             mask, ("and", self.key(condition)), lambda: self.insert_call(aten.logical_and.default, mask, condition)
         )
         return self._ordered_as(found, mask)
 
     def flat_mask(self, mask: fx.Node, sizes: tuple[int, ...], at: int) -> fx.Node:
-        """Return the node of a mask for the dim that results from flattening dims of ``sizes`` into one.
+        """Return the node of a mask of rows for the dim that results from flattening several dims into one.
 
-        ``mask``: the mask of the rows, which lie along one of these dims. ``at``: the index of this dim in ``sizes``.
-        """
+        ``mask``: the mask of the rows before the flattening; they lie along one of these dims. ``sizes``: the sizes
+        of the dims that are flattened. ``at``: the index, in ``sizes``, of the dim of rows."""
 
         def spread() -> fx.Node:
             apart = [size if i == at else 1 for i, size in enumerate(sizes)]
@@ -567,18 +563,17 @@ class SelectedRows:
         return self._ordered_as(found, mask)
 
     def _ordered_as(self, mask: fx.Node, other: fx.Node) -> fx.Node:
-        """Return ``mask``. If the rows of the mask ``other``, from which it was made, are known to be in another order
-        than in the model, record the same for the rows of ``mask``."""
+        """Return ``mask``, a mask that was made from the mask ``other``. If the rows of ``other`` are known to be in
+        another order than in the original model, record the same for the rows of ``mask``."""
         if other in self.unordered:
             self.unordered.add(mask)
         return mask
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
-        """Return the node of ``value``, which has all rows, with the rows that its mask does not select set to
-        ``number``, by default 1 for floating-point types and 0 for integers; ``value`` itself if this is not needed.
+        """Return the node of ``value``, which keeps all rows, with the rows that its mask does not select set to
+        ``number`` (by default 1 for floating-point dtypes and 0 for integers); ``value`` itself if this is not needed.
 
-        Values that the model avoids by the selection, such as a zero divisor or an index of -100, then cause no error.
-        """
+        Values that the original model leaves out, such as a zero divisor or an index of -100, then cause no error."""
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
         if dtype == torch.bool or self._filled.get(value) == number or (number == 0 and value in self.places):
@@ -586,15 +581,15 @@ class SelectedRows:
         return self.fill_unselected(value, number)
 
     def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
-        """Return the node of ``value``, which has all rows, with the rows that its mask does not select set to
-        ``number``. The result has the same mask."""
+        """Return the node of ``value``, which keeps all rows, with the rows that its mask does not select set to
+        ``number``. The same mask is recorded for the result."""
         filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
 
     def mask_unselected(self, value: fx.Node) -> fx.Node:
-        """Return the node of a mask that is true for the rows that the model does not have: those rows of ``value``
-        (which has all) that its mask does not select. It has a shape that broadcasts to ``value``."""
+        """Return the node of a mask that is true for the rows of ``value`` that its recorded mask does not select,
+        and so the original model does not have. Its shape broadcasts to that of ``value``."""
         rows = self.rows[value]
         shape = [1] * value.meta["val"].dim()
         shape[rows.dim] = rows.mask.meta["val"].shape[0]
@@ -602,14 +597,14 @@ class SelectedRows:
         return left_out if shape == [shape[0]] else self.insert_call(aten.reshape.default, left_out, shape)
 
     def zero_unselected(self, value: fx.Node) -> fx.Node:
-        """Return the node of ``value``, which has all rows, with zeros in the rows that its mask does not select. No
-        mask is recorded for the result, because rows of zeros may take part in a sum."""
+        """Return the node of ``value``, which keeps all rows, with zeros in the rows that its mask does not select.
+        No mask is recorded for the result, because rows of zeros may take part in a sum."""
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
-        """Return the mask that says which rows of each of ``values`` the model has, and the dim of the rows.
-        ``values``: nodes with all rows. Raise :class:`Unselectable` if masks or dims differ, or if a value has no mask.
-        """
+        """Return the mask that selects rows of all ``values`` in the original model, and their dim of rows.
+        ``values``: nodes that keep all rows. Raise :class:`Unselectable` if their masks or dims differ, or if no
+        mask is recorded for one of them."""
         found = {self.rows[v] for v in values if v in self.rows}
         if len(found) != 1 or any(v not in self.rows for v in values):
             raise Unselectable
@@ -620,8 +615,8 @@ _SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.defau
 
 
 def _spread_over_last(condition: fx.Node) -> fx.Node | None:
-    """Return the boolean node with one element for each row if ``condition`` is this node expanded to every element of
-    a row; ``None`` if ``condition`` was not made in this way."""
+    """Return the boolean node, with one element for each row, from which ``condition`` was made by expanding it to
+    all elements of a row; ``None`` if ``condition`` was not made in this way."""
     source: Any = condition.args[0] if condition.target in _SPREADS else None
     if source is None or source.meta["val"].dtype != torch.bool:
         return None
@@ -632,7 +627,7 @@ def _spread_over_last(condition: fx.Node) -> fx.Node | None:
 
 
 def _list_row_sizes(condition: fx.Node) -> list[int]:
-    """Return the sizes of those last dims of the boolean node ``condition`` along which it only repeats its elements,
+    """Return the sizes of the last dims of the boolean node ``condition`` along which it only repeats elements,
     because it was expanded from one element for each row to all elements of a row."""
     source: Any = condition.args[0]
     before, after = source.meta["val"].shape, condition.meta["val"].shape
@@ -640,14 +635,14 @@ def _list_row_sizes(condition: fx.Node) -> list[int]:
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    """Return whether the result of the operator ``node``, such as a split into pieces, depends on the order of the rows
-    that it reads, and the number of these rows depends on the data, because a mask selects them."""
+    """Return whether the result of the operator ``node``, such as a split into pieces, depends on the order of the
+    rows that it reads, and their number depends on the data, because a mask selects them."""
     given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
     return any(_is_open(n.meta.get("val")) for n in given)
 
 
 def _is_open(value: Any) -> bool:
-    """Return whether ``value``, a tensor or several, has a tensor with a size that depends on the data."""
+    """Return whether ``value``, a tensor or several tensors, has a size that depends on the data."""
     values = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(v, Tensor) and not all(isinstance(s, int) for s in v.shape) for v in values)
 
@@ -659,9 +654,8 @@ def _collect_nodes(args: Any) -> list[fx.Node]:
 
 
 def _of_all_rows(argument: Any) -> Any:
-    """Return ``argument``, or, if it is a size that depends on how many rows a mask selects, the size with all rows.
-    Raise :class:`Unselectable` if that size is not known.
-    """
+    """Return ``argument``, an argument of an operator. If it is a size that depends on how many rows a mask selects,
+    return the size with all rows instead. Raise :class:`Unselectable` if that is not known."""
     if isinstance(argument, ComputedSize):
         if not isinstance(argument.all_rows, int):
             raise Unselectable
@@ -674,6 +668,7 @@ def _on_meta(argument: Any) -> Any:
 
 
 def _replace_operands(args: Any, old: tuple[fx.Node, ...], new: list[fx.Node]) -> Any:
-    """Return ``args`` with each node of ``old`` in it replaced by the node at the same position of ``new``."""
+    """Return ``args``, arguments of an operator, with each node of ``old`` replaced by the node at the same position
+    of ``new``."""
     instead = dict(zip(old, new, strict=True))
     return fx.node.map_arg(args, lambda n: instead.get(n, n))

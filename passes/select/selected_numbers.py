@@ -31,11 +31,11 @@ _WHOLE, _REAL = torch.int64, torch.float64  # what Python's numbers are
 
 @dataclass(frozen=True, eq=False)
 class ComputedSize:
-    """A number that the model computes from the data, such as the number of rows that a mask selects.
+    """A number that the original model computes from the data, such as the number of rows that a mask selects.
 
-    ``node``: the 0-dimensional tensor of the rewritten graph that holds it; ``None`` if only assertions may read it.
-    ``all_rows``: the number if the mask selected every row, for static shapes; ``None`` if it is not known.
-    """
+    ``node``: the 0-dimensional node of the rewritten graph that has it; ``None`` if only assertions may read it.
+    ``all_rows``: what the number would be if the mask selected every row, for static shapes; ``None`` if that is not
+    known."""
 
     node: fx.Node | None
     all_rows: Any = None
@@ -81,11 +81,11 @@ _MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.def
 
 
 def number_of(build: SelectedRows, given: Any) -> ComputedSize:
-    """Return the data-dependent number ``given`` (the number of rows that a mask selects, or a node of ``item()``) as a
-    :class:`ComputedSize`. Raise :class:`Unselectable` for other values.
+    """Return ``given``, a number that depends on the data, as a :class:`ComputedSize`, which has it as a node.
+    ``given``: the number of rows that a mask selects, a node of ``item()``, or a :class:`ComputedSize`. Raise
+    :class:`Unselectable` for other values.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     if isinstance(given, MaskedRowCount):
         return ComputedSize(build.count_selected(given.mask), int(given))
     if isinstance(given, fx.Node) and given.target in ITEMS:
@@ -96,18 +96,17 @@ def number_of(build: SelectedRows, given: Any) -> ComputedSize:
 
 
 def is_number(given: Any) -> bool:
-    """Return whether ``given`` is a number that the model computes from the data: a number of selected rows, a result
-    of arithmetic on one, or a node of ``item()``.
-    """
+    """Return whether ``given`` is a number that the original model computes from the data: the number of rows that a
+    mask selects, a result of arithmetic with one, or a node of ``item()``."""
     return isinstance(given, MaskedRowCount | ComputedSize) or (isinstance(given, fx.Node) and given.target in ITEMS)
 
 
 def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Apply the Python operator ``target`` to the numbers ``args``, some of which may depend on the data.
+    """Apply the Python operator ``target``, such as ``operator.add``, to the numbers ``args``, some of which may depend
+    on the data.
 
-    Return a Python number, or a :class:`ComputedSize` (a 0-dimensional tensor of the graph) if one of them depends on
-    the data. ``build``: the rewriter, to whose graph operators are appended.
-    """
+    Return a Python number, or, if one of them depends on the data, a :class:`ComputedSize`, which has the result as
+    a 0-dimensional node of the new graph. ``build``: the rewriter, which appends operators to this graph."""
     numbers = [number_of(build, a) if is_number(a) else a for a in args]
     if not any(isinstance(n, ComputedSize) for n in numbers):
         return target(*args)
@@ -134,13 +133,13 @@ def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
 
 
 def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Append the operator of ``node`` with 0-dimensional tensors in place of arguments that are data-dependent numbers,
-    such as the number of rows that a mask selects, and return its node. Return ``None`` if it has no such argument.
+    """Append the operator of ``node`` to the new graph, with 0-dimensional tensors in place of arguments that are
+    data-dependent numbers, such as the number of rows that a mask selects, and return its node. Return ``None`` if it
+    has no such argument.
 
-    ``args``, ``kwargs``: the arguments of ``node`` in the new graph. Numbers in lists, which are shapes, are not
-    replaced. Raise :class:`Unselectable` if the operator has no form for tensors. ``build``: the rewriter, to whose
-    graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
+    ``args``, ``kwargs``: its arguments in the new graph; numbers in lists, which are shapes, are not replaced. Raise
+    :class:`Unselectable` if the operator has no form for tensors."""
     if not any(is_number(a) for a in (*args, *kwargs.values())):
         return None
     value, target = node.meta["val"], node.target
@@ -176,11 +175,10 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
 
 
 def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Append and return a node that gives each row that ``mask`` selects its index (0, 1, ...) among the selected rows.
-    Rows that ``mask`` does not select have arbitrary values.
+    """Append and return a node ``[rows]`` that numbers the rows that ``mask`` ``[rows]`` selects: 0, 1, ... in order.
+    Rows that ``mask`` does not select have arbitrary numbers.
 
-    ``dtype``: the type of the indices. ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``dtype``: the dtype of the numbers."""
     made = build.insert_call(aten.sub.Tensor, build.number_selected(mask), 1)
     made = made if dtype == _WHOLE else build.insert_call(aten.to.dtype, made, dtype)
     build.rows[made], build.numbered[made] = MaskedRows(mask, 0), mask
@@ -192,11 +190,10 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def _as_tensor(build: SelectedRows, given: Any, dtype: torch.dtype | None) -> fx.Node:
-    """Return ``given`` (a node or a Python number) as a node of type ``dtype``; ``None`` as type keeps a node's type.
-    Raise :class:`Unselectable` if ``given`` is ``None``.
+    """Return ``given`` (a node or a Python number) as a node of the dtype ``dtype``; if ``dtype`` is ``None``, a node
+    keeps its dtype. Raise :class:`Unselectable` if ``given`` is ``None``.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     if given is None:
         raise Unselectable
     if not isinstance(given, fx.Node):

@@ -32,23 +32,21 @@ _IGNORED = -100
 
 # -- sums and what is made of them -------------------------------------------------------------------------------------
 def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
-    """Append the mean over all elements of those rows of ``x`` that the model has, and return its node. The model has
-    only the rows that a mask selects; the graph keeps all rows in ``x``, with the mask in ``build.rows[x]``.
+    """Append the mean over all elements of the selected rows of ``x`` to the new graph, and return its node. ``x``
+    keeps all rows, of which the original model selects those for which the mask ``build.rows[x]`` is true.
 
-    ``build``: the rewriter, to whose graph operators are appended. ``dtype``: the dtype to which ``x`` is cast first;
-    ``None`` for none.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``dtype``: the dtype to which ``x`` is cast
+    first; ``None`` for none."""
     return _mean_over(build, x, None, dtype=dtype)
 
 
 def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Append the mean over ``dims`` (all if empty) of those rows of ``x`` that the model has, and return its node;
-    ``None`` if the mean is not over the rows. The model has only the rows that a mask selects; the graph keeps all rows
-    in ``x``, with the mask in ``build.rows[x]``.
+    """Append the mean over ``dims`` (all if empty) of the selected rows of ``x`` to the new graph, and return its node;
+    return ``None`` if ``dims`` do not include the dim of rows. ``x`` keeps all rows, of which the original model
+    selects those for which the mask ``build.rows[x]`` is true.
 
-    ``build``: the rewriter, to whose graph operators are appended. ``keepdim``: whether the reduced dims stay with size
-    1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``keepdim``: whether the reduced dims stay
+    with size 1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none."""
     over = _find_reduced_dims(build, x, dims)
     if over is None:
         return None
@@ -57,12 +55,11 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
 
 
 def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
-    """Return the dims, as nonnegative indices, that a reduction of ``x`` over ``dims`` removes (all if ``dims`` is
-    empty or ``None``); ``None`` if the dim of the rows is not among them. ``x`` has all rows, although the model has
-    only those that a mask selects; ``build.rows[x]`` has the mask and the dim.
+    """Return the dims, as indices from 0, that a reduction of ``x`` over ``dims`` removes (all if ``dims`` is empty or
+    ``None``); return ``None`` if the dim of rows is not among them. ``x`` keeps all rows, of which the original model
+    selects some by a mask.
 
-    ``build``: the rewriter, which knows the masks.
-    """
+    ``build``: the rewriter; ``build.rows[x]`` has the mask and the dim of rows."""
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
     over = [d % rank for d in (dims if dims else range(rank))]
@@ -70,12 +67,11 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
 
 
 def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
-    """Append and return a node with the number of elements that a reduction of ``x`` over the dims ``over`` combines in
-    the model. ``x`` has all rows, but the model has, and the result counts, only the rows that the mask in
-    ``build.rows[x]`` selects.
+    """Append a node to the new graph with the number of elements that a reduction of ``x`` over the dims ``over``
+    combines in the original model, and return it. ``x`` keeps all rows, but only the rows that the mask
+    ``build.rows[x]`` selects are counted.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     rows, sizes = build.rows[x], x.meta["val"].shape
     others = math.prod(sizes[d] for d in over if d != rows.dim)
     count = build.count_selected(rows.mask)
@@ -83,11 +79,11 @@ def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -
 
 
 def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
-    """Return a function that rewrites ``var`` or ``std`` over rows that a mask selects: it reads a tensor with all rows
-    and the mask, and leaves out the rows that the mask does not select.
+    """Return a function that rewrites ``var`` or ``std`` over rows that a mask selects, with static shapes: it reads a
+    tensor that keeps all rows, and leaves out the rows that the mask does not select.
 
-    ``root``: whether it is for ``std``. ``with_mean``: whether the operator also returns the mean.
-    """
+    ``root``: whether the operator is ``std``, not ``var``. ``with_mean``: whether the operator also returns the
+    mean."""
 
     def rule(
         build: SelectedRows,
@@ -98,13 +94,14 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         *,
         correction: float | None = None,
     ) -> Any:
-        """Append the variance or standard deviation of ``x`` over ``dims`` (all if ``None``), and return its node, or a
-        tuple of it and the node of the mean if the operator returns both. ``x`` has all rows; only those count that the
-        mask in ``build.rows[x]`` selects. Return ``None`` if ``dims`` do not include the dim of the rows.
+        """Append the variance or standard deviation of ``x`` over ``dims`` (all if ``None``) to the new graph, and
+        return its node, or a tuple of it and the node of the mean if the operator returns both. ``x`` keeps all rows;
+        only rows that the mask ``build.rows[x]`` selects count. Return ``None`` if ``dims`` do not include the dim of
+        rows.
 
-        ``build``: the rewriter, to whose graph operators are appended. ``unbiased``: subtract 1 from the number of
-        elements; ``correction``: subtract this number instead. ``keepdim``: whether the reduced dims stay with size 1.
-        """
+        ``build``: the rewriter, which appends operators to the new graph. ``unbiased``: whether the divisor is the
+        number of elements less 1. ``correction``: the number to subtract instead; ``None`` for none. ``keepdim``:
+        whether the reduced dims stay with size 1."""
         if isinstance(dims, bool):  # the form for all dims
             dims, unbiased = None, dims
         over = _find_reduced_dims(build, x, dims)
@@ -132,10 +129,10 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
 
 
 def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
-    """Return the square root of ``x`` with a gradient of zero at zero, where that of ``sqrt`` is infinite.
+    """Append the square root of ``x`` to the new graph and return its node. Its gradient at zero is zero, where that of
+    ``sqrt`` is infinite.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     none = build.insert_call(aten.eq.Scalar, x, 0)
     root = build.insert_call(aten.sqrt.default, build.insert_call(aten.masked_fill.Scalar, x, none, 1))
     return build.insert_call(aten.masked_fill.Scalar, root, none, 0)
@@ -153,18 +150,18 @@ def _get_highest_value(value: Tensor) -> float:
 def _make_filled_reduction(
     target: Any, number: Callable[[Tensor], float], dim_at: int | None = None
 ) -> Callable[..., Any]:
-    """Return a function that rewrites the reduction ``target`` over rows that a mask selects: it reads a tensor with
-    all rows and the mask, sets the rows that the mask does not select to a number that does not change the result, then
-    reduces.
+    """Return a function that rewrites the reduction ``target`` over rows that a mask selects, with static shapes. It
+    reads a tensor that keeps all rows, sets the rows that the mask does not select to a number that does not change the
+    result, and reduces.
 
-    ``number``: returns that number for a tensor, whose dtype it depends on. ``dim_at``: the position (from 0) of the
-    argument with the dims; ``None`` if there is none.
-    """
+    ``number``: returns that number for a tensor, on whose dtype it depends. ``dim_at``: the position (from 0) of the
+    argument with the dims among the operator's arguments; ``None`` if there is none."""
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
-        """Append the reduction of ``x`` and return its node; ``None`` if it is not over the rows. ``x`` has all rows;
-        those that the mask in ``build.rows[x]`` does not select do not count. ``build``: the rewriter, to whose graph
-        operators are appended. ``args``, ``kwargs``: the further arguments of the reduction."""
+        """Append a reduction of ``x`` to the new graph and return its node; return ``None`` if it does not reduce
+        the dim of rows. ``x`` keeps all rows; only rows that the mask ``build.rows[x]`` selects count. ``build``:
+        the rewriter, which appends operators to the new graph. ``args``, ``kwargs``: the further arguments of the
+        reduction."""
         given = (x, *args)
         dims = None if dim_at is None or dim_at >= len(given) else given[dim_at]
         over = _find_reduced_dims(build, x, kwargs.get("dim", dims))
@@ -177,17 +174,16 @@ def _make_filled_reduction(
 
 def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
     """Return a function that rewrites ``target``, which is ``max`` or ``min`` along a dim, over rows that a mask
-    selects. It reads a tensor with all rows and the mask, sets the rows that the mask does not select to the lowest or
-    highest number, and counts only selected rows in the index that it returns.
+    selects, with static shapes. It reads a tensor that keeps all rows, sets the rows that the mask does not select to
+    the lowest or highest number, and counts only selected rows in the index that it returns.
 
-    ``number``: returns the lowest or highest number of a tensor's dtype.
-    """
+    ``number``: returns the lowest (for ``max``) or highest (for ``min``) number of a tensor's dtype."""
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
-        """Append the extreme of ``x`` along ``dim``, and return the nodes of its value and index; ``None`` if ``dim``
-        is not that of the rows. ``x`` has all rows; only those count that the mask in ``build.rows[x]`` selects.
-        ``build``: the rewriter, to whose graph operators are appended. ``keepdim``: whether the dim stays with size 1.
-        """
+        """Append the maximum or minimum of ``x`` along ``dim`` to the new graph, and return the nodes of its value
+        and its index; return ``None`` if ``dim`` is not the dim of rows. ``x`` keeps all rows; only rows that the
+        mask ``build.rows[x]`` selects count. ``build``: the rewriter, which appends operators to the new graph.
+        ``keepdim``: whether ``dim`` stays with size 1."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
@@ -198,18 +194,18 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
 
 
 def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
-    """Return a function that rewrites ``target``, which is ``argmax`` or ``argmin``, over rows that a mask selects. It
-    reads a tensor with all rows and the mask, sets the rows that the mask does not select to the lowest or highest
-    number, and counts only selected rows in the index that it returns.
+    """Return a function that rewrites ``target``, which is ``argmax`` or ``argmin``, over rows that a mask selects,
+    with static shapes. It reads a tensor that keeps all rows, sets the rows that the mask does not select to the lowest
+    or highest number, and counts only selected rows in the index that it returns.
 
-    ``number``: returns the lowest or highest number of a tensor's dtype.
-    """
+    ``number``: returns the lowest (for ``argmax``) or highest (for ``argmin``) number of a tensor's dtype."""
 
     def rule(build: SelectedRows, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
-        """Append the index of the extreme of ``x`` along ``dim`` and return its node; ``None`` if it is not over the
-        rows. ``x`` has all rows; only those count that the mask in ``build.rows[x]`` selects. ``build``: the rewriter,
-        to whose graph operators are appended. ``keepdim``: whether the dim stays with size 1. Raise
-        :class:`Unselectable` for an index into all elements of several dims."""
+        """Append the index of the maximum or minimum of ``x`` along ``dim`` to the new graph and return its node;
+        return ``None`` if ``dim`` is not the dim of rows. ``x`` keeps all rows; only rows that the mask
+        ``build.rows[x]`` selects count. ``build``: the rewriter, which appends operators to the new graph.
+        ``keepdim``: whether ``dim`` stays with size 1. Raise :class:`Unselectable` for an index into all elements of
+        a tensor of several dims."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         if dim is None and x.meta["val"].dim() != 1:
@@ -222,11 +218,11 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
 
 
 def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
-    """Append and return a node that converts ``place``, indices of rows of ``x``, which has all rows, to the indices
-    that these rows have in the model, which has only those that the mask of ``x`` selects.
+    """Append a node to the new graph that converts ``place``, indices of rows of ``x``, to the indices that these rows
+    have in the original model, and return it. ``x`` keeps all rows, of which the model has only those that the mask
+    ``build.rows[x]`` selects.
 
-    ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph."""
     nth = build.insert_call(aten.sub.Tensor, build.number_selected(build.rows[x].mask), 1)
     flat = build.insert_call(aten.reshape.default, place, [place.meta["val"].numel()])
     found = build.insert_call(aten.index_select.default, nth, 0, flat)
@@ -234,18 +230,18 @@ def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
 
 
 def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
-    """Return a function that rewrites the norm ``target`` over rows that a mask selects: it reads a tensor with all
-    rows and the mask, and sets the rows that the mask does not select to zero. It raises :class:`Unselectable` for a
-    norm of negative order.
+    """Return a function that rewrites the norm ``target`` over rows that a mask selects, with static shapes. It reads a
+    tensor that keeps all rows, and sets the rows that the mask does not select to zero. It raises :class:`Unselectable`
+    for a norm of negative order.
 
-    ``order_at``, ``dim_at``: the positions (from 0) of the norm's order and of its dims among the operator's arguments.
-    """
+    ``order_at``, ``dim_at``: the positions (from 0) of the norm's order and of its dims among the operator's
+    arguments."""
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
-        """Append the norm of ``x`` and return its node; ``None`` if it is not over the rows. ``x`` has all rows; those
-        that the mask in ``build.rows[x]`` does not select do not count. ``build``: the rewriter, to whose graph
-        operators are appended. ``args``, ``kwargs``: the further arguments of the norm."""
+        """Append a norm of ``x`` to the new graph and return its node; return ``None`` if it does not reduce the dim
+        of rows. ``x`` keeps all rows; only rows that the mask ``build.rows[x]`` selects count. ``build``: the
+        rewriter, which appends operators to the new graph. ``args``, ``kwargs``: the further arguments of the norm."""
         order = args[order_at - 1] if len(args) >= order_at else kwargs.get("ord", kwargs.get("p", 2))
         order = 2 if order is None else order
         if _find_reduced_dims(build, x, args[dim_at - 1] if len(args) >= dim_at else kwargs.get("dim")) is None:
@@ -258,14 +254,15 @@ def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., An
 
 
 def _make_softmax_rule(target: Any) -> Callable[..., Any]:
-    """Return a function that rewrites ``target``, softmax or log-softmax, along rows that a mask selects: it reads a
-    tensor with all rows and the mask, and gives the rows that the mask does not select a score of minus infinity."""
+    """Return a function that rewrites ``target``, softmax or log-softmax, along rows that a mask selects, with
+    static shapes. It reads a tensor that keeps all rows, and gives the rows that the mask does not select a score of
+    minus infinity."""
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
-        """Append the softmax of ``x`` along ``dim`` and return its node; ``None`` if ``dim`` is not that of the rows.
-        ``x`` and the result have all rows; in the result, those that the mask in ``build.rows[x]`` does not select are
-        zero. ``build``: the rewriter, to whose graph operators are appended. ``dtype``: the dtype to which ``x`` is
-        cast first; ``None`` for none."""
+        """Append a softmax or log-softmax of ``x`` along ``dim`` to the new graph and return its node; return
+        ``None`` if ``dim`` is not the dim of rows. ``x`` and the result keep all rows; in the result, rows that the
+        mask ``build.rows[x]`` does not select are zero. ``build``: the rewriter, which appends operators to the new
+        graph. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, -math.inf), dim, dtype)
@@ -276,12 +273,11 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
 
 
 def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
-    """Append the running sum of ``x`` along ``dim`` and return its node; ``None`` if ``dim`` is not that of the rows.
-    ``x`` and the result have all rows; those that the mask in ``build.rows[x]`` does not select count as zero. Raise
-    :class:`Unselectable` if the rows are in another order than in the model.
+    """Append the running sum of ``x`` along ``dim`` to the new graph and return its node; return ``None`` if ``dim`` is
+    not the dim of rows. ``x`` and the result keep all rows; rows that the mask ``build.rows[x]`` does not select count
+    as zero. Raise :class:`Unselectable` if the rows are in another order than in the original model.
 
-    ``build``: the rewriter, to whose graph operators are appended. ``kwargs``: further arguments of ``cumsum``.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. ``kwargs``: further arguments of ``cumsum``."""
     if _find_reduced_dims(build, x, dim) is None:
         return None
     if build.rows[x].mask in build.unordered:
@@ -293,18 +289,18 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
-    """Return a function that rewrites a loss over rows that a mask selects: it reads tensors with all rows, computes
-    one term for each element, then reduces the terms of the rows that the mask selects.
+    """Return a function that rewrites the loss operator ``target`` over rows that a mask selects, with static shapes.
+    It reads tensors that keep all rows, computes the loss of each element, and then reduces the losses of the selected
+    rows.
 
-    ``target``: the loss operator. ``position``: the position (from 0) of its argument ``reduction``.
-    """
+    ``position``: the position (from 0) of the operator's argument ``reduction``."""
 
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
-        """Append the loss with the arguments ``args``, ``kwargs`` of the operator, as one term for each element, and
-        its reduction. The tensors among them have all rows; the reduction counts only those that their mask in
-        ``build.rows`` selects. Return the node of the reduced loss, or a tuple of it and the operator's other results
-        if it has any; ``None`` if the loss is not reduced. ``build``: the rewriter, to whose graph operators are
-        appended."""
+        """Append a loss, as one term for each element, and its reduction to the new graph. Tensors among the
+        arguments keep all rows; only rows that their mask in ``build.rows`` selects are reduced. Return the node of
+        the reduced loss, or a tuple of it and the operator's other results if it has any; return ``None`` if the
+        loss is not reduced. ``build``: the rewriter, which appends operators to the new graph. ``args``, ``kwargs``:
+        the arguments of the loss."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:
@@ -322,18 +318,18 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
 
 
 def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
-    """Append the reduction of the loss terms ``terms`` and return its node. ``terms`` has all rows; only those count
-    that the mask in ``build.rows[terms]`` selects. ``reduction``: torch's code; 0 returns ``terms`` itself, 1 is the
-    mean, 2 the sum. ``build``: the rewriter, to whose graph operators are appended."""
+    """Append the reduction of the losses ``terms`` to the new graph and return its node. ``terms`` keeps all rows;
+    only rows that the mask ``build.rows[terms]`` selects count. ``reduction``: torch's code: 0 returns ``terms``
+    itself, 1 gives the mean, 2 the sum. ``build``: the rewriter, which appends operators to the new graph."""
     if reduction == NONE:
         return terms
     return build.apply_operator(aten.sum.default if reduction == SUM else aten.mean.default, terms)
 
 
 def _make_classification_rule(target: Any) -> Callable[..., Any]:
-    """Return a function that rewrites ``target``, a cross entropy or a similar loss, over rows that a mask selects: it
-    reads tensors with all rows and the mask, and gives the rows that the mask does not select the class that the loss
-    ignores."""
+    """Return a function that rewrites ``target``, a cross entropy or a similar loss, over rows that a mask selects,
+    with static shapes. It reads tensors that keep all rows, and gives the rows that the mask does not select the
+    class that the loss ignores."""
 
     def rule(
         build: SelectedRows,
@@ -344,15 +340,14 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
         ignored: int = _IGNORED,
         *more: Any,
     ) -> Any:
-        """Append the loss of the scores ``x`` and the target ``classes`` (class numbers or probabilities), and return
-        its node; ``None`` for probabilities without a reduction. Both have all rows; only those count that the mask in
-        ``build.rows[x]`` selects.
+        """Append a classification loss of the scores ``x`` and the targets ``classes`` (class numbers or probabilities)
+        to the new graph, and return its node; return ``None`` for probabilities without a reduction. Scores and targets
+        keep all rows; only rows that their mask in ``build.rows`` selects count.
 
-        ``build``: the rewriter, to whose graph operators are appended. ``weight``: the weight of each class, or
-        ``None``. ``reduction``: torch's code of the reduction. ``ignored``: the class number that the loss ignores.
+        ``build``: the rewriter, which appends operators to the new graph. ``weight``: the weight of each class, or
+        ``None``. ``reduction``: 0 none, 1 mean, 2 sum. ``ignored``: the class number that the loss ignores.
         ``more``: further arguments of the loss. Raise :class:`Unselectable` if different masks select the rows of
-        scores and classes.
-        """
+        scores and of targets."""
         value: Tensor = classes.meta["val"]
         if value.is_floating_point():
             if reduction == NONE:
@@ -373,12 +368,12 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
 
 
 def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
-    """Rewrite ``broadcast_tensors`` where some of ``operands`` have all rows although the model has only those that one
-    mask selects. Return a tuple of the broadcast nodes, for all of which this mask is recorded.
+    """Rewrite ``broadcast_tensors`` of ``operands`` with static shapes. Some of them keep all rows, of which the
+    original model selects some by one mask. Return a tuple of the broadcast nodes, for all of which this mask is
+    recorded in ``build.rows``.
 
-    Raise :class:`Unselectable` if the operands have different masks, or if the model has all rows of an operand that is
-    not broadcast. ``build``: the rewriter, to whose graph operators are appended.
-    """
+    ``build``: the rewriter, which appends operators to the new graph. Raise :class:`Unselectable` if the operands
+    have different masks, or if an operand without a mask already has all rows."""
     shape = torch.broadcast_shapes(*(o.meta["val"].shape for o in operands))
     wide = []
     for operand in operands:

@@ -46,19 +46,19 @@ _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.arg
 
 @contextmanager
 def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
-    """Return a context for a trace in which masks that are computed by the same operators on the same inputs select the
-    same symbolic number of rows, so that torch can compare the sizes of what they select.
+    """Return a context for tracing a model, in which masks that are computed by the same operators on the same inputs
+    select the same symbolic number of rows. Torch can then compare the sizes of tensors that they select.
 
-    In it, where one of torch's own functions needs a data-dependent number of classes to equal an integer, torch
-    assumes that it does. ``is_users``: returns whether a source file is neither torch's nor this package's.
-    """
+    If one of torch's own functions needs a data-dependent number of classes to equal an integer, torch assumes in
+    this context that it does. ``is_users``: returns whether the source file with a given name is the user's, not
+    torch's or this package's."""
     selections = _Selections(is_users)
     plain = ShapeEnv.evaluate_expr
 
     def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the truth of the symbolic condition ``expr``, as torch's own method does. If it cannot be decided, and
-        one of torch's own functions asks whether a number of classes equals an integer, assume that it does. ``env``:
-        torch's record of symbolic sizes."""
+        """Return the truth of ``expr``, a symbolic condition on sizes, as torch's own method does. If it cannot be
+        decided, and one of torch's own functions asks whether a number of classes equals an integer, assume that it
+        does. ``env``: torch's record of symbolic sizes."""
         try:
             return plain(env, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -72,17 +72,15 @@ def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
 
 
 class _Selections(TorchFunctionMode):
-    """A torch function mode for a trace of forward. It gives masks that are computed in the same way the same symbolic
-    number of selected rows. It also runs functions of torch that read values only for a check, such as
-    ``gaussian_nll_loss``, without the check, because a trace has no values.
+    """A torch function mode for tracing a model. Masks that are computed in the same way select the same symbolic
+    number of rows in it. Functions of torch that read values only for a check, such as ``gaussian_nll_loss``, run
+    without the check, because a trace has no values.
 
-    ``is_users``: returns whether a source file is neither torch's nor this package's.
-    """
+    ``is_users``: returns whether the source file with a given name is the user's, not torch's or this package's."""
 
     def __init__(self, is_users: Callable[[str], bool]) -> None:
-        """Start without known masks. ``is_users``: returns whether a source file is neither torch's nor this
-        package's.
-        """
+        """Start without known masks. ``is_users``: returns whether the source file with a given name is the user's,
+        not torch's or this package's."""
         super().__init__()
         self.is_users = is_users
         self.graph: fx.Graph | None = None  # of the trace that runs
@@ -91,8 +89,8 @@ class _Selections(TorchFunctionMode):
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
     def needs(self, expr: Any) -> bool:
-        """Return whether ``expr``, a symbolic condition of the trace, asks if a data-dependent number of classes equals
-        an integer, on behalf of a function of torch. A comparison by the user's own code does not count."""
+        """Return whether ``expr``, a symbolic condition on sizes, asks if a data-dependent number of classes equals
+        an integer, and one of torch's own functions asks this, not the user's code."""
         sides = expr.args if isinstance(expr, sympy.Eq) else ()
         if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
             return False
@@ -106,9 +104,9 @@ class _Selections(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` and return its result. Selections by a mask share the number of rows of an equal mask, and
-        functions that check values are replaced by forms without the check.
-        """
+        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it selects rows by
+        a mask, their symbolic number is the one of an equal mask. If it checks values, a form without the check runs
+        instead. ``types`` is not used."""
         kwargs = kwargs or {}
         if func in _BY_WHERE:
             return self._by_where(*args, **kwargs)
@@ -129,9 +127,9 @@ class _Selections(TorchFunctionMode):
         return self._by_mask(Tensor.__getitem__, (input, mask), {})
 
     def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func``, which selects rows by a boolean mask among its arguments, and return its result. If a mask with
-        the same values was used before, torch is given the symbolic number of rows that was created for it; otherwise
-        the new number is recorded for later masks."""
+        """Run the torch function ``func``, which selects rows by a boolean mask among its arguments, during a trace,
+        and return its result. If an equal mask was used before, torch gets the symbolic number of rows that was
+        created for it; otherwise the new number is recorded for later masks."""
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
@@ -149,23 +147,22 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _key_of(self, node: fx.Node) -> int:
-        """Return an integer for ``node`` that is equal for nodes of the current trace that compute the same value. If
-        ``node`` is of another trace than in the last call, all records of the last trace are dropped first."""
+        """Return an integer for ``node`` that is equal for nodes of the current trace that compute the same value.
+        If ``node`` belongs to another trace than in the last call, all records of the last trace are dropped first."""
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, Numbers(), {}
         return self.key(node)
 
 
 def _is_unwritten(*nodes: fx.Node) -> bool:
-    """Return whether no operator of the graph writes in place to ``nodes`` or to a value that they are computed
-    from.
-    """
+    """Return whether no operator of the graph writes in place to one of ``nodes`` or to a value from which they are
+    computed."""
     written = {memory_of(to) for other in nodes[0].graph.nodes for to in written_by(other)}
     return not any(written.intersection(map(memory_of, _collect_ancestors(node))) for node in nodes)
 
 
 def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return ``node`` and all nodes that it is computed from."""
+    """Return ``node`` and all nodes from which it is computed, directly or indirectly."""
     seen, waiting = {node}, [node]
     while waiting:
         before = [n for n in waiting.pop().all_input_nodes if n not in seen]
@@ -176,9 +173,9 @@ def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
 
 # -- functions of torch that look at numbers ---------------------------------------------------------------------------
 def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the cross entropy, ``func(input, target, ...)``. If the targets are probabilities of a data-dependent
-    number of rows, average the unreduced terms, because torch's mean checks whether there are any rows.
-    """
+    """Return the cross entropy ``func(input, target, *args, **kwargs)``; ``func`` is torch's own function. If the
+    targets are probabilities of a data-dependent number of rows, average the losses without its reduction, because
+    its mean checks whether there are any rows."""
     plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
     if plain or len(args) > 1:
         return func(input, target, *args, **kwargs)
@@ -186,8 +183,8 @@ def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *
 
 
 def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
-    """Return ``one_hot`` of ``input`` with ``num_classes`` classes. If the number is -1, so that torch would read it
-    from the data, an operator that can be traced computes the result. ``func``: torch's own function."""
+    """Return ``one_hot`` of the class numbers ``input`` with ``num_classes`` classes. If the number is -1, so that
+    torch would read it from the data, use an operator that can be traced. ``func``: torch's own function."""
     if num_classes != -1 or not isinstance(input, FakeTensor):
         return func(input, num_classes)
     made: Tensor = ONE_HOT(input.to(torch.int64))
@@ -197,9 +194,9 @@ def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) 
 def _compute_logsumexp(
     func: Callable[..., Tensor], input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any
 ) -> Tensor:
-    """Return ``logsumexp`` of ``input`` over ``dim``; with ``keepdim`` the dim stays with size 1. If the number of rows
-    depends on the data, it is computed without torch's check whether there are any rows. ``func``: torch's own
-    function."""
+    """Return ``logsumexp`` of ``input`` over ``dim``. If the number of rows depends on the data, compute it without
+    torch's check whether there are any rows. ``func``: torch's own function. ``keepdim``: whether ``dim`` stays with
+    size 1. ``kwargs``: its further arguments."""
     if not _is_open(input) or kwargs:
         return func(input, dim, keepdim=keepdim, **kwargs)
     largest = input.detach().amax(dim, keepdim=True)
@@ -209,8 +206,8 @@ def _compute_logsumexp(
 
 
 def _gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, var: Any, **kwargs: Any) -> Tensor:
-    """Return ``gaussian_nll_loss`` of ``input``, ``target`` and the variances ``var`` without torch's check for
-    negative variances; these give a loss of NaN. ``func``: torch's own function."""
+    """Return ``gaussian_nll_loss`` of ``input``, ``target`` and the variances ``var``, without torch's check for
+    negative variances; these give a loss of NaN. ``func``: torch's own function. ``kwargs``: its further arguments."""
     if isinstance(var, Tensor):
         var = torch.where(var < 0, torch.nan, var)
     with mock.patch.object(torch, "any", return_value=False):

@@ -19,9 +19,8 @@ _END = {"slice": 3, "slice_copy": 3, "slice_scatter": 4}  # the position of an a
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the name of a node's operator without its overload, such as ``add``; an operator of this project as
-    ``partition::name``.
-    """
+    """Return the name of the operator of ``node`` without its overload, such as ``add``; ``partition::name`` for an
+    operator of this project."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return str(getattr(target, "__name__", target))
@@ -29,11 +28,10 @@ def operator_name(node: fx.Node) -> str:
 
 
 def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None:
-    """Return a dict from each node of ``main``'s graph to the corresponding node of ``other``'s graph.
+    """Return a dict from each node of the graph of ``main`` to the corresponding node of the graph of ``other``.
 
-    The two graphs are those of one model for two batch sizes. Return ``None`` if they do not have the same operators,
-    connected in the same way.
-    """
+    ``main``, ``other``: one model captured for two batch sizes. Return ``None`` if their graphs do not have the same
+    operators, connected in the same way."""
     ours, theirs = list(main.graph.nodes), list(other.graph.nodes)
     if len(ours) != len(theirs):
         return None
@@ -50,11 +48,11 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
 
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:
     """Return whether an argument of the operator ``node`` depends on the batch size, such as the factor ``1 / batch``
-    of a mean. If so, the graph for this batch size gives other results for a smaller batch that is padded to it.
+    of a mean. If so, the graph for this batch size gives other results for a smaller batch that is padded to it than
+    the graph for the smaller batch.
 
-    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result do
-    not count.
-    """
+    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result
+    do not count."""
     name, end = operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):
         return False
@@ -76,7 +74,8 @@ def _is_random(name: str) -> bool:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Return whether ``a`` and ``b``, arguments of an operator, differ; nodes, also in lists, never differ."""
+    """Return whether ``a`` and ``b``, arguments of the same operator in two graphs, differ. Graph nodes, also in
+    lists, count as equal."""
     if isinstance(a, fx.Node) or isinstance(b, fx.Node):
         return False  # operands are compared as nodes
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -85,13 +84,13 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def shapes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """Return a tuple with the shape of each result of a node."""
+    """Return a tuple with the shape of each result of the operator ``node``."""
     return tuple(tuple(result.shape) for result in results_of(node))
 
 
 def is_prefix(whole: Tensor, part: Tensor) -> bool:
-    """Return whether ``part`` equals the first part of ``whole`` along each dim: whether the two tensors are equal in
-    the indices that both have."""
+    """Return whether the tensors ``whole`` and ``part`` have equal numbers of dims, and equal elements at all
+    indices that exist in both, as a table of positions and a longer one have."""
     if whole.dim() != part.dim():
         return False
     common = tuple(slice(min(a, b)) for a, b in zip(whole.shape, part.shape, strict=True))

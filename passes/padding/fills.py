@@ -27,16 +27,16 @@ _ONE = frozenset(("bitwise_or", "logical_or", "__or__"))
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return whether each element of the node's result depends on one element of each operand."""
+    """Return whether ``node`` is a pointwise operator with one result: each element of the result depends on one
+    element of each operand."""
     return operator_name(node) in POINTWISE and not isinstance(node.meta["val"], tuple | list)
 
 
 def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
-    """Return the number that a pointwise operator computes from one number of each operand; ``None`` if it is not
-    known.
+    """Return the number that the pointwise operator ``node`` computes from one number of each operand, such as the
+    number in their padded elements; ``None`` if it is not known.
 
-    ``numbers``: the number of each operand of ``node``, in order; ``None`` for one that is not known.
-    """
+    ``numbers``: one number for each operand of ``node``, in order; ``None`` for one that is not known."""
     name, operands = operator_name(node), operands_of(node)
     known = dict(zip(operands, numbers, strict=True))
     if name == "where" and len(node.args) == 3:
@@ -57,17 +57,17 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
 
 
 def _number_of(argument: Any, known: dict[fx.Node, float | None]) -> float | None:
-    """Return the number that every element of an operator's ``argument`` has: the argument itself if it is a number, or
-    the entry of ``known`` if it is a node; ``None`` if it is neither or has no entry. ``known``: for each operand node,
-    the number of its elements that are considered (such as padded ones); ``None`` if unknown."""
+    """Return the number that ``argument``, an argument of an operator, stands for: the argument itself if it is a
+    number; ``known[argument]`` if it is a node; ``None`` if that is not known. ``known``: for each operand node, the
+    number in some of its elements, such as the padded ones; ``None`` if unknown."""
     if isinstance(argument, fx.Node):
         return known.get(argument)
     return float(argument) if isinstance(argument, bool | int | float) else None
 
 
 def _evaluate(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
-    """Return the number that the pointwise operator ``node`` computes from one number of each operand; ``None`` if it
-    cannot be computed. ``numbers``: these numbers in the order of the operands."""
+    """Return the number that the pointwise operator ``node`` computes from one number of each operand; ``None`` if
+    it cannot be computed. ``numbers``: one number for each operand, in order."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     tensors: list[Any] = [
         torch.tensor(number, dtype=get_meta_tensor(operand).dtype)

@@ -25,12 +25,13 @@ Fills = Mapping[str, float | None]  # path of an input -> the number in its new 
 
 @dataclass(frozen=True)
 class AxisPadding:
-    """How inputs are padded along one axis of the batch (samples or positions) so that results do not change.
+    """How the inputs of a model can be padded along one axis of the batch (samples or positions) so that results do not
+    change.
 
-    ``fills``: path of an input -> the number in its new elements (``None``: a copy of the last element). ``outputs``:
-    path of an output -> (the dim that grows with the batch, by how much its size exceeds that of the batch). ``fault``:
-    the reason why no padding leaves the results unchanged; empty if one does.
-    """
+    ``fills``: path of an input, such as ``input_ids`` -> the number in its new elements (``None``: a copy of the
+    last element). ``outputs``: path of an output -> (the dim that grows with the batch, by how many elements its
+    size exceeds that of the batch). ``fault``: the reason why no padding leaves the results unchanged; empty if one
+    does."""
 
     fills: dict[str, float | None] = field(default_factory=dict)
     outputs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -38,13 +39,13 @@ class AxisPadding:
 
 
 def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], sizes: Sizes) -> AxisPadding:
-    """Return how the inputs of a model in normal form can be padded along one axis of the batch (samples or positions)
-    so that the real elements of every output, the loss, and every update of a buffer are those without padding.
+    """Return how the inputs of a model can be padded along one axis of the batch (samples or positions) so that the
+    loss, every update of a buffer, and the elements of every output that belong to the original batch are those without
+    padding.
 
-    ``main``, ``other``: the model captured for two batch sizes along this axis. ``sizes``: these two sizes. ``dims``:
-    path of an input -> the index of its dim along the axis. The padding is correct for every value of the weights, so
-    gradients are unchanged, too.
-    """
+    ``main``, ``other``: the model, in normal form, captured for two batch sizes along this axis. ``dims``: path of
+    an input -> the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along the axis. The
+    padding is correct for every value of the weights, so gradients are unchanged, too."""
     pairs = pair_nodes(main, other)
     if pairs is None:
         return AxisPadding(
@@ -65,10 +66,9 @@ class _Axis:
     """A candidate way to pad the model's inputs along one axis of the batch (samples or positions). The graph is
     followed with it to find out whether results change.
 
-    ``dims``: path of an input -> the index of its dim along the axis. ``fills``: path of an input -> the number in its
-    new elements (``None``: a copy of the last element). ``sizes``: the sizes of the axis in the two captured graphs of
-    the model.
-    """
+    ``dims``: path of an input -> the index of its dim along the axis. ``fills``: path of an input -> the number in
+    its new elements (``None``: a copy of the last element). ``sizes``: the two batch sizes, in elements along the
+    axis, for which the model was captured."""
 
     dims: Mapping[str, int]
     fills: Fills
@@ -78,12 +78,11 @@ class _Axis:
 def _follow_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis
 ) -> dict[fx.Node, Values]:
-    """Return, for each node of the graph of ``main``, a tuple with a description of each of its results, if the model's
-    inputs are padded: which dims grow, and which numbers padded elements have.
+    """Return a dict: each node of the graph of ``main`` -> a tuple with one description for each of its results, of
+    what padding the model's inputs does to it: which dims grow, and which numbers padded elements have.
 
-    ``other``: the model's graph for another batch size. ``pairs``: node of ``main`` -> node of ``other`` that does the
-    same. ``axis``: the padding of the inputs.
-    """
+    ``main``, ``other``: the model captured for two batch sizes. ``pairs``: node of ``main`` -> the same node of
+    ``other``. ``axis``: the padding of the inputs."""
     values: dict[fx.Node, Values] = {}
     paths = {i.value: i.path for i in main.inputs}
     for node, partner in pairs.items():
@@ -99,12 +98,11 @@ def _follow_graph(
 
 
 def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
-    """Return a tuple with a description of each result of the operator ``node``, if the model's inputs are padded:
-    which dims grow, and which numbers padded elements have.
+    """Return a tuple with one description for each result of the operator ``node``, of what padding the model's inputs
+    does to it: which dims grow, and which numbers padded elements have.
 
-    ``partner``: the same operator in the graph for the other batch size. ``values``: the descriptions of the results of
-    earlier nodes. ``sizes``: the two batch sizes.
-    """
+    ``partner``: the same operator in the graph for another batch size. ``values``: the descriptions of the results
+    of earlier nodes. ``sizes``: the batch sizes of the two graphs, in elements along the padded axis."""
     if operator_name(node) == "getitem":
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -121,8 +119,9 @@ def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Value
 
 
 def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
-    """Return a description of the input with the placeholder ``node`` and the path ``path`` if the inputs are padded as
-    ``axis`` says: which dims grow with the batch, and which number the new elements have."""
+    """Return a description of a model input under padding: which dims grow with the batch, and which number the new
+    elements have. ``node``: its placeholder. ``path``: its path in the arguments of the model. ``axis``: how the
+    inputs are padded."""
     value = plain_value(shapes_of(node)[0])
     if path not in axis.dims:
         return value
@@ -130,12 +129,12 @@ def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
 
 
 def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> PaddedValue:
-    """Return a description of the parameter, buffer or constant ``name`` if the inputs are padded as ``axis`` says.
+    """Return a description of the parameter, buffer or constant ``name`` under padding: which dims grow with the batch
+    size, and its fault, if it has one.
 
-    It gets a fault (a reason why padding may change results) if its value depends on the batch size. A constant that is
-    the first part of a larger one, such as a table by position, has no fault. ``main``, ``other``: the model's graphs
-    for two batch sizes.
-    """
+    It has a fault (a reason why padding may change results) if its value depends on the batch size. A constant that
+    is the first part of a larger one, such as a table by position, has no fault. ``main``, ``other``: the model
+    captured for two batch sizes. ``axis``: how the inputs are padded."""
     shape, theirs = main.states[name].spec.shape, other.states[name].spec.shape
     if shape == theirs:
         same = name not in main.constants or torch.equal(main.constants[name], other.constants[name])
@@ -148,12 +147,11 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> 
 
 
 def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
-    """Yield descriptions of the values of ``main`` that padding must not change: the loss, new values of buffers, and
-    outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
+    """Yield descriptions, under padding, of the values of ``main`` that padding must not change: the loss, new values
+    of buffers, and outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
 
-    ``values``: the description of each node's results under padding. If the loss has a dim that grows with the batch,
-    it is yielded a second time, with a fault, because padding would add terms to it.
-    """
+    ``main``: the captured model. ``values``: node -> descriptions of its results under padding. If the loss has a
+    dim that grows with the batch, it is yielded a second time, with a fault, because padding would add terms to it."""
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
     yield from (by_name[n] for n in names if n is not None)
@@ -163,9 +161,9 @@ def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[P
 
 
 def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[str, tuple[int, int]]:
-    """Return a dict from the path of an output of ``main`` to (the dim that grows with the batch, by how much its size
-    exceeds that of the batch). Outputs that do not grow are left out. ``values``: the description of each node's
-    results under padding."""
+    """Return a dict: path of an output of the model ``main`` -> (the dim that grows with the batch, by how many
+    elements its size exceeds that of the batch). Outputs that do not grow are left out. ``values``: node ->
+    descriptions of its results under padding."""
     by_name = {node.name: found[0] for node, found in values.items()}
     found: dict[str, tuple[int, int]] = {}
     for output in main.outputs:
@@ -179,13 +177,12 @@ def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[
 
 
 def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
-    """Yield the choices of numbers for the new elements of the padded inputs of ``main``, as dicts from the path of an
-    input to its number, in the order in which they should be tried.
+    """Yield the candidates for the numbers in the new elements of padded inputs of the model ``main``, in the order in
+    which they should be tried. Each is a dict: path of an input -> number (``None``: a copy of the last element).
 
-    Every input is first a copy of its last element (``None``). Then integer inputs that the graph compares with a
-    number that marks ignored elements, such as -100, get this number, and other inputs zero. ``dims``: path of an input
-    -> the dim that is padded; other inputs are left out.
-    """
+    All inputs are first padded with copies. Then integer inputs that the graph compares with a number that marks
+    ignored elements, such as -100, get this number, and other inputs zero. ``dims``: path of each input that is
+    padded -> the index of its padded dim."""
     inputs = {i.value: i for i in main.inputs if i.path in dims}
     options: list[list[float | None]] = []
     for node in main.graph.nodes:
@@ -207,8 +204,8 @@ _PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
 
 
 def _find_ignored(source: fx.Node) -> Iterator[float]:
-    """Yield the numbers that mark ignored elements of an input, such as -100 for targets: those with which the graph
-    compares the input in order to leave elements out. ``source``: the input's placeholder."""
+    """Yield the numbers with which the graph compares an input in order to leave out elements that have them, such
+    as -100 for targets. ``source``: the input's placeholder, or a view or cast of it."""
     for reader in source.users:
         name = operator_name(reader) if reader.op == "call_function" else ""
         if name in _PASSED:

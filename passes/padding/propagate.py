@@ -40,12 +40,11 @@ Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 def propagate_padding(
     node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return a tuple with a description of each result of the operator ``node``, if the batch is padded along one axis
-    (samples or positions): which dims grow, and which numbers padded elements have.
+    """Return a tuple with one description for each result of the operator ``node``, of what padding the batch along one
+    axis (samples or positions) does to it: which dims grow, and which numbers padded elements have.
 
-    ``operands``: the descriptions of the operands. ``other_shapes``: the shapes of the results in the model's graph for
-    another batch size. ``sizes``: the batch sizes of the two graphs.
-    """
+    ``operands``: the descriptions of the operands. ``other_shapes``: the shapes of the results in the model's graph
+    for another batch size. ``sizes``: the batch sizes of the two graphs, in elements along the axis."""
     shapes = shapes_of(node)
     if not any(o.grows or o.fault for o in operands) and list(shapes) == list(other_shapes):
         return (_describe_plain(node, operands),) if len(shapes) == 1 else tuple(plain_value(s) for s in shapes)
@@ -62,22 +61,22 @@ def propagate_padding(
 
 
 def _explain(node: fx.Node, what: str) -> str:
-    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: the operator of ``node``, its
-    location, and ``what`` it does."""
+    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: the name and the location
+    of the operator ``node``, and ``what``, words for what it does."""
     return f"{operator_name(node)} at {format_node_location(node)} {what}"
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return the description of the first result of the operator ``node``, whose operands and result do not depend on
-    the batch size. ``operands``: the descriptions of the operands."""
+    """Return the description, under padding, of the first result of the operator ``node``, whose operands and result
+    do not depend on the batch size. ``operands``: the descriptions of the operands."""
     value = plain_value(shapes_of(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Return whether the description ``value`` of a tensor fits its shape at both batch sizes: for each dim, the sizes
-    of the parts that describe it (a flattened dim has several) must multiply to the dim's size. ``shape``, ``other``:
-    the shapes of the tensor in the model's graphs for the two batch sizes ``sizes``."""
+    """Return whether ``value``, the description of a tensor under padding, fits the tensor's shapes at two batch
+    sizes: for each dim, the sizes of the parts that make it up (a flattened dim has several) must multiply to the
+    dim's size. ``shape``, ``other``: the shapes of the tensor in the model's graphs for the batch sizes ``sizes``."""
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -89,9 +88,9 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """Return the number that every element of the result of the operator ``node`` has, padded or not; ``None`` if
-    elements may differ or it is not known. ``operands``: descriptions of the operands, which may have such a number
-    (``uniform``)."""
+    """Return the number that all elements of the result of the operator ``node`` have, padded or not; ``None`` if
+    they may differ or it is not known. ``operands``: descriptions of the operands, which say which number all their
+    elements have, if there is one."""
     name = operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")
@@ -116,14 +115,13 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 def _by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return a tuple with a description of each result of the operator ``node`` if the batch is padded: which dims
-    grow, and which numbers padded elements have. It follows from the operator's sharding rule, which names its loop
-    dimensions (factors) and says which dims of operands and results run over each. A result gets a fault (a reason why
-    real elements may change) if the operator mixes padded elements with others.
+    """Return a tuple with one description for each result of the operator ``node``, of what padding the batch does to
+    it: which dims grow, and which numbers padded elements have. It follows from the operator's sharding rule, which
+    names its loop dimensions (factors) and says over which of them each dim of its tensors runs. A result gets a fault
+    (a reason why elements of the original batch may change) if the operator mixes padded elements with others.
 
-    ``operands``: the descriptions of the operands. ``others``: the shapes of the results in the graph for another batch
-    size. ``sizes``: the two batch sizes.
-    """
+    ``operands``: the descriptions of the operands. ``others``: the shapes of the results in the graph for another
+    batch size. ``sizes``: the two batch sizes, in elements along the padded axis."""
     shapes, fault = shapes_of(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
     if rule is None:
@@ -149,10 +147,10 @@ def _by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """Return a dict from the name of each factor (a loop dimension of an operator, such as ``b``) of one operand to the
-    tuple of the parts (size, and whether it grows with the batch) that make it up; ``None`` if sizes do not fit or a
-    growing part would be cut. ``value``: the operand's description, with the parts of each dim. ``dims``: the factors
-    of each dim of the operand. ``sizes``: the size of each factor."""
+    """Return a dict from each factor (a named loop dimension of an operator) of one operand to the tuple of the
+    parts that make it up, each with a size, and whether it grows with the batch. Return ``None`` if sizes do not fit
+    or a growing part would be cut. ``value``: the description of the operand under padding, with the parts of each
+    dim. ``dims``: for each dim of the operand, the names of its factors. ``sizes``: name of a factor -> its size."""
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
         if not any(p.grows for p in parts):
@@ -166,12 +164,11 @@ def _map_factors(
 
 
 def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
-    """Return whether an operand, such as attention weights under a causal mask, is zero wherever its key index exceeds
-    its query index, so that a sum over keys adds nothing from padded keys for a real query. ``value``: the operand's
-    description. ``factor``: the operator's loop dimension over keys, which is summed over.
-
-    ``operand``: the operand's index, from 0. ``rule``: which dims of operands and results run over each loop dimension.
-    """
+    """Return whether an operand, such as attention weights under a causal mask, is zero wherever the key index
+    exceeds the query index. An operator that sums over keys then adds nothing from padded keys to a query of the
+    original batch. ``value``: the description of the operand under padding. ``rule``: the operator's sharding rule,
+    which says over which loop dimensions dims run. ``operand``: the index of the operand, from 0. ``factor``: the
+    name of the loop dimension over keys, which is summed over."""
     if value.causal is None or value.causal[2] != 0:
         return False
     (query, key), dims = value.causal[:2], rule.operands[operand]
@@ -183,12 +180,13 @@ def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor
 def _check_entrywise(
     node: fx.Node, rule: OpFactors, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> str:
-    """Return in words why the operator ``node`` mixes padded elements with others; empty if it does not, because it
-    works element by element along the dims that grow, or the padded elements that it adds up are zero.
+    """Return a text that says why the operator ``node`` mixes padded elements with others. It is empty if it does not
+    mix them, because it works element by element along the dims that grow, or the padded elements that it sums are
+    zero.
 
-    ``rule``: the operator's sharding rule by factors (named loop dimensions). ``held``: for each operand, a dict from
-    factor to the parts (size, whether it grows) of its dims. ``operands``: the operands' descriptions.
-    """
+    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``held``: for each operand, a dict
+    from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the descriptions
+    of the operands under padding."""
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
     for factor in {f for of in held for f, parts in of.items() if any(p.grows for p in parts)}:
@@ -211,13 +209,13 @@ def _build_result(
     other: Sequence[int],
     sizes: Sizes,
 ) -> PaddedValue:
-    """Return the description (which dims grow with the batch, which numbers padded elements have) of the result number
-    ``index`` (from 0) of the operator ``node`` if the batch is padded.
+    """Return the description, under padding, of one result of the operator ``node``: which dims grow with the batch,
+    and which numbers padded elements have. ``index``: the index of the result, from 0.
 
-    ``rule``: the operator's sharding rule by factors (named loop dimensions). ``held``: for each operand, a dict from
-    factor to the parts (size, whether it grows) of its dims. ``operands``: the descriptions of the operands. ``other``:
-    the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes.
-    """
+    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``held``: for each operand, a dict
+    from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the descriptions
+    of the operands. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch
+    sizes, in elements along the padded axis."""
     known: dict[str, Parts] = {}
     for of in held:
         known |= {f: parts for f, parts in of.items() if f not in known or any(p.grows for p in parts)}
@@ -251,9 +249,9 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
-    """Return the description of a dim of the result of ``node`` along which no operand grows with the batch. It grows
-    only if ``node`` is a ``slice`` from index 0, as long as the batch, of a longer dim, such as a table of positions.
-    ``size``, ``other``: the dim's sizes in the graphs for the two batch sizes ``sizes``."""
+    """Return the description of a dim of the result of ``node`` along which no operand grows with the batch. The dim
+    grows only if ``node`` is a ``slice`` from index 0, as long as the batch, of a longer dim, such as a table of
+    positions. ``size``, ``other``: the sizes of the dim in the graphs for the two batch sizes ``sizes``."""
     created = find_created_part(size, other, sizes)
     first = operator_name(node) == "slice" and not get_node_argument(node, "start")
     return created if first and created is not None else Part(size)
@@ -262,13 +260,12 @@ def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Pa
 def _find_fill(
     node: fx.Node, factor: str, index: int, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> float | None:
-    """Return the number in the padded elements of a result of the operator ``node`` along one part of one dim; ``None``
-    if it is not known or they differ.
+    """Return the number in the padded elements of a result of the operator ``node`` along one part of one dim (a
+    flattened dim has several parts); ``None`` if it is not known or they differ.
 
-    ``factor``: the loop dimension of the operator that the dim belongs to, and ``index`` (from 0) one of its parts, of
-    which a flattened dim has several. ``held``: for each operand, a dict from factor to the parts of its dims.
-    ``operands``: the descriptions of the operands.
-    """
+    ``factor``: the loop dimension of the operator over which the dim runs. ``index``: the index of the part, from 0.
+    ``held``: for each operand, a dict from factor to the parts of its dims. ``operands``: the descriptions of the
+    operands under padding."""
     name = operator_name(node)
     numbers = [
         of[factor][index].fill if index < len(of.get(factor, ())) else value.uniform
@@ -284,12 +281,12 @@ def _find_fill(
 def _with_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """Return ``value``, the description of the result of the operator ``node`` under padding, with what is known of its
-    elements from their indices. For example, ``arange`` makes indices, and a comparison of two index tensors makes a
-    causal mask.
+    """Return ``value``, the description of the result of the operator ``node`` under padding, extended by what its
+    elements' indices tell. For example, the elements of an ``arange`` are indices, and a comparison of two such tensors
+    makes a causal mask.
 
-    ``rule``: which dims of operands and results are one loop. ``operands``: the descriptions of the operands.
-    """
+    ``rule``: the operator's sharding rule, which says which dims of operands and results run over the same loop.
+    ``operands``: the descriptions of the operands."""
     name = operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
         return replace(value, lowest=float(start), counts=0 if start == 0 else None)
@@ -324,10 +321,10 @@ def _with_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return the result (1 for true, 0 for false) of comparing a distance with ``number`` if it is the same for every
-    key behind its query; otherwise ``None``. ``name``: the comparison: ``lt``, ``le``, ``gt`` or ``ge``. ``sign``: 1 if
-    the distance is key index minus query index (at least 1 for such keys), -1 if it is query minus key index (at most
-    -1)."""
+    """Return the result (1 for true, 0 for false) of comparing the distance of a key from a query with ``number``,
+    if it is the same for all keys behind the query; otherwise ``None``. ``name``: the comparison: ``lt``, ``le``,
+    ``gt`` or ``ge``. ``sign``: 1 if the distance is key index minus query index (1 or more for such keys), -1 if it
+    is query index minus key index (-1 or less)."""
     if not isinstance(number, int | float):
         return None
     if sign < 0:  # as of the distance with its sign turned
@@ -343,11 +340,11 @@ ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge":
 def _combine_causal(
     node: fx.Node, operands: Sequence[PaddedValue], homes: Sequence[Mapping[int, int]]
 ) -> Causal | None:
-    """Return (dim of queries, dim of keys, number) if the result of the pointwise operator ``node`` has one known
-    number at every element whose key index is larger than its query index, as a causal mask has; otherwise ``None``.
+    """Return (dim of queries, dim of keys, number) if the result of the pointwise operator ``node`` has the same known
+    number at every element whose key index exceeds its query index, as a causal mask has; otherwise return ``None``.
 
-    ``operands``: the descriptions of the operands. ``homes``: for each operand, a dict from its dims to the result's.
-    """
+    ``operands``: the descriptions of the operands under padding. ``homes``: for each operand, a dict: dim of the
+    operand -> dim of the result."""
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
         if pair is not None:
@@ -360,8 +357,8 @@ def _combine_causal(
 
 
 def _is_short(node: fx.Node) -> bool:
-    """Return whether the cast ``node`` gives a dtype, such as bfloat16, in which larger indices are not exact, so that
-    elements that were indices no longer are."""
+    """Return whether the cast ``node`` gives a dtype, such as bfloat16, in which large integers are not exact, so
+    that its elements can no longer be taken for indices."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
 
@@ -371,10 +368,10 @@ def _start_of(node: fx.Node) -> Any:
 
 
 def _map_dims(rule: OpFactors, operand: int) -> dict[int, int]:
-    """Return dim of an operand -> dim of the first result, for the dims that are the same loop of the operator.
+    """Return a dict: dim of an operand -> dim of the first result that runs over the same loop of the operator.
 
-    ``operand``: the operand's index, from 0. ``rule``: which dims of operands and results are one loop.
-    """
+    ``rule``: the operator's sharding rule, which says over which loop dimensions dims run. ``operand``: the index of
+    the operand, from 0."""
     homes = {factors: d for d, factors in enumerate(rule.results[0]) if factors}
     return {d: homes[factors] for d, factors in enumerate(rule.operands[operand]) if factors in homes}
 
@@ -384,9 +381,9 @@ def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
-    """Convert ``pair``, (dim of queries, dim of keys, number) of an operand, to the dims of the operator's result, and
-    return it; ``None`` if it is ``None`` or the result lacks one of the dims. ``to``: dim of the operand -> dim of the
-    result."""
+    """Return ``pair``, which is (dim of queries, dim of keys, number) of an operand, with the dims of the operator's
+    result instead; ``None`` if it is ``None`` or the result lacks one of the dims. ``to``: dim of the operand -> dim
+    of the result."""
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]
@@ -396,10 +393,10 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``slice`` node ``node`` (which dims grow, which numbers
-    padded elements have); ``None`` if the sliced dim does not grow. ``operands``: the same of the operands. The result
-    has a fault (a reason why real elements may change) if the slice has a step or a tensor as bound, or cuts a
-    flattened dim."""
+    """Return what padding the batch does to the result of the ``slice`` node ``node``, as a description of which
+    dims grow and which numbers padded elements have; ``None`` if the sliced dim does not grow. ``operands``: such
+    descriptions of the operands. The result has a fault (a reason why elements of the original batch may change) if
+    the slice has a step or a tensor as bound, or cuts a flattened dim."""
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -417,9 +414,10 @@ def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
 
 
 def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``constant_pad_nd`` node ``node`` (which dims grow, which
-    numbers padded elements have), never ``None``. ``operands``: the same of the operand. The result has a fault (a
-    reason why real elements may change) if the node writes other numbers behind the elements that pad the batch."""
+    """Return what padding the batch does to the result of the ``constant_pad_nd`` node ``node``, as a description of
+    which dims grow and which numbers padded elements have. ``operands``: such a description of the operand. The
+    result has a fault (a reason why elements of the original batch may change) if the node writes other numbers
+    behind the elements that pad the batch."""
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
     number = get_node_argument(node, "value", 0)
@@ -447,9 +445,10 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cat`` node ``node`` (which dims grow, which numbers
-    padded elements have); ``None`` if no operand grows along the joined dim. ``operands``: the same of the operands.
-    The result has a fault (a reason why real elements may change) if another operand than the last grows along it."""
+    """Return what padding the batch does to the result of the ``cat`` node ``node``, as a description of which dims
+    grow and which numbers padded elements have; ``None`` if no operand grows along the joined dim. ``operands``:
+    such descriptions of the operands. The result has a fault (a reason why elements of the original batch may
+    change) if another operand than the last grows along this dim."""
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -463,9 +462,10 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``select`` node ``node`` (which dims grow, which numbers
-    padded elements have); ``None`` if its dim does not grow. ``operands``: the same of the operands. The result has a
-    fault (a reason why real elements may change) unless index 0 is selected; others may be those of padded elements."""
+    """Return what padding the batch does to the result of the ``select`` node ``node``, as a description of which
+    dims grow and which numbers padded elements have; ``None`` if the dim of the selected index does not grow.
+    ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the original
+    batch may change) unless index 0 is selected, because another index may be that of a padded element."""
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -476,9 +476,10 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node`` (which dims grow, which
-    numbers padded elements have); ``None`` if its dim does not grow. ``operands``: the same of the operands. The result
-    has a fault (a reason why real elements may change) unless the written slice reaches the end of the dim."""
+    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node``, as a description of
+    which dims grow and which numbers padded elements have; ``None`` if the written dim does not grow. ``operands``:
+    such descriptions of the operands. The result has a fault (a reason why elements of the original batch may
+    change) unless the written slice reaches the end of the dim."""
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -494,10 +495,10 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``select_scatter`` node ``node`` (which dims grow, which
-    numbers padded elements have); ``None`` if its dim does not grow. ``operands``: the same of the operands. The result
-    has a fault (a reason why real elements may change) unless index 0 is written; others may be those of padded
-    elements."""
+    """Return what padding the batch does to the result of the ``select_scatter`` node ``node``, as a description of
+    which dims grow and which numbers padded elements have; ``None`` if the written dim does not grow. ``operands``:
+    such descriptions of the operands. The result has a fault (a reason why elements of the original batch may
+    change) unless index 0 is written, because another index may be that of a padded element."""
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -507,9 +508,10 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node`` (which dims grow,
-    which numbers padded elements have); ``None`` if the dim along which it works does not grow. ``operands``: the same
-    of the operands. Padded elements come last along this dim, so the results of real ones do not depend on them."""
+    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node``, as a description
+    of which dims grow and which numbers padded elements have; ``None`` if the dim along which it works does not
+    grow. ``operands``: such descriptions of the operands. Padded elements come last along this dim, so results for
+    elements of the original batch do not depend on them."""
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -521,9 +523,10 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``gather`` node ``node`` (which dims grow, which numbers
-    padded elements have), never ``None``. ``operands``: the same of source and index. The result has a fault (a reason
-    why real elements may change) if the read dim of the source grows, unless each element reads its own position."""
+    """Return what padding the batch does to the result of the ``gather`` node ``node``, as a description of which
+    dims grow and which numbers padded elements have. ``operands``: such descriptions of source and index. The result
+    has a fault (a reason why elements of the original batch may change) if the dim along which it reads grows,
+    unless each element reads its own position."""
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
     fault, itself = x.fault or index.fault, False
@@ -548,9 +551,9 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return the description, under padding, of the result of the ``where`` node ``node`` if its condition is known to
-    be true everywhere or false everywhere: that of the operand which is then chosen. Otherwise, return ``None``.
-    ``operands``: the descriptions of the operands."""
+    """Return what padding the batch does to the result of the ``where`` node ``node``, if its condition is known to
+    be true everywhere or false everywhere: the description of the operand that is then chosen. Otherwise return
+    ``None``. ``operands``: the descriptions of the operands under padding."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -560,10 +563,10 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``softmax`` node ``node`` (which dims grow, which numbers
-    padded elements have); ``None`` if the dim of the softmax does not grow. ``operands``: the same of the operand. The
-    result has a fault (a reason why real elements may change) unless padded elements have very low scores or are hidden
-    by a causal mask."""
+    """Return what padding the batch does to the result of the ``softmax`` node ``node``, as a description of which
+    dims grow and which numbers padded elements have; ``None`` if the dim of the softmax does not grow. ``operands``:
+    such a description of the operand. The result has a fault (a reason why elements of the original batch may
+    change) unless padded elements have scores of -1e30 or less, or are hidden by a causal mask."""
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -579,10 +582,11 @@ def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return what padding the batch does to the result of the attention ``node`` (which dims grow, which numbers padded
-    elements have). ``operands``: the same of queries, keys, values and, if given, mask or document ids. The result has
-    a fault (a reason why real elements may change) unless padded keys get no weight: the mask hides them, or it is
-    causal and they are behind every real query."""
+    """Return what padding the batch does to the result of the attention ``node``, as a description of which dims
+    grow and which numbers padded elements have. ``operands``: such descriptions of queries, keys, values and, if
+    there are any, mask or document ids. The result has a fault (a reason why elements of the original batch may
+    change) unless padded keys get no weight: the mask hides them, or it is causal and they come after every query of
+    the original batch."""
     query, key, value, *masks = operands
     rank = len(query.dims)
     fault = next((o.fault for o in operands if o.fault), "")
@@ -611,16 +615,16 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _fits_rows(ids: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether document ids ``[batch, positions]`` grow with the batch in the same dims as queries and keys do:
-    dim 0 as the batch dim of the queries, dim 1 as the positions of the keys. ``ids``, ``query``, ``key``: descriptions
-    of these tensors under padding."""
+    """Return whether document ids ``[batch, positions]`` grow with the batch like the queries and keys of the
+    attention that reads them: dim 0 like the batch dim of the queries, dim 1 like the positions of the keys.
+    ``ids``, ``query``, ``key``: descriptions of these tensors under padding."""
     pairs = zip(ids.dims, (query.dims[0], key.dims[-2]), strict=True)
     return all([p.kind for p in own if p.grows] == [p.kind for p in of if p.grows] for own, of in pairs)
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do. ``mask``,
-    ``query``, ``key``: descriptions of these tensors under padding."""
+    """Return whether the dims of an attention mask grow with the batch exactly where the dims of the attention
+    scores do. ``mask``, ``query``, ``key``: descriptions of these tensors under padding."""
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
@@ -630,9 +634,9 @@ def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> boo
 
 
 def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
-    """Return, for each dim of an attention's result but the last two (such as batch and heads), the tuple of parts that
-    describe it (sizes, and whether they grow with the batch); ``None`` if it grows differently in queries, keys and
-    values. ``operands``: descriptions of these three under padding."""
+    """Return, for each dim of an attention's result except the last two (such as batch and heads), the tuple of the
+    parts that make it up: sizes, and whether they grow with the batch. Return ``None`` if the dim grows differently
+    in queries, keys and values. ``operands``: descriptions of these three under padding."""
     dims: list[Parts] = []
     for d, parts in enumerate(operands[0].dims[:-2]):
         kinds = {tuple(p.kind for p in o.dims[d] if p.grows) for o in operands}
@@ -643,9 +647,9 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
-    """Return whether the mask of the attention ``node`` hides padded keys from every real query. ``mask``: its
-    description under padding. ``ordered``: whether queries and keys are padded alike, so that a causal mask hides
-    padded keys."""
+    """Return whether the mask of the attention ``node`` hides padded keys from every query of the original batch.
+    ``mask``: the description of the mask under padding. ``ordered``: whether queries and keys are padded alike, so
+    that a causal mask hides padded keys."""
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)
     if part is None or mask.fault:
@@ -657,10 +661,10 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node`` (which dims grow, which
-    numbers padded elements have); ``None`` if no reduced dim grows. ``operands``: the same of the operand. The result
-    has a fault (a reason why real elements may change) unless padded elements are false (for ``any``) or true (for
-    ``all``)."""
+    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node``, as a description of
+    which dims grow and which numbers padded elements have; ``None`` if no reduced dim grows. ``operands``: such a
+    description of the operand. The result has a fault (a reason why elements of the original batch may change)
+    unless padded elements are false (for ``any``) or true (for ``all``)."""
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0
     dims = as_dims(get_node_argument(node, "dim"), len(x.dims))

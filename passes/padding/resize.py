@@ -21,11 +21,11 @@ Line = tuple[int, int, int]  # the two sizes of the batch, and the one in betwee
 
 
 class _UnevenError(Exception):
-    """Raised if a size, an argument or a constant of a graph is not a linear function of the batch size."""
+    """Raised if a size, an argument or a constant of a model's graph is not a linear function of the batch size."""
 
 
 def copy_captured(captured: Captured) -> Captured:
-    """Return a copy of a captured model with a graph of its own, which may be changed."""
+    """Return a copy of ``captured``, a model as one graph, with a graph of its own, which may be changed."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in captured.graph.nodes:
@@ -34,11 +34,11 @@ def copy_captured(captured: Captured) -> Captured:
 
 
 def resize_captured(main: Captured, other: Captured, line: Line) -> Captured | None:
-    """Return the graph of a model for a batch size between those of its graphs ``main`` and ``other``.
+    """Return the captured model for a batch size between two batch sizes for which it was captured. Return ``None`` if
+    the two graphs differ in more than sizes, or if a size or a constant is not a linear function of the batch size.
 
-    ``line``: the sizes along one axis of the batch in ``main``, in ``other`` and in the result. ``None`` if the graphs
-    differ in more than sizes, or if a size or a constant is not a linear function of the batch size.
-    """
+    ``main``, ``other``: the model captured for the two batch sizes. ``line``: three batch sizes, in elements along
+    one axis of the batch: that of ``main``, that of ``other``, and that of the result."""
     pairs = pair_nodes(main, other)
     if pairs is None or main.turns or other.turns:
         return None
@@ -49,11 +49,11 @@ def resize_captured(main: Captured, other: Captured, line: Line) -> Captured | N
 
 
 def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], line: Line) -> Captured:
-    """Return a copy of ``main`` whose sizes are interpolated between those of ``main`` and ``other``.
+    """Return a copy of the captured model ``main`` for another batch size, with sizes interpolated between those of
+    ``main`` and ``other``, the same model captured for a second batch size.
 
-    ``pairs``: node of ``main`` -> node of ``other`` that does the same. ``line``: the batch sizes of ``main``, of
-    ``other`` and of the result. Raise :class:`_UnevenError` if a size is not a linear function of the batch size.
-    """
+    ``pairs``: node of ``main`` -> the same node of ``other``. ``line``: the batch sizes of ``main``, of ``other``
+    and of the result. Raise :class:`_UnevenError` if a size is not a linear function of the batch size."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     constants: dict[str, Tensor] = {}
@@ -89,18 +89,18 @@ def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.No
 
 
 def _resize_shape(main: tuple[int, ...], other: tuple[int, ...], line: Line) -> tuple[int, ...]:
-    """Return a shape by linear interpolation between ``main`` and ``other``, the shapes of one tensor in graphs for two
-    batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a
-    size is not linear in the batch size."""
+    """Return the shape that a tensor has at a third batch size, by linear interpolation between its shapes ``main``
+    and ``other`` at two batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise
+    :class:`_UnevenError` if a size is not linear in the batch size."""
     if len(main) != len(other):
         raise _UnevenError
     return tuple(_resize_number(a, b, line) for a, b in zip(main, other, strict=True))
 
 
 def _resize_number(main: int, other: int, line: Line) -> int:
-    """Return the number on the straight line through ``main`` and ``other`` at a third batch size. ``line``: three
-    batch sizes: of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if the result is not an
-    integer."""
+    """Return the value at a third batch size of the linear function that has the values ``main`` and ``other`` at
+    two batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise
+    :class:`_UnevenError` if the result is not an integer."""
     first, second, between = line
     steps, left = divmod((main - other) * (between - second), first - second)
     if left:
@@ -109,12 +109,11 @@ def _resize_number(main: int, other: int, line: Line) -> int:
 
 
 def _resize_argument(main: Any, other: Any, line: Line) -> Any:
-    """Return an operator's argument in the graph for a third batch size, by linear interpolation of the integers in
-    ``main`` and ``other``, the same argument in the graphs for two other batch sizes.
+    """Return the argument that an operator has in the graph for a third batch size, by linear interpolation of the
+    integers in ``main`` and ``other``, the same argument in the graphs for two batch sizes.
 
-    ``line``: three batch sizes: of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if the
-    arguments differ in anything but integers, or a result is not an integer.
-    """
+    ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if the
+    arguments differ in anything but integers, or a result is not an integer."""
     if isinstance(main, fx.Node):
         return main
     if isinstance(main, list | tuple) and isinstance(other, list | tuple):
@@ -129,11 +128,11 @@ def _resize_argument(main: Any, other: Any, line: Line) -> Any:
 
 
 def _cut_constant(main: Tensor, other: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the first elements of the constant ``main`` that make up ``shape``.
+    """Return the constant that a model has for a third batch size: the first elements of ``main``, its constant for the
+    larger of two batch sizes, in the shape ``shape``.
 
-    Raise :class:`_UnevenError` if ``other``, the constant for another batch size, is not the first part of ``main``, or
-    ``main`` is too small.
-    """
+    Raise :class:`_UnevenError` if ``other``, the constant for the smaller batch size, is not the first part of
+    ``main``, or if ``main`` is smaller than ``shape``."""
     if tuple(main.shape) == shape and torch.equal(main, other):
         return main
     if not is_prefix(main, other) or any(a < b for a, b in zip(main.shape, shape, strict=True)):

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor's dim, which may grow with the batch. A dim that joins two dims, such as ``(b s)``, has
-    several parts.
+    """A part of a tensor's dim, which may grow with the batch. A dim that joins several dims, such as ``(batch
+    positions)``, has several parts.
 
-    ``size``: number of elements. ``grows``: its size is that of the batch plus ``offset``; the elements of the batch
-    come first, and padded ones follow. ``fill``: the number in all padded elements; ``None`` if they have other or
-    unknown numbers.
-    """
+    ``size``: number of elements. ``grows``: whether the part grows with the batch; the elements of the original
+    batch then come first, and padded ones follow. ``offset``: by how many elements ``size`` then exceeds the batch
+    size. ``fill``: the number in all padded elements; ``None`` if they differ or it is not known."""
 
     size: int
     grows: bool = False
@@ -27,15 +26,14 @@ class Part:
     fill: float | None = None
 
     def at(self, sizes: tuple[int, int]) -> int:
-        """Return the number of elements that this part of a dim has in the model's graph for another batch size.
-        ``sizes``: the number of elements along the padded axis in the batch that the part describes, and in the other
-        batch."""
+        """Return the number of elements that this part of a dim has if the batch has another size. ``sizes``: two
+        batch sizes, in elements along the padded axis: the one that this description is for, and the other one."""
         return self.size - sizes[0] + sizes[1] if self.grows else self.size
 
     @property
     def kind(self) -> tuple[int, bool, int]:
         """Return (size, whether it grows with the batch, offset) of this part of a dim. Parts that an operator
-        combines, one of each operand, must be equal in these three."""
+        combines element by element must be equal in these three."""
         return self.size, self.grows, self.offset
 
 
@@ -47,13 +45,12 @@ Causal = tuple[int, int, float]  # dim of queries, dim of keys, number where the
 class PaddedValue:
     """What is known of a tensor of the graph if the batch is padded along one axis (samples or positions).
 
-    ``dims``: the parts of each dim, outermost first. ``fault``: why elements other than the padded ones may differ from
-    those without padding; empty if they do not. ``uniform``: the number that every element has. ``lowest``: a number
-    that no element is below. ``counts``: the dim whose index each element is (as ``arange`` makes it). ``causal``: (dim
-    of queries, dim of keys, the number of every element whose key index exceeds its query index). ``distance``: (dim of
-    queries, dim of keys, sign): an element is the key index minus the query index, times the sign (1 or -1). ``None``
-    if not known.
-    """
+    ``dims``: for each dim, the parts that make it up, outermost first. ``fault``: why elements of the original batch
+    may differ from those without padding; empty if they do not. ``uniform``: the number that all elements have.
+    ``lowest``: a number that no element is below. ``counts``: the dim along which each element is its own index (as
+    in an ``arange``). ``causal``: (dim of queries, dim of keys, the number of every element whose key index exceeds
+    its query index). ``distance``: (dim of queries, dim of keys, sign): each element is the key index minus the
+    query index, times the sign (1 or -1). The last five are ``None`` if not known."""
 
     dims: tuple[Parts, ...]
     fault: str = ""
@@ -69,38 +66,36 @@ class PaddedValue:
         return any(part.grows for parts in self.dims for part in parts)
 
     def growing_part(self, dim: int) -> Part | None:
-        """Return the part that makes up the dim ``dim`` of the described tensor if it grows with the batch; ``None`` if
-        the dim has several parts or does not grow."""
+        """Return the part that alone makes up the dim ``dim`` of the described tensor, if it grows with the batch;
+        ``None`` if the dim has several parts or does not grow."""
         parts = [p for p in self.dims[dim] if p.size > 1 or p.grows]
         return parts[0] if len(parts) == 1 and parts[0].grows else None
 
     def with_dim(self, dim: int, part: Part) -> PaddedValue:
-        """Return a copy of this description of a tensor in which ``part`` alone makes up the dim ``dim``. What is known
-        of the tensor's elements from their indices is dropped. A number that all elements have is kept if the padded
-        elements of ``part`` have it, too."""
+        """Return a copy of this description of a tensor, in which ``part`` alone makes up the dim ``dim``. What was
+        known of the elements' indices is dropped. A number that all elements have is kept if the padded elements of
+        ``part`` have it, too."""
         dims = tuple((part,) if d == dim else parts for d, parts in enumerate(self.dims))
         return PaddedValue(dims, self.fault, self.uniform if part.fill == self.uniform else None)
 
     def with_fault(self, fault: str) -> PaddedValue:
-        """Return a copy of this description of a padded tensor with the fault ``fault``, which says in words why
-        padding may change elements that are not padded ones. If the description already has a fault, that one is kept.
-        """
+        """Return a copy of this description of a tensor under padding with the fault ``fault``, a text that says why
+        padding may change elements of the original batch. If the description already has a fault, that one is kept."""
         return replace(self, fault=self.fault or fault)
 
 
 def plain_value(shape: Sequence[int], fault: str = "") -> PaddedValue:
-    """Return the description of a tensor of the shape ``shape`` that does not grow with the batch. ``fault``: why its
-    elements may differ from those without padding; empty if they do not."""
+    """Return the description, under padding, of a tensor of the shape ``shape`` that does not grow with the batch.
+    ``fault``: why its elements may differ from those without padding; empty if they do not."""
     return PaddedValue(tuple((Part(size),) for size in shape), fault)
 
 
 def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | None:
-    """Return the part of a dim that has ``size`` elements if the batch has ``sizes[0]`` elements along the padded axis,
-    and ``other`` elements if the batch has ``sizes[1]``.
+    """Return the description of a dim that has ``size`` elements if the batch has ``sizes[0]`` elements along the
+    padded axis, and ``other`` elements if the batch has ``sizes[1]``.
 
-    The part grows with the batch if its size exceeds that of the batch by the same number in both cases; it is fixed if
-    both sizes are equal. Return ``None`` if the size depends on the batch in another way.
-    """
+    The dim grows with the batch if its size exceeds the batch size by the same number in both cases. It is fixed if
+    both sizes are equal. Return ``None`` if the size depends on the batch in another way."""
     if size == other:
         return Part(size)
     if size - sizes[0] == other - sizes[1]:
@@ -110,11 +105,10 @@ def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | N
 
 def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
     """Distribute the parts of a dim, such as batch and positions of a flattened dim, over the dims into which a reshape
-    splits it. Return, for each new dim, the tuple of its parts.
+    splits it. Return a list with, for each new dim, the tuple of its parts.
 
-    ``parts``: outermost first; each has a size and may grow with the batch. ``sizes``: the sizes of the new dims.
-    Return ``None`` if the sizes do not fit or a part that grows with the batch would be cut.
-    """
+    ``parts``: the parts, outermost first; each has a size and may grow with the batch. ``sizes``: the sizes of the
+    new dims. Return ``None`` if the sizes do not fit, or if a part that grows with the batch would be cut."""
     left = [p for p in parts if p.size > 1 or p.grows]
     found: list[Parts] = []
     for size in sizes:

@@ -34,7 +34,8 @@ def add_product(product: Any) -> Rule:
 
     ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``. The returned function returns
     ``KEEP`` (the operator stays) if ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer, because
-    torch then rounds it."""
+    torch then rounds it.
+    """
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
         """Append ``beta * c + alpha * product(a, b)`` to the graph as separate operators and return the node of the
@@ -66,7 +67,8 @@ def plus_number(sign: int) -> Rule:
 
     If ``x`` is a 0-dimensional floating-point tensor, the function turns the number into a tensor, so that it is added
     only once if ``x`` is a partial sum over ranks. For any other ``x``, it only removes the addition of an integer zero
-    to an integer tensor."""
+    to an integer tensor.
+    """
 
     def rule(build: Builder, x: Any, other: Any, alpha: Any = 1) -> Any:
         if not _is_sum_and_number(x, other):
@@ -81,7 +83,8 @@ def number_minus(build: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> Any:
     is a 0-dimensional floating-point tensor.
 
     Return the node of the result, or ``KEEP`` (the operator stays) for any other ``x``. ``build``: appends operators to
-    the graph."""
+    the graph.
+    """
     if not _is_sum_and_number(x, other):
         return KEEP
     return build(aten.add.Tensor, _scale_by_factor(build, x, -alpha), _create_scalar(build, x, other))
@@ -100,7 +103,8 @@ def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
     """Remove the operator that only checks whether a matrix factorisation succeeded: append nothing to the graph and
     return ``None`` as its result, which nothing reads. The arguments are not used.
 
-    Eager torch raises an error there; a plan continues with the result of the failed factorisation."""
+    Eager torch raises an error there; a plan continues with the result of the failed factorisation.
+    """
 
 
 # --- means and variances ----------------------------------------------------------------------------------------------
@@ -125,7 +129,8 @@ def rewrite_mean(
     ``KEEP`` (the operator stays) if ``x`` has no elements.
 
     ``build``: appends operators to the graph. ``dims``: indices of dims; ``None`` means all. ``keepdim``: whether the
-    reduced dims stay with size 1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none."""
+    reduced dims stay with size 1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none.
+    """
     x = to_dtype(build, x, dtype)
     size = count_reduced_elements(x, dims)
     return build(aten.mul.Tensor, sum_over_dims(build, x, dims, keepdim), 1 / size) if size else KEEP
@@ -139,7 +144,8 @@ def _compute_moments(
 
     ``build``: appends operators to the graph. ``dims``: indices of dims; ``None`` means all. ``correction``: the number
     that is subtracted from the number of elements in the variance's divisor. ``keepdim``: whether the reduced dims stay
-    with size 1."""
+    with size 1.
+    """
     centre = rewrite_mean(build, x, dims or list(range(len(list_node_sizes(x)))), True)
     distance = build(aten.sub.Tensor, x, centre)
     square = build(aten.mul.Tensor, distance, distance)
@@ -197,7 +203,8 @@ class BatchNorm(NamedTuple):
     ``weight``, ``bias``: nodes of the factor and the addend of each channel, ``[channels]``, or ``None``.
     ``running_mean``, ``running_var``: nodes of the running statistics, ``[channels]``, or ``None``. ``training``:
     whether the input is normalised by the statistics of the batch. ``momentum``: the weight of the batch in the new
-    running statistics. ``eps``: the number that is added to the variance."""
+    running statistics. ``eps``: the number that is added to the variance.
+    """
 
     weight: fx.Node | None
     bias: fx.Node | None
@@ -213,7 +220,8 @@ def batch_norm(build: Builder, x: fx.Node, *arguments: Any) -> Any:
 
     ``x`` is normalised by the statistics of the batch in training or if there are no running statistics, otherwise by
     the running statistics. ``build``: appends operators to the graph. ``arguments``: the arguments of the operator
-    after ``x``; extra ones are ignored. If ``x`` has fewer than two dims, return ``KEEP`` (the operator stays)."""
+    after ``x``; extra ones are ignored. If ``x`` has fewer than two dims, return ``KEEP`` (the operator stays).
+    """
     return _rewrite_batch_norm(build, x, BatchNorm(*arguments[: len(BatchNorm._fields)]))
 
 
@@ -222,7 +230,8 @@ def _rewrite_batch_norm(build: Builder, x: fx.Node, norm: BatchNorm) -> Any:
     tensor.
 
     ``build``: appends operators to the graph. ``norm``: the arguments of the batch norm after ``x``. If ``x`` has fewer
-    than two dims, return ``KEEP`` (the operator stays)."""
+    than two dims, return ``KEEP`` (the operator stays).
+    """
     if len(list_node_sizes(x)) < 2:  # a tensor without channels
         return KEEP
     if norm.training or norm.running_mean is None or norm.running_var is None:
@@ -261,7 +270,8 @@ def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
 
     In training, the new running mean is ``(1 - momentum) * old + momentum * batch mean``; the running variance follows
     likewise from the batch's unbiased variance. Outside of training, both are the old ones. ``build``: appends
-    operators to the graph. ``arguments``: the operator's arguments after ``x``."""
+    operators to the graph. ``arguments``: the operator's arguments after ``x``.
+    """
     norm = BatchNorm(*arguments)
     running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
     assert running_mean is not None

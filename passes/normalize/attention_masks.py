@@ -49,7 +49,8 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
     data.
 
     ``constants``: placeholder name -> value, of the constants that the graph reads. Attention with any other mask is
-    left unchanged."""
+    left unchanged.
+    """
     evaluator = MaskEvaluator(constants)
     kinds: dict[tuple[fx.Node, int], Band | DocumentMask | None] = {}
     ids: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -77,7 +78,8 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
 
     If all keys are visible or all keys up to the query, only arguments of ``node`` change. For a sliding window,
     ``node`` is replaced by the operator ``partition::band_attention`` if its shapes allow this; otherwise ``node``
-    keeps its mask."""
+    keeps its mask.
+    """
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
@@ -95,7 +97,8 @@ def _replace_mask_by_documents(
     model.
 
     ``ids``: a cache: (node from which document ids are made, batch size) -> node ``[batch, positions]`` of document
-    ids; a new one is added."""
+    ids; a new one is added.
+    """
     query, key = (list_node_sizes(n) for n in node.args[:2])  # type: ignore[arg-type]
     if not _is_plain(node) or query[-2] != key[-2]:
         return
@@ -125,7 +128,8 @@ def _is_plain(node: fx.Node) -> bool:
     attention ``node``.
 
     The operands must have four dims (batch, heads, positions, width) and equal batch sizes, and equal numbers of heads
-    unless ``enable_gqa`` is set. The result must not be an output of the model."""
+    unless ``enable_gqa`` is set. The result must not be an output of the model.
+    """
     query, key, value = (list_node_sizes(n) for n in node.args[:3])  # type: ignore[arg-type]
     if any(user.op == "output" for user in node.users) or not len(query) == len(key) == len(value) == 4:
         return False
@@ -140,7 +144,8 @@ def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docum
 
     ``value``: what is known of the mask's elements: a tensor, conditions that must all hold where a key is shown, or a
     choice between two numbers by such conditions; ``None`` if nothing is known. ``queries``, ``keys``: the numbers of
-    queries and of keys."""
+    queries and of keys.
+    """
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -187,7 +192,8 @@ def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band
     ``over_keys[j] <= over_queries[i]`` (``<`` if ``strict``).
 
     ``over_keys`` ``[keys]``, ``over_queries`` ``[queries]``: one number for each key and for each query. Return
-    ``None`` unless both vectors count up by ones, or both count down by ones."""
+    ``None`` unless both vectors count up by ones, or both count down by ones.
+    """
     if over_keys.numel() < 2 or over_queries.numel() < 2:
         return None
     step = int(over_keys[1] - over_keys[0])
@@ -204,7 +210,8 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
 
     Return ``None`` if one of ``bands`` is ``None``, if ``queries`` and ``keys`` (the numbers of queries and of keys)
     differ, or if a limit is negative, so that a query would not see its own position. A limit that reaches the end of
-    the sequence becomes ``None`` (no limit)."""
+    the sequence becomes ``None`` (no limit).
+    """
     known = [b for b in bands if b is not None]
     if len(known) < len(bands) or queries != keys:
         return None
@@ -220,7 +227,8 @@ def _find_shown_terms(choice: ConditionalValue) -> tuple[Condition, ...] | None:
 
     An additive mask is 0 at shown scores and -6e4 or less at hidden ones. ``choice``: the mask: one number where its
     conditions hold, another one elsewhere. Return ``None`` if these numbers are not those of an additive mask, or if
-    the conditions cannot be negated."""
+    the conditions cannot be negated.
+    """
     if choice.shown == 0 and choice.hidden <= MASKED:
         return choice.terms
     if choice.hidden == 0 and choice.shown <= MASKED and len(choice.terms) == 1:
@@ -234,7 +242,8 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
     visible keys do not form one range that is the same for all queries.
 
     ``value``: a mask ``[..., queries, keys]``, boolean (true: shown) or additive (0: shown), with size 1 in dims along
-    which it is constant. ``queries``, ``keys``: the numbers of queries and of keys."""
+    which it is constant. ``queries``, ``keys``: the numbers of queries and of keys.
+    """
     while value.dim() < 2:
         value = value.unsqueeze(0)
     if value.numel() != value.shape[-2] * value.shape[-1]:
@@ -262,7 +271,8 @@ def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor
     (``<``), ``by_key`` ``[keys]``, and ``by_query`` ``[queries]``.
 
     Return ``None`` if the comparison cannot be written in this way. ``queries``, ``keys``: the numbers of queries and
-    of keys."""
+    of keys.
+    """
     a, b = term.a, term.b
     if term.compare in ("gt", "ge"):
         a, b = b, a
@@ -338,7 +348,8 @@ def _attend_flexibly(
     ``q``, ``k``, ``v``: queries, keys and values ``[batch, heads, positions, width]``. ``score_mod``: returns the
     changed scores, given the scores and the indices of batch row, head, query and key. ``block_mask``: a tuple whose
     last element is the mask function of these indices. ``scale``: the factor of the scores. ``options``: options of
-    kernels; they do not change the result."""
+    kernels; they do not change the result.
+    """
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     sizes = batch, heads, queries, keys
     index = [

@@ -28,7 +28,8 @@ class Term:
     boolean result.
 
     ``compare``: ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: tensors of int64 or float64, with size 1 in every dim
-    along which they are constant."""
+    along which they are constant.
+    """
 
     compare: str
     a: Tensor
@@ -54,15 +55,17 @@ class Gathered:
     It says which elements these are; their numbers depend on data.
 
     ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
-    element along this dim. It has size 1 in every dim along which the index is constant. ``added``: the constant."""
+    element along this dim. It has size 1 in every dim along which the index is constant. ``added``: the constant.
+    """
 
     source: fx.Node
     places: tuple[Tensor, ...]
     added: int = 0
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Gathered:
-        """Return the description of the described integer tensor after a rearrangement of its dims. ``move``: the
-        function that rearranges, such as a transpose; it is applied to the index tensor of each dim of the source."""
+        """Return this description of an integer tensor, whose elements are elements of another tensor, after a
+        rearrangement of its dims. ``move``: the function that rearranges the dims of a tensor, such as a transpose;
+        it is applied to the index tensors."""
         return Gathered(self.source, tuple(move(p) for p in self.places), self.added)
 
 
@@ -72,7 +75,8 @@ class DataTerm:
     b)`` with broadcasting.
 
     ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: which elements are compared; both have
-    the same source tensor."""
+    the same source tensor.
+    """
 
     compare: str
     a: Gathered
@@ -117,7 +121,8 @@ class _Unknown(Exception):
 class ConstantEvaluator:
     """Computes the values of graph nodes that depend on constants only, and caches them.
 
-    ``constants``: placeholder name -> value, of the placeholders that are constants."""
+    ``constants``: placeholder name -> value, of the placeholders that are constants.
+    """
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:
         self.constants = constants
@@ -129,7 +134,8 @@ class ConstantEvaluator:
         The value has one of four forms: a tensor with size 1 in every dim along which it is constant; a tuple of
         conditions, for a boolean tensor that is true where all of them hold; a :class:`ConditionalValue`, which has one
         number where conditions hold and another elsewhere; or, in a :class:`MaskEvaluator`, a :class:`Gathered`, which
-        says which elements of a tensor that depends on data the elements are."""
+        says which elements of a tensor that depends on data the elements are.
+        """
         stack = [node]
         while stack:
             top = stack[-1]
@@ -165,9 +171,9 @@ class ConstantEvaluator:
             return None
 
     def as_it_is(self, node: fx.Node) -> Tensor:
-        """Execute the operator of ``node`` on operands of their full sizes and return the result. Raise
-        :class:`_Unknown` if it draws random numbers, or if its result or an operand has more than ``LIMIT`` (2**22)
-        elements."""
+        """Execute the operator of ``node`` on the known values of its operands, expanded to full size, and return
+        the result. Raise :class:`_Unknown` if it draws random numbers, or if its result or an operand has more than
+        ``LIMIT`` (2**22) elements."""
         target: Any = node.target
         random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if random or not isinstance(get_node_tensor(node), Tensor) or get_node_tensor(node).numel() > LIMIT:
@@ -248,10 +254,10 @@ def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -
 
 def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
     """Return the value of the pointwise operator ``node``. ``args``, ``kwargs``: the values of its operands. If they
-    are constant tensors or numbers, the result is a tensor. If one of them is a mask (conditions that must all hold, or
-    a choice between two numbers by conditions), the result is a mask. If one of them says which elements of a tensor
-    that depends on data it has, so does the result. Raise :class:`_Unknown` if the result cannot be expressed in these
-    forms, or has more than ``LIMIT`` (2**22) elements."""
+    are constant tensors or numbers, the result is a tensor. If one of them is a mask (conditions that must all hold,
+    or a choice between two numbers by conditions), the result is a mask. If one of them is known as elements, at
+    known indices, of a tensor that depends on data, so is the result. Raise :class:`_Unknown` if the result cannot
+    be expressed in these forms, or has more than ``LIMIT`` (2**22) elements."""
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
         return _evaluate_choice(node, args, kwargs)
     if any(isinstance(a, Gathered) for a in args):
@@ -264,9 +270,10 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
 
 
 def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
-    """Return the value of the operator ``node`` with an operand that says which elements of a data tensor it has (a
-    :class:`Gathered`). The operator may add an integer, subtract an integer, or cast to another integer type without
-    loss. ``a``, ``b``, ``rest``: the values of the operands. Raise :class:`_Unknown` for any other operator."""
+    """Return the value of the operator ``node`` with an operand that is known as elements, at known indices, of a
+    tensor that depends on data (a :class:`Gathered`). The operator may add an integer, subtract an integer, or cast
+    to another integer type without loss. ``a``, ``b``, ``rest``: the values of the operands. Raise :class:`_Unknown`
+    for any other operator."""
     if isinstance(a, Gathered) and node.target is aten.to.dtype and keeps_integers(node):
         return a
     add, subtract = (getattr(aten, name) for name in ("add", "sub"))
@@ -301,7 +308,8 @@ def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any
 
     ``args``, ``kwargs``: the values of the operands; those that are not masks must be single numbers. A sum of two
     additive attention masks hides the scores that either of them hides. Raise :class:`_Unknown` if the result is not
-    such a mask."""
+    such a mask.
+    """
     if node.target in (aten.bitwise_or.Tensor, aten.logical_or.default):
         return ConditionalValue(_negate(node, args[0]) + _negate(node, args[1]), _FALSE, _TRUE)
     if node.target is aten.add.Tensor and not kwargs and not any(isinstance(a, int | float) for a in args):
@@ -467,10 +475,11 @@ def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
 
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
-    """Return a function ``rule(node, value, *args)`` that computes the value of a node which only rearranges dims, such
-    as a transpose. ``value``: the value of its operand; ``args``: its further arguments. The function applies
-    ``operation(tensor, *args)`` to ``value`` if it is a tensor, to both sides of the comparisons of a mask, or to the
-    index tensors that say which elements of a data tensor the operand has."""
+    """Return a function ``rule(node, value, *args)`` that computes the value of a node which only rearranges dims,
+    such as a transpose. ``value``: the value of its operand; ``args``: its further arguments. The function applies
+    ``operation(tensor, *args)`` to ``value`` if it is a tensor, to both sides of the comparisons of a mask, or to
+    the index tensors of a :class:`Gathered`, which describes the operand as elements of a tensor that depends on
+    data."""
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
         return _map_value_parts(value, lambda t: operation(t, *args))
@@ -480,9 +489,9 @@ def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Val
 
 def _map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
     """Return the value of a node that rearranges the dims of an operand with the value ``value``. ``move``: the
-    function that rearranges the dims of one tensor. It is applied to ``value`` if it is a tensor, to both sides of each
-    comparison if ``value`` is a mask made of conditions, and to the index tensors if ``value`` says which elements of a
-    data tensor it has."""
+    function that rearranges the dims of one tensor. It is applied to ``value`` if it is a tensor, to both sides of
+    each comparison if ``value`` is a mask made of conditions, and to the index tensors if ``value`` is known as
+    elements, at known indices, of a tensor that depends on data."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, Gathered):
@@ -503,9 +512,9 @@ def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
     """Return the value of ``node``, a reshape to the shape ``sizes`` of an operand with the value ``value``. If the
-    reshape only adds or removes dims of size 1, ``value`` may have any form (a tensor, conditions, a choice between two
-    numbers, or elements of a data tensor), and the result has the same form. Otherwise ``value`` must be a tensor.
-    Raise :class:`_Unknown` if it is not, or if the tensor is too large."""
+    reshape only adds or removes dims of size 1, ``value`` may have any form (a tensor, conditions, a choice between
+    two numbers, or elements of a tensor that depends on data), and the result has the same form. Otherwise ``value``
+    must be a tensor. Raise :class:`_Unknown` if it is not, or if the tensor is too large."""
     old = list_node_sizes(node.args[0])  # type: ignore[arg-type]
     if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
         return _expand_to_sizes(value, old).reshape(sizes)
@@ -530,9 +539,10 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
     """Return the value of ``node``, which computes ``source[indices]``. ``source``: the value of the operand: a
-    constant tensor, or a description of which elements of a data tensor it has; the result has the same form. It has
-    size 1 in dims along which it is constant; indices into these dims are ignored. ``indices``: the values of the index
-    tensors. Raise :class:`_Unknown` unless there is a constant index tensor for every dim of ``source``."""
+    constant tensor, or a description of it as elements, at known indices, of a tensor that depends on data; the
+    result has the same form. It has size 1 in dims along which it is constant; indices into these dims are ignored.
+    ``indices``: the values of the index tensors. Raise :class:`_Unknown` unless there is a constant index tensor for
+    every dim of ``source``."""
     if isinstance(source, Gathered):
         return source.map_tensors(lambda place: _evaluate_index(node, place, indices))
     if (
@@ -551,9 +561,9 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
 
 def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
     """Return the value of ``node``, which computes ``gather(source, dim, index)``. ``source``: the value of the
-    operand: a constant tensor, or a description of which elements of a data tensor it has; the result has the same
-    form. ``index``: the value of the index tensor. Raise :class:`_Unknown` if ``index`` is not constant, or if the
-    result cannot be described."""
+    operand: a constant tensor, or a description of it as elements, at known indices, of a tensor that depends on
+    data; the result has the same form. ``index``: the value of the index tensor. Raise :class:`_Unknown` if
+    ``index`` is not constant, or if the result cannot be described."""
     if isinstance(source, Tensor) and isinstance(index, Tensor):
         whole = _expand_to_sizes(source, list(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
         return whole.gather(dim, _expand_to_sizes(index, list(list_node_sizes(node))))
@@ -575,10 +585,10 @@ def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
 
 
 def _evaluate_index_select(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
-    """Return the value of ``node``, which computes ``index_select(source, dim, index)``. ``source``: the value of the
-    operand: a tensor, conditions that must all hold, a choice between two numbers by conditions, or a description of
-    which elements of a data tensor it has; the result has the same form. ``index``: the value of the index tensor.
-    Raise :class:`_Unknown` if it is not constant."""
+    """Return the value of ``node``, which computes ``index_select(source, dim, index)``. ``source``: the value of
+    the operand: a tensor, conditions that must all hold, a choice between two numbers by conditions, or a
+    description of it as elements, at known indices, of a tensor that depends on data; the result has the same form.
+    ``index``: the value of the index tensor. Raise :class:`_Unknown` if it is not constant."""
     if not isinstance(index, Tensor):
         raise _Unknown
     where = index.expand(list_node_sizes(node)[dim])
@@ -611,7 +621,8 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
     If the result is too large to be created, ``x`` must be a mask (one of the last two forms) or have the same value
     everywhere. The result is then a mask, with a comparison of row and column numbers as a condition. ``diagonal``: the
     diagonal at which the triangle ends; 0 is the main one, positive numbers are above. Raise :class:`_Unknown` in any
-    other case."""
+    other case.
+    """
     lower = node.target is aten.tril.default
     rows, columns = list_node_sizes(node)[-2:]
     if isinstance(x, Tensor) and x[..., :1, :1].numel() * rows * columns <= LIMIT:

@@ -30,10 +30,11 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
     """Return a copy of ``graph`` without composite operators, and a dict from each node name in ``graph`` to the name
-    in the copy.
+    in the copy. If there are none, ``graph`` itself is returned.
 
-    A composite operator is one that torch defines by other operators. It is replaced by these, unless it has a sharding
-    rule of its own. ``known``: further operators that stay, because a later rewrite handles them."""
+    A composite operator is one that torch defines by other operators. It is replaced by these, unless it has a
+    sharding rule of its own. ``known``: further operators that stay, because a later rewrite handles them.
+    """
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
     apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
     if not apart:
@@ -72,7 +73,8 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
     """Return two values: a list of the operand nodes of ``node``, and a function that takes their tensors and executes
     torch's decomposition of the operator of ``node``.
 
-    ``args``, ``kwargs``: the arguments of ``node``, with nodes in place of tensors."""
+    ``args``, ``kwargs``: the arguments of ``node``, with nodes in place of tensors.
+    """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
@@ -106,9 +108,10 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """Append the operators by which torch defines the operator ``build.node`` to the new graph, and return the node of
     the result, or a tuple of nodes.
 
-    ``build``: appends operators to the new graph. ``args``, ``kwargs``: the operator's arguments, with nodes in place
-    of tensors. Return ``KEEP`` (the operator stays) if the definition cannot be traced, because it reads numbers out of
-    tensors or has no meta kernel, or is not suited."""
+    ``build``: appends operators to the new graph. ``args``, ``kwargs``: the operator's arguments, with nodes in
+    place of tensors. Return ``KEEP`` (the operator stays) if the definition cannot be traced, because it reads
+    numbers out of tensors or has no meta kernel, or if it has more than 4096 nodes or writes to its operands.
+    """
     node = build.node
     assert node is not None
     operands, run = _as_function(node, args, kwargs)
@@ -138,7 +141,8 @@ class RecurrentLayers(NamedTuple):
     ``biased``: whether there are biases among the weights. ``layers``: the number of layers. ``p``: the probability of
     zeroing an element between layers (dropout). ``train``: whether dropout is on. ``both_ways``: whether each layer
     also reads its input from the end to the start. ``batch_first``: whether the batch is dim 0 of the input, instead of
-    dim 1."""
+    dim 1.
+    """
 
     biased: bool
     layers: int
@@ -171,7 +175,8 @@ def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node
     ``build``: appends operators to the graph. ``x``: the input. ``state``: the initial state of all layers; a list of
     two for an LSTM. ``weights``: those of all layers, in order. ``layers``: six values: whether there are biases,
     number of layers, probability of dropout, whether dropout is on, whether each layer also reads backward, and whether
-    the batch is dim 0. For a network without dropout, return ``KEEP`` (the operator stays)."""
+    the batch is dim 0. For a network without dropout, return ``KEEP`` (the operator stays).
+    """
     stack = RecurrentLayers(*layers)
     if not stack.drops:
         return KEEP

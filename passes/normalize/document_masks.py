@@ -41,7 +41,8 @@ class DocumentMask(NamedTuple):
     ``source``: the node of an integer tensor of document ids; positions of one document have equal ids.
     ``position_dim``: the dim of ``source`` that indexes positions. ``batch_dim``: the dim of ``source`` that indexes
     rows of the batch; ``None`` if all rows have the same documents. ``band``: how many positions before and after its
-    own a query sees."""
+    own a query sees.
+    """
 
     source: fx.Node
     position_dim: int
@@ -56,7 +57,8 @@ class DocumentTerms(NamedTuple):
     ``source``: the node of an integer tensor of document ids; positions of one document have equal ids.
     ``position_dim``: the dim of ``source`` that indexes positions. ``batch_dim``: the dim of ``source`` that indexes
     rows of the batch; ``None`` if all rows have the same documents. ``terms``: the further conditions, which depend on
-    positions alone."""
+    positions alone.
+    """
 
     source: fx.Node
     position_dim: int
@@ -69,7 +71,8 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
     document only. Return ``None`` if the mask depends on data in another way, or not at all.
 
     ``terms``: the conditions of the mask, which must all hold where a key is shown. ``length``: the number of queries,
-    which is also that of keys."""
+    which is also that of keys.
+    """
     data = [t for t in terms if isinstance(t, DataTerm)]
     same = [t for t in data if t.compare == "eq" and t.a.added == t.b.added]
     found = {(t.a.source, _find_pair_dims(t, length)) for t in same}
@@ -95,7 +98,8 @@ def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | Non
 
     ``term``: a comparison of elements of one tensor, with the dims ``[batch, heads, queries, keys]``. ``length``: the
     number of queries, which is also that of keys. The second number is ``None`` if the tensor has a single row for all.
-    Return ``None`` if the comparison is of another kind."""
+    Return ``None`` if the comparison is of another kind.
+    """
     position, batch = None, None
     for dim, size in enumerate(list_node_sizes(term.a.source)):
         sides = term.a.places[dim], term.b.places[dim]
@@ -194,7 +198,8 @@ def replace_packed_sequences(graph: fx.Graph) -> None:
     The queries, keys and values are ``[positions, heads, width]``. The cumulative lengths ``[sequences + 1]`` of
     queries and of keys must be the same tensor, which starts at 0 and ends at the number of positions. A call is left
     unchanged if the lengths of keys are another tensor, if it reads keys from a paged cache, or if more than its first
-    result is read."""
+    result is read.
+    """
     ids: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
@@ -273,7 +278,8 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
 
     ``lengths``: the numbers of positions of typical documents. If it is empty, lengths are counted in ``inputs``,
     tensors by the path of the model input, such as ``input_ids``. Return an empty tuple if there is no such operator,
-    if the inputs are meta tensors, or if the document ids depend on more than inputs and constants."""
+    if the inputs are meta tensors, or if the document ids depend on more than inputs and constants.
+    """
     nodes = list_document_attentions(captured.graph)
     specs = {i.value: i for i in captured.inputs}
     values = {}

@@ -32,7 +32,8 @@ class BagReduction(NamedTuple):
     ``scale_grad_by_freq``: whether the gradient of a table row is divided by how often its id occurs. ``mode``: 0 for
     the sum, 1 for the mean, 2 for the maximum. ``sparse``: whether the gradient of the table is sparse.
     ``per_sample_weights``: the node of a factor for each id, or ``None``. ``include_last_offset``: whether the last
-    offset is the end of the last bag. ``padding_idx``: the id that does not count; ``None`` for none."""
+    offset is the end of the last bag. ``padding_idx``: the id that does not count; ``None`` for none.
+    """
 
     scale_grad_by_freq: bool = False
     mode: int = _SUM
@@ -49,7 +50,8 @@ def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Nod
     ``build``: appends operators to the graph. ``weight``: the table ``[rows, width]``. ``ids``: a vector of indices of
     table rows. ``offsets``: a vector; bag ``i`` starts at ``ids[offsets[i]]``. ``reduction``: the operator's further
     arguments, such as the mode (sum, mean or maximum) and a factor for each id. Raise :class:`UnsupportedError` if bags
-    are not known to have the same size, or if ``scale_grad_by_freq`` is set."""
+    are not known to have the same size, or if ``scale_grad_by_freq`` is set.
+    """
     how = BagReduction(*reduction)
     bags, length = list_node_sizes(offsets)[0] - how.include_last_offset, list_node_sizes(ids)[0]
     size = length // bags if bags > 0 else 0
@@ -85,7 +87,8 @@ def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int)
     """Return the node of the sum (``mode`` 0), mean (1) or maximum (2) of ``rows`` ``[bags, size, width]`` over dim 1.
 
     ``build``: appends operators to the graph. ``kept``: a node ``[bags, size]``, true for the rows that count; ``None``
-    means all. A bag in which no row counts gives 0."""
+    means all. A bag in which no row counts gives 0.
+    """
     left_out = None
     if kept is not None:
         left_out = build(aten.unsqueeze.default, build(aten.logical_not.default, kept), -1)
@@ -117,7 +120,8 @@ def rewrite_embedding(
 
     ``build``: appends operators to the graph. ``weight``: the table ``[rows, width]``. ``ids``: the indices of the rows
     to read. ``padding``: the id whose row gets no gradient; -1 for none. ``by_frequency``: whether the gradient of a
-    row is divided by how often its id occurs."""
+    row is divided by how often its id occurs.
+    """
     return build(aten.embedding.default, weight, ids, padding, by_frequency) if sparse else KEEP
 
 
@@ -168,7 +172,8 @@ def _find_slice_indices(build: Builder, x: fx.Node, dim: int, index: fx.Node) ->
     ``index`` then writes or reads whole slices of ``x``.
 
     ``build``: appends operators to the graph. Return ``None`` if ``index`` is not such an expansion to the sizes of
-    ``x``."""
+    ``x``.
+    """
     sizes, rank = list_node_sizes(index), len(list_node_sizes(index))
     if rank < 2 or index.target not in _VIEWS or get_node_tensor(index).dtype != torch.int64:
         return None
@@ -200,7 +205,8 @@ def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> 
 
     ``build``: appends operators to the graph. ``indices``: the nodes of the index tensors of the leading dims of ``x``.
     Each but the last must be ``arange(size)`` over a whole dim ``d`` of ``x``, and must lie along dim ``d`` of the
-    broadcast shape of the indices. For any other indices, return ``KEEP`` (the operator stays)."""
+    broadcast shape of the indices. For any other indices, return ``KEEP`` (the operator stays).
+    """
     if any(i is None or get_node_tensor(i).dtype not in (torch.int64, torch.int32) for i in indices):
         return KEEP
     *rows, places = (i for i in indices if i is not None)
@@ -226,7 +232,8 @@ def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
     """Return (dim, size) if ``node`` is an ``arange(size)``, possibly reshaped, that varies along this one dim; return
     ``None`` for any other node.
 
-    ``rank``: the number of dims to which ``node`` is broadcast; the returned dim is an index from 0 among these."""
+    ``rank``: the number of dims to which ``node`` is broadcast; the returned dim is an index from 0 among these.
+    """
     sizes = [1] * (rank - len(list_node_sizes(node))) + list_node_sizes(node)
     along = [d for d, size in enumerate(sizes) if size > 1]
     while node.target in _RESHAPES and isinstance(node.args[0], fx.Node):
@@ -247,7 +254,8 @@ def index_put(
 
     ``build``: appends operators to the graph. ``indices``: must be a single boolean mask over the leading dims of
     ``x``. ``value``: the node of one value for all masked positions: a number, or a tensor with the dims of ``x``
-    behind the mask. In any other case, return ``KEEP`` (the operator stays)."""
+    behind the mask. In any other case, return ``KEEP`` (the operator stays).
+    """
     mask = indices[0] if len(indices) == 1 else None
     if mask is None or get_node_tensor(mask).dtype != torch.bool:
         return KEEP

@@ -43,7 +43,8 @@ def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_i
 
     ``build``: appends operators to the graph. ``logits``: ``[b * (s - n), classes]`` or ``[b, classes, s - n]``, made
     by a slice of ``[b, s, classes]`` along ``s``. ``target``: the class for each of these positions. ``ignore_index``:
-    the class that the loss leaves out. In any other form, return ``logits`` and ``target`` unchanged."""
+    the class that the loss leaves out. In any other form, return ``logits`` and ``target`` unchanged.
+    """
     casts: list[fx.Node] = []
     swaps = 0
     node = logits
@@ -141,7 +142,8 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
 
     If the logits were cast from a 16-bit type to float32, the operator reads them before the cast and returns float32.
     This saves the memory of the float32 logits. ``build``: appends operators to the graph. ``index``: the node of the
-    class of each row, with size 1 along ``dim``."""
+    class of each row, with size 1 along ``dim``.
+    """
     narrow = _before_cast(build, logits)
     if narrow is None:
         return build(CROSS_ENTROPY, logits, index, dim)
@@ -153,7 +155,8 @@ def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
     ``None`` if ``node`` does not come from such a cast.
 
     Only reshapes, transposes, copies and slices may lie between the cast and ``node``. They are appended to the graph
-    again, on the tensor before the cast. ``build``: appends operators to the graph."""
+    again, on the tensor before the cast. ``build``: appends operators to the graph.
+    """
     if node.target in CASTS and get_node_tensor(node).dtype == torch.float32:
         source = node.args[0]
         return source if isinstance(source, fx.Node) and get_node_tensor(source).dtype in NARROW else None
@@ -176,7 +179,8 @@ def rewrite_nll_loss(
 
     ``build``: appends operators to the graph. ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]`` of ``C`` classes.
     ``target``: class indices. ``weight``: ``[C]``, one weight per class, or ``None``. ``reduction``: 0 none, 1 mean
-    (weighted by the class weights of the targets), 2 sum. ``ignore_index``: the class of targets that do not count."""
+    (weighted by the class weights of the targets), 2 sum. ``ignore_index``: the class of targets that do not count.
+    """
     dim = min(1, len(list_node_sizes(logs)) - 1)
     counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
     terms = build(aten.neg.default, build(aten.gather.default, logs, dim, index))
@@ -205,7 +209,8 @@ def _reduce_counted(
 
     ``build``: appends operators to the graph. ``counts``: the mask of targets that are not ignored. ``weights``: the
     class weight of each target; ``None`` means 1. ``reduction``: 0 none, 1 mean (weighted by ``weights``), 2 sum.
-    ``dim``: the dim of classes, of size 1, which is removed if there is no reduction."""
+    ``dim``: the dim of classes, of size 1, which is removed if there is no reduction.
+    """
     terms = build(aten.where.ScalarOther, counts, terms, 0.0)
     if reduction == NONE:
         return build(aten.squeeze.dim, terms, dim)
@@ -242,7 +247,8 @@ def _cross_entropy_of_probabilities(
 
     ``build``: appends operators to the graph. ``target``: the probabilities, of the shape of ``logits``. ``weight``:
     one weight per class; ``None`` means 1. ``reduction``: 0 none, 1 mean, 2 sum. ``smoothing``: the probability that is
-    divided evenly among all classes. ``dim``: the dim of classes."""
+    divided evenly among all classes. ``dim``: the dim of classes.
+    """
     size = list_node_sizes(logits)[dim]
     if smoothing:
         target = build(aten.add.Tensor, build(aten.mul.Tensor, target, 1 - smoothing), smoothing / size)
@@ -271,7 +277,8 @@ def make_loss_rule(target: Any, position: int) -> Rule:
     """Return the function that rewrites the loss operator ``target`` as the loss of each element and a separate sum or
     mean.
 
-    ``position``: the index of the argument ``reduction`` of the operator, from 0."""
+    ``position``: the index of the argument ``reduction`` of the operator, from 0.
+    """
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a loss operator without reduction and then its sum or mean to the graph, and return the node of the
@@ -340,7 +347,8 @@ def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
     """Replace ``node``, a ``gather``, by the negative of a cross entropy, in place, if it reads one element of each row
     of a ``log_softmax`` that nothing else reads. Return whether it was replaced.
 
-    ``build``: appends operators to the graph."""
+    ``build``: appends operators to the graph.
+    """
     logs, dim, index = node.args[:3]
     assert isinstance(logs, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node), node
     sizes = list_node_sizes(logs)
@@ -366,7 +374,8 @@ def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | N
     scores.
 
     ``build``: appends operators to the graph. Return ``None`` if ``logs`` was not computed in this way, or if more than
-    one operator reads it."""
+    one operator reads it.
+    """
     if len(logs.users) > 1:
         return None
     if logs.target in _LOGS:

@@ -96,7 +96,8 @@ def _check_types(node: fx.Node) -> None:
     different dtypes.
 
     Torch refuses such operands only when it computes with real numbers, not while tracing, so that the error would come
-    late."""
+    late.
+    """
     count = _ONE_TYPE.get(getattr(node.target, "overloadpacket", None), 0)
     found = [a.meta["val"].dtype for a in node.args[:count] if isinstance(a, fx.Node)]
     if len(set(found)) > 1:
@@ -123,7 +124,8 @@ def normalize(captured: Captured) -> Captured:
 
     Loops over the experts of a mixture of experts become one product in which each row is multiplied by the matrix of
     its expert, and separate modules of equal experts become stacked weights. Raise :class:`UnsupportedError` or
-    :class:`InputsError` if no plan can execute the model."""
+    :class:`InputsError` if no plan can execute the model.
+    """
     try:
         for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
             check_turns(_normalize_graph(empty).graph, _normalize_graph(left_out).graph)
@@ -162,7 +164,8 @@ def _unflatten_captured(captured: Captured) -> Captured:
     """Return ``captured``, a model as one graph, with flattened dims, such as ``batch * positions``, as separate dims
     again, and with reads and writes by index rewritten where possible.
 
-    The rewrites of indices that assign rows to experts must have run before."""
+    The rewrites of indices that assign rows to experts must have run before.
+    """
     graph, results = captured.graph, _list_result_names(captured.graph)
     unflatten_dims(graph)
     moved = _deduplicate_results(graph, results)
@@ -192,7 +195,8 @@ def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
 def _replace_graph(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> Captured:
     """Return ``captured``, a model as one graph, with ``graph`` instead of its own graph.
 
-    ``moved``: for each node name in the old graph, the name of the node in ``graph`` that replaces it."""
+    ``moved``: for each node name in the old graph, the name of the node in ``graph`` that replaces it.
+    """
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
     updates = {state: moved[node] for state, node in captured.updates.items()}

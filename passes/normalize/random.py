@@ -42,7 +42,8 @@ def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> 
     not zeroed.
 
     ``build``: appends operators to the graph. ``p``: the probability of zeroing an element. ``train``: whether dropout
-    is on. If it is false or ``p`` is 0, the result is ``x`` and the mask is true everywhere."""
+    is on. If it is false or ``p`` is 0, the result is ``x`` and the mask is true everywhere.
+    """
     if train is False or p == 0:
         return x, build(aten.ones_like.default, x, dtype=torch.bool, device=META)
     return _build_dropout(build, x, p)
@@ -58,7 +59,8 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
     index in the whole tensor, and return the node of the result. All plans then draw the same numbers.
 
     ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of the replaced operator. Return
-    ``KEEP`` (the operator stays) if there is no such formula for it."""
+    ``KEEP`` (the operator stays) if there is no such formula for it.
+    """
     assert build.node is not None
     formula = formula_of(build.node.target, args, kwargs)
     if formula is None:
@@ -139,7 +141,8 @@ def _draw_random_numbers(
 
     Every call adds a constant with a new stream number to the graph, so that no two draws give the same numbers.
     ``build``: appends operators to the graph. ``distribution``: the operator that draws, such as ``partition::uniform``
-    (numbers from 0 to 1). ``parameters``: its further operands, such as a rate."""
+    (numbers from 0 to 1). ``parameters``: its further operands, such as a rate.
+    """
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
     own = build.constant(stream, torch.tensor(int(stream.rsplit(".", 1)[1])))
@@ -151,7 +154,8 @@ def _build_element_index(build: Builder, sizes: list[int]) -> fx.Node:
     shape ``sizes``. Return their int64 node, of a shape that broadcasts to ``sizes``.
 
     The index is a sum of ``arange`` operators, so that any dim can be sharded and each rank gets the indices of its own
-    elements. ``build``: appends operators to the graph."""
+    elements. ``build``: appends operators to the graph.
+    """
     total: fx.Node | None = None
     stride = 1
     for dim in reversed(range(len(sizes))):
@@ -189,7 +193,8 @@ def rewrite_attention_dropout(
     ``build``: appends operators to the graph. ``q``, ``k``, ``v``: queries, keys and values ``[..., heads, positions,
     width]``. ``mask``: boolean (true where a query sees a key) or numbers to add to the scores; ``None`` for none.
     ``dropout_p``: the probability of zeroing a weight. ``is_causal``: hide keys behind the query. ``options``:
-    ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``."""
+    ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``.
+    """
     if not dropout_p:
         return KEEP
     groups = list_node_sizes(q)[-3] // list_node_sizes(k)[-3] if options.get("enable_gqa") else 1
@@ -263,7 +268,8 @@ def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -
     """Rewrite dropout of ``x`` that zeroes whole channels (dim 1) of a sample, and return the node of the result.
 
     ``build``: appends operators to the graph. ``p``: the probability with which a channel is zeroed. ``train``: whether
-    dropout is on; if not, ``x`` is returned."""
+    dropout is on; if not, ``x`` is returned.
+    """
     if not train or p == 0:
         return x
     if p == 1:
@@ -277,7 +283,8 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
     """Return the function that rewrites alpha dropout, which keeps the mean and variance of its input (Klambauer et al.
     2017), as elementary operators.
 
-    ``of_channels``: whether whole channels (dim 1) of a sample are dropped, instead of single elements."""
+    ``of_channels``: whether whole channels (dim 1) of a sample are dropped, instead of single elements.
+    """
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
         """Append alpha dropout of ``x``, which keeps the mean and variance of its input, to the graph and return the

@@ -126,7 +126,8 @@ def rewrite_overwrite(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
     elements, in the dtype and shape of ``x``.
 
     ``build``: appends operators to the graph. ``value``: the new elements, as a node that broadcasts to ``x``, or one
-    number."""
+    number.
+    """
     if not isinstance(value, fx.Node):
         return _create_full_tensor(build, value)
     value = to_dtype(build, value, get_node_tensor(x).dtype)
@@ -253,7 +254,8 @@ def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int],
 
     ``build``: appends operators to the graph. ``sizes``: the shape of the result. ``strides``: for each dim of the
     result, the distance of neighbours in the memory of ``x``, in elements. ``offset``: the position of the first
-    element in memory; ``None`` means 0."""
+    element in memory; ``None`` means 0.
+    """
     flat, _ = flat_in_memory(
         build, x, 1 + (offset or 0) + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     )
@@ -265,7 +267,8 @@ def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node,
     of ``x`` by decreasing stride.
 
     ``build``: appends operators to the graph. ``reach``: the number of elements of memory, from the start, that the
-    caller accesses. Raise :class:`UnsupportedError` if ``x`` has fewer, or has gaps in memory."""
+    caller accesses. Raise :class:`UnsupportedError` if ``x`` has fewer, or has gaps in memory.
+    """
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
     order = sorted(range(old.dim()), key=lambda d: (-old.stride(d), -old.shape[d]))
@@ -281,7 +284,8 @@ def strided_places(build: Builder, sizes: list[int], strides: list[int], offset:
     ``as_strided`` accesses.
 
     ``build``: appends operators to the graph. ``strides``: the distance in memory between neighbours along each dim, in
-    elements. ``offset``: the position of the first element; ``None`` means 0."""
+    elements. ``offset``: the position of the first element; ``None`` means 0.
+    """
     places = build(aten.full.default, [], offset or 0, dtype=torch.int64, device=META)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         along = build(
@@ -300,7 +304,8 @@ def diagonal_scatter(
 
     ``build``: appends operators to the graph. ``source``: the new elements of the diagonal, along its last dim.
     ``dim1``, ``dim2``: the two dims of ``x`` that span the matrices. ``offset``: which diagonal; 0 is the main one,
-    positive numbers are above."""
+    positive numbers are above.
+    """
     sizes = list_node_sizes(x)
     first, second = dim1 % len(sizes), dim2 % len(sizes)
     along, across = (first, second) if offset >= 0 else (second, first)  # the diagonal is indexed along the first
@@ -330,7 +335,8 @@ def as_strided_scatter(
     ``build``: appends operators to the graph. ``source``: the new values. ``sizes``, ``strides``, ``offset``: which
     positions in the memory of ``x`` are written: the shape of the written region, the distance of neighbours along each
     dim, and the first position, in elements. Raise :class:`UnsupportedError` if several elements are written to one
-    position."""
+    position.
+    """
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
     if old.dim() == 2 and not offset and [sum(old.stride())] == strides and [min(old.shape)] == sizes:
@@ -349,7 +355,8 @@ def written_piece(target: Any) -> Rule:
     ``select_scatter``).
 
     It rewrites complex tensors as real and imaginary parts, because torch does not differentiate the operator for them.
-    For real tensors, it returns ``KEEP`` (the operator stays)."""
+    For real tensors, it returns ``KEEP`` (the operator stays).
+    """
 
     def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
         """Append the write of ``source`` into a slice of the complex tensor ``x`` to the graph, on real and imaginary
@@ -357,7 +364,8 @@ def written_piece(target: Any) -> Rule:
 
         ``build``: appends operators to the graph. ``dim``: the dim along which the slice is taken. ``place``,
         ``named``: the further arguments of the operator: the index for ``select_scatter``, or start, end and step for
-        ``slice_scatter``."""
+        ``slice_scatter``.
+        """
         if not get_node_tensor(x).dtype.is_complex:
             return KEEP
         parts = [build(aten.view_as_real.default, value) for value in (x, source)]

@@ -43,7 +43,8 @@ def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
     separate, in place.
 
     ``node``: the ``reshape`` behind the product (and behind the addition of a bias, if there is one) that splits the
-    rows into the dims again; the new product takes its place. Any other ``reshape`` is left unchanged."""
+    rows into the dims again; the new product takes its place. Any other ``reshape`` is left unchanged.
+    """
     sizes = list_node_sizes(node)
     value: Any = node.args[0]
     bias: Any = None
@@ -83,7 +84,8 @@ def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
     dims, in place.
 
     ``node``: the ``reshape`` behind the transpose that splits the flattened dim again; the permutation takes its place.
-    Any other ``reshape`` is left unchanged."""
+    Any other ``reshape`` is left unchanged.
+    """
     moved: Any = node.args[0]
     order = _find_transpose_order(moved)
     flat = moved.args[0] if order is not None else None
@@ -109,7 +111,8 @@ def _unflatten_elementwise(graph: fx.Graph, node: fx.Node) -> None:
     operator, in place.
 
     This is done only if it adds nothing but views. Each operand must come from a ``reshape`` or ``repeat``, or have
-    size 1 in all dims that are split."""
+    size 1 in all dims that are split.
+    """
     value: Any = node.args[0]
     if not _is_elementwise(value) or len(value.users) > 1 or len(list_node_sizes(node)) <= len(list_node_sizes(value)):
         return

@@ -31,7 +31,8 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
     """Return a dict from each node of the graph of ``main`` to the corresponding node of the graph of ``other``.
 
     ``main``, ``other``: one model captured for two batch sizes. Return ``None`` if their graphs do not have the same
-    operators, connected in the same way."""
+    operators, connected in the same way.
+    """
     ours, theirs = list(main.graph.nodes), list(other.graph.nodes)
     if len(ours) != len(theirs):
         return None
@@ -52,7 +53,8 @@ def has_own_number(node: fx.Node, other: fx.Node) -> bool:
     the graph for the smaller batch.
 
     ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result
-    do not count."""
+    do not count.
+    """
     name, end = operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):
         return False

@@ -36,7 +36,8 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
     """Return the number that the pointwise operator ``node`` computes from one number of each operand, such as the
     number in their padded elements; ``None`` if it is not known.
 
-    ``numbers``: one number for each operand of ``node``, in order; ``None`` for one that is not known."""
+    ``numbers``: one number for each operand of ``node``, in order; ``None`` for one that is not known.
+    """
     name, operands = operator_name(node), operands_of(node)
     known = dict(zip(operands, numbers, strict=True))
     if name == "where" and len(node.args) == 3:

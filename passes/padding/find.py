@@ -31,7 +31,8 @@ class AxisPadding:
     ``fills``: path of an input, such as ``input_ids`` -> the number in its new elements (``None``: a copy of the
     last element). ``outputs``: path of an output -> (the dim that grows with the batch, by how many elements its
     size exceeds that of the batch). ``fault``: the reason why no padding leaves the results unchanged; empty if one
-    does."""
+    does.
+    """
 
     fills: dict[str, float | None] = field(default_factory=dict)
     outputs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -45,7 +46,8 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
 
     ``main``, ``other``: the model, in normal form, captured for two batch sizes along this axis. ``dims``: path of
     an input -> the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along the axis. The
-    padding is correct for every value of the weights, so gradients are unchanged, too."""
+    padding is correct for every value of the weights, so gradients are unchanged, too.
+    """
     pairs = pair_nodes(main, other)
     if pairs is None:
         return AxisPadding(
@@ -68,7 +70,8 @@ class _Axis:
 
     ``dims``: path of an input -> the index of its dim along the axis. ``fills``: path of an input -> the number in
     its new elements (``None``: a copy of the last element). ``sizes``: the two batch sizes, in elements along the
-    axis, for which the model was captured."""
+    axis, for which the model was captured.
+    """
 
     dims: Mapping[str, int]
     fills: Fills
@@ -79,10 +82,11 @@ def _follow_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis
 ) -> dict[fx.Node, Values]:
     """Return a dict: each node of the graph of ``main`` -> a tuple with one description for each of its results, of
-    what padding the model's inputs does to it: which dims grow, and which numbers padded elements have.
+    what padding the model's inputs does to it: which dims grow with the batch, and which numbers padded elements have.
 
     ``main``, ``other``: the model captured for two batch sizes. ``pairs``: node of ``main`` -> the same node of
-    ``other``. ``axis``: the padding of the inputs."""
+    ``other``. ``axis``: the padding of the inputs.
+    """
     values: dict[fx.Node, Values] = {}
     paths = {i.value: i.path for i in main.inputs}
     for node, partner in pairs.items():
@@ -99,10 +103,11 @@ def _follow_graph(
 
 def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
     """Return a tuple with one description for each result of the operator ``node``, of what padding the model's inputs
-    does to it: which dims grow, and which numbers padded elements have.
+    does to it: which dims grow with the batch, and which numbers padded elements have.
 
     ``partner``: the same operator in the graph for another batch size. ``values``: the descriptions of the results
-    of earlier nodes. ``sizes``: the batch sizes of the two graphs, in elements along the padded axis."""
+    of earlier nodes. ``sizes``: the batch sizes of the two graphs, in elements along the padded axis.
+    """
     if operator_name(node) == "getitem":
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -120,8 +125,8 @@ def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Value
 
 def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
     """Return a description of a model input under padding: which dims grow with the batch, and which number the new
-    elements have. ``node``: its placeholder. ``path``: its path in the arguments of the model. ``axis``: how the
-    inputs are padded."""
+    elements have. ``node``: the input's placeholder. ``path``: the input's path in the arguments of the model.
+    ``axis``: how the inputs are padded."""
     value = plain_value(shapes_of(node)[0])
     if path not in axis.dims:
         return value
@@ -134,7 +139,8 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> 
 
     It has a fault (a reason why padding may change results) if its value depends on the batch size. A constant that
     is the first part of a larger one, such as a table by position, has no fault. ``main``, ``other``: the model
-    captured for two batch sizes. ``axis``: how the inputs are padded."""
+    captured for two batch sizes. ``axis``: how the inputs are padded.
+    """
     shape, theirs = main.states[name].spec.shape, other.states[name].spec.shape
     if shape == theirs:
         same = name not in main.constants or torch.equal(main.constants[name], other.constants[name])
@@ -151,7 +157,8 @@ def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[P
     of buffers, and outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
 
     ``main``: the captured model. ``values``: node -> descriptions of its results under padding. If the loss has a
-    dim that grows with the batch, it is yielded a second time, with a fault, because padding would add terms to it."""
+    dim that grows with the batch, it is yielded a second time, with a fault, because padding would add terms to it.
+    """
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
     yield from (by_name[n] for n in names if n is not None)
@@ -180,9 +187,10 @@ def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
     """Yield the candidates for the numbers in the new elements of padded inputs of the model ``main``, in the order in
     which they should be tried. Each is a dict: path of an input -> number (``None``: a copy of the last element).
 
-    All inputs are first padded with copies. Then integer inputs that the graph compares with a number that marks
-    ignored elements, such as -100, get this number, and other inputs zero. ``dims``: path of each input that is
-    padded -> the index of its padded dim."""
+    In the first candidate, all inputs are padded with copies. Others have, in all combinations, for an integer input
+    that the graph compares with a number that marks ignored elements, such as -100, this number, and for any other
+    input zero. ``dims``: path of each input that is padded -> the index of its padded dim.
+    """
     inputs = {i.value: i for i in main.inputs if i.path in dims}
     options: list[list[float | None]] = []
     for node in main.graph.nodes:

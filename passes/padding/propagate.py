@@ -41,10 +41,11 @@ def propagate_padding(
     node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
     """Return a tuple with one description for each result of the operator ``node``, of what padding the batch along one
-    axis (samples or positions) does to it: which dims grow, and which numbers padded elements have.
+    axis (samples or positions) does to it: which dims grow with the batch, and which numbers padded elements have.
 
     ``operands``: the descriptions of the operands. ``other_shapes``: the shapes of the results in the model's graph
-    for another batch size. ``sizes``: the batch sizes of the two graphs, in elements along the axis."""
+    for another batch size. ``sizes``: the batch sizes of the two graphs, in elements along the axis.
+    """
     shapes = shapes_of(node)
     if not any(o.grows or o.fault for o in operands) and list(shapes) == list(other_shapes):
         return (_describe_plain(node, operands),) if len(shapes) == 1 else tuple(plain_value(s) for s in shapes)
@@ -116,12 +117,14 @@ def _by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
     """Return a tuple with one description for each result of the operator ``node``, of what padding the batch does to
-    it: which dims grow, and which numbers padded elements have. It follows from the operator's sharding rule, which
-    names its loop dimensions (factors) and says over which of them each dim of its tensors runs. A result gets a fault
-    (a reason why elements of the original batch may change) if the operator mixes padded elements with others.
+    it: which dims grow with the batch, and which numbers padded elements have. It follows from the operator's sharding
+    rule, which names its loop dimensions (factors) and says over which of them each dim of its tensors runs. A result
+    gets a fault (a reason why elements of the original batch may change) if the operator mixes padded elements with
+    others.
 
     ``operands``: the descriptions of the operands. ``others``: the shapes of the results in the graph for another
-    batch size. ``sizes``: the two batch sizes, in elements along the padded axis."""
+    batch size. ``sizes``: the two batch sizes, in elements along the padded axis.
+    """
     shapes, fault = shapes_of(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
     if rule is None:
@@ -186,7 +189,8 @@ def _check_entrywise(
 
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``held``: for each operand, a dict
     from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the descriptions
-    of the operands under padding."""
+    of the operands under padding.
+    """
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
     for factor in {f for of in held for f, parts in of.items() if any(p.grows for p in parts)}:
@@ -215,7 +219,8 @@ def _build_result(
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``held``: for each operand, a dict
     from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the descriptions
     of the operands. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch
-    sizes, in elements along the padded axis."""
+    sizes, in elements along the padded axis.
+    """
     known: dict[str, Parts] = {}
     for of in held:
         known |= {f: parts for f, parts in of.items() if f not in known or any(p.grows for p in parts)}
@@ -265,7 +270,8 @@ def _find_fill(
 
     ``factor``: the loop dimension of the operator over which the dim runs. ``index``: the index of the part, from 0.
     ``held``: for each operand, a dict from factor to the parts of its dims. ``operands``: the descriptions of the
-    operands under padding."""
+    operands under padding.
+    """
     name = operator_name(node)
     numbers = [
         of[factor][index].fill if index < len(of.get(factor, ())) else value.uniform
@@ -286,7 +292,8 @@ def _with_coordinates(
     makes a causal mask.
 
     ``rule``: the operator's sharding rule, which says which dims of operands and results run over the same loop.
-    ``operands``: the descriptions of the operands."""
+    ``operands``: the descriptions of the operands.
+    """
     name = operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
         return replace(value, lowest=float(start), counts=0 if start == 0 else None)
@@ -344,7 +351,8 @@ def _combine_causal(
     number at every element whose key index exceeds its query index, as a causal mask has; otherwise return ``None``.
 
     ``operands``: the descriptions of the operands under padding. ``homes``: for each operand, a dict: dim of the
-    operand -> dim of the result."""
+    operand -> dim of the result.
+    """
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
         if pair is not None:
@@ -371,7 +379,8 @@ def _map_dims(rule: OpFactors, operand: int) -> dict[int, int]:
     """Return a dict: dim of an operand -> dim of the first result that runs over the same loop of the operator.
 
     ``rule``: the operator's sharding rule, which says over which loop dimensions dims run. ``operand``: the index of
-    the operand, from 0."""
+    the operand, from 0.
+    """
     homes = {factors: d for d, factors in enumerate(rule.results[0]) if factors}
     return {d: homes[factors] for d, factors in enumerate(rule.operands[operand]) if factors in homes}
 
@@ -393,10 +402,10 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``slice`` node ``node``, as a description of which
-    dims grow and which numbers padded elements have; ``None`` if the sliced dim does not grow. ``operands``: such
-    descriptions of the operands. The result has a fault (a reason why elements of the original batch may change) if
-    the slice has a step or a tensor as bound, or cuts a flattened dim."""
+    """Return what padding the batch does to the result of the ``slice`` node ``node``, as a description: which dims
+    grow with the batch, and which numbers padded elements have; ``None`` if the sliced dim does not grow.
+    ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the original
+    batch may change) if the slice has a step or a tensor as bound, or cuts a flattened dim."""
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -414,10 +423,10 @@ def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
 
 
 def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``constant_pad_nd`` node ``node``, as a description of
-    which dims grow and which numbers padded elements have. ``operands``: such a description of the operand. The
-    result has a fault (a reason why elements of the original batch may change) if the node writes other numbers
-    behind the elements that pad the batch."""
+    """Return what padding the batch does to the result of the ``constant_pad_nd`` node ``node``, as a description:
+    which dims grow with the batch, and which numbers padded elements have. ``operands``: such a description of the
+    operand. The result has a fault (a reason why elements of the original batch may change) if the node writes other
+    numbers behind the elements that pad the batch."""
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
     number = get_node_argument(node, "value", 0)
@@ -445,10 +454,10 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cat`` node ``node``, as a description of which dims
-    grow and which numbers padded elements have; ``None`` if no operand grows along the joined dim. ``operands``:
-    such descriptions of the operands. The result has a fault (a reason why elements of the original batch may
-    change) if another operand than the last grows along this dim."""
+    """Return what padding the batch does to the result of the ``cat`` node ``node``, as a description: which dims
+    grow with the batch, and which numbers padded elements have; ``None`` if no operand grows along the joined dim.
+    ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the original
+    batch may change) if another operand than the last grows along this dim."""
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -462,10 +471,10 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``select`` node ``node``, as a description of which
-    dims grow and which numbers padded elements have; ``None`` if the dim of the selected index does not grow.
-    ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the original
-    batch may change) unless index 0 is selected, because another index may be that of a padded element."""
+    """Return what padding the batch does to the result of the ``select`` node ``node``, as a description: which dims
+    grow with the batch, and which numbers padded elements have; ``None`` if the dim of the selected index does not
+    grow. ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the
+    original batch may change) unless index 0 is selected, because another index may be that of a padded element."""
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -476,10 +485,10 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node``, as a description of
-    which dims grow and which numbers padded elements have; ``None`` if the written dim does not grow. ``operands``:
-    such descriptions of the operands. The result has a fault (a reason why elements of the original batch may
-    change) unless the written slice reaches the end of the dim."""
+    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node``, as a description:
+    which dims grow with the batch, and which numbers padded elements have; ``None`` if the written dim does not
+    grow. ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the
+    original batch may change) unless the written slice reaches the end of the dim."""
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -495,10 +504,10 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``select_scatter`` node ``node``, as a description of
-    which dims grow and which numbers padded elements have; ``None`` if the written dim does not grow. ``operands``:
-    such descriptions of the operands. The result has a fault (a reason why elements of the original batch may
-    change) unless index 0 is written, because another index may be that of a padded element."""
+    """Return what padding the batch does to the result of the ``select_scatter`` node ``node``, as a description:
+    which dims grow with the batch, and which numbers padded elements have; ``None`` if the written dim does not
+    grow. ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the
+    original batch may change) unless index 0 is written, because another index may be that of a padded element."""
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -508,10 +517,10 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node``, as a description
-    of which dims grow and which numbers padded elements have; ``None`` if the dim along which it works does not
-    grow. ``operands``: such descriptions of the operands. Padded elements come last along this dim, so results for
-    elements of the original batch do not depend on them."""
+    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node``, as a
+    description: which dims grow with the batch, and which numbers padded elements have; ``None`` if the dim along
+    which it works does not grow. ``operands``: such descriptions of the operands. Padded elements come last along
+    this dim, so results for elements of the original batch do not depend on them."""
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -523,10 +532,10 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``gather`` node ``node``, as a description of which
-    dims grow and which numbers padded elements have. ``operands``: such descriptions of source and index. The result
-    has a fault (a reason why elements of the original batch may change) if the dim along which it reads grows,
-    unless each element reads its own position."""
+    """Return what padding the batch does to the result of the ``gather`` node ``node``, as a description: which dims
+    grow with the batch, and which numbers padded elements have. ``operands``: such descriptions of source and index.
+    The result has a fault (a reason why elements of the original batch may change) if the dim along which it reads
+    grows, unless each element reads its own position."""
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
     fault, itself = x.fault or index.fault, False
@@ -563,10 +572,10 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``softmax`` node ``node``, as a description of which
-    dims grow and which numbers padded elements have; ``None`` if the dim of the softmax does not grow. ``operands``:
-    such a description of the operand. The result has a fault (a reason why elements of the original batch may
-    change) unless padded elements have scores of -1e30 or less, or are hidden by a causal mask."""
+    """Return what padding the batch does to the result of the ``softmax`` node ``node``, as a description: which
+    dims grow with the batch, and which numbers padded elements have; ``None`` if the dim of the softmax does not
+    grow. ``operands``: such a description of the operand. The result has a fault (a reason why elements of the
+    original batch may change) unless padded elements have scores of -1e30 or less, or are hidden by a causal mask."""
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -582,11 +591,11 @@ def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return what padding the batch does to the result of the attention ``node``, as a description of which dims
-    grow and which numbers padded elements have. ``operands``: such descriptions of queries, keys, values and, if
-    there are any, mask or document ids. The result has a fault (a reason why elements of the original batch may
-    change) unless padded keys get no weight: the mask hides them, or it is causal and they come after every query of
-    the original batch."""
+    """Return what padding the batch does to the result of the attention ``node``, as a description: which dims grow
+    with the batch, and which numbers padded elements have. ``operands``: such descriptions of queries, keys, values
+    and, if there are any, mask or document ids. The result has a fault (a reason why elements of the original batch
+    may change) unless padded keys get no weight: the mask hides them, or it is causal and they come after every
+    query of the original batch."""
     query, key, value, *masks = operands
     rank = len(query.dims)
     fault = next((o.fault for o in operands if o.fault), "")
@@ -661,10 +670,10 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node``, as a description of
-    which dims grow and which numbers padded elements have; ``None`` if no reduced dim grows. ``operands``: such a
-    description of the operand. The result has a fault (a reason why elements of the original batch may change)
-    unless padded elements are false (for ``any``) or true (for ``all``)."""
+    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node``, as a description:
+    which dims grow with the batch, and which numbers padded elements have; ``None`` if no reduced dim grows.
+    ``operands``: such a description of the operand. The result has a fault (a reason why elements of the original
+    batch may change) unless padded elements are false (for ``any``) or true (for ``all``)."""
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0
     dims = as_dims(get_node_argument(node, "dim"), len(x.dims))

@@ -38,7 +38,8 @@ def resize_captured(main: Captured, other: Captured, line: Line) -> Captured | N
     the two graphs differ in more than sizes, or if a size or a constant is not a linear function of the batch size.
 
     ``main``, ``other``: the model captured for the two batch sizes. ``line``: three batch sizes, in elements along
-    one axis of the batch: that of ``main``, that of ``other``, and that of the result."""
+    one axis of the batch: that of ``main``, that of ``other``, and that of the result.
+    """
     pairs = pair_nodes(main, other)
     if pairs is None or main.turns or other.turns:
         return None
@@ -53,7 +54,8 @@ def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.No
     ``main`` and ``other``, the same model captured for a second batch size.
 
     ``pairs``: node of ``main`` -> the same node of ``other``. ``line``: the batch sizes of ``main``, of ``other``
-    and of the result. Raise :class:`_UnevenError` if a size is not a linear function of the batch size."""
+    and of the result. Raise :class:`_UnevenError` if a size is not a linear function of the batch size.
+    """
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     constants: dict[str, Tensor] = {}
@@ -113,7 +115,8 @@ def _resize_argument(main: Any, other: Any, line: Line) -> Any:
     integers in ``main`` and ``other``, the same argument in the graphs for two batch sizes.
 
     ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if the
-    arguments differ in anything but integers, or a result is not an integer."""
+    arguments differ in anything but integers, or a result is not an integer.
+    """
     if isinstance(main, fx.Node):
         return main
     if isinstance(main, list | tuple) and isinstance(other, list | tuple):
@@ -132,7 +135,8 @@ def _cut_constant(main: Tensor, other: Tensor, shape: tuple[int, ...]) -> Tensor
     larger of two batch sizes, in the shape ``shape``.
 
     Raise :class:`_UnevenError` if ``other``, the constant for the smaller batch size, is not the first part of
-    ``main``, or if ``main`` is smaller than ``shape``."""
+    ``main``, or if ``main`` is smaller than ``shape``.
+    """
     if tuple(main.shape) == shape and torch.equal(main, other):
         return main
     if not is_prefix(main, other) or any(a < b for a, b in zip(main.shape, shape, strict=True)):

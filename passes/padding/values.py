@@ -18,7 +18,8 @@ class Part:
 
     ``size``: number of elements. ``grows``: whether the part grows with the batch; the elements of the original
     batch then come first, and padded ones follow. ``offset``: by how many elements ``size`` then exceeds the batch
-    size. ``fill``: the number in all padded elements; ``None`` if they differ or it is not known."""
+    size. ``fill``: the number in all padded elements; ``None`` if they differ or it is not known.
+    """
 
     size: int
     grows: bool = False
@@ -50,7 +51,8 @@ class PaddedValue:
     ``lowest``: a number that no element is below. ``counts``: the dim along which each element is its own index (as
     in an ``arange``). ``causal``: (dim of queries, dim of keys, the number of every element whose key index exceeds
     its query index). ``distance``: (dim of queries, dim of keys, sign): each element is the key index minus the
-    query index, times the sign (1 or -1). The last five are ``None`` if not known."""
+    query index, times the sign (1 or -1). The last five are ``None`` if not known.
+    """
 
     dims: tuple[Parts, ...]
     fault: str = ""
@@ -95,7 +97,8 @@ def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | N
     padded axis, and ``other`` elements if the batch has ``sizes[1]``.
 
     The dim grows with the batch if its size exceeds the batch size by the same number in both cases. It is fixed if
-    both sizes are equal. Return ``None`` if the size depends on the batch in another way."""
+    both sizes are equal. Return ``None`` if the size depends on the batch in another way.
+    """
     if size == other:
         return Part(size)
     if size - sizes[0] == other - sizes[1]:
@@ -108,7 +111,8 @@ def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
     splits it. Return a list with, for each new dim, the tuple of its parts.
 
     ``parts``: the parts, outermost first; each has a size and may grow with the batch. ``sizes``: the sizes of the
-    new dims. Return ``None`` if the sizes do not fit, or if a part that grows with the batch would be cut."""
+    new dims. Return ``None`` if the sizes do not fit, or if a part that grows with the batch would be cut.
+    """
     left = [p for p in parts if p.size > 1 or p.grows]
     found: list[Parts] = []
     for size in sizes:

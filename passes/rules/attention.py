@@ -58,7 +58,8 @@ def shard_attention(node: fx.Node) -> OpFactors:
     has no second result (the fused kernels return a logsumexp). Keys must not be sharded, unless queries, keys and
     values are all sharded along the sequence and the ranks exchange keys and values. The width of heads must not be
     sharded. Attention with dropout is not sharded. With grouped queries (``enable_gqa``), query heads are sharded
-    together with the key heads that they share."""
+    together with the key heads that they share.
+    """
     if get_node_argument(node, "dropout_p"):
         return everything_whole(node)
     query, key, value, *mask = operands_of(node)
@@ -110,7 +111,8 @@ def within_band(node: fx.Node) -> OpFactors:
     only the keys within a range of positions around its own.
 
     Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
-    exchange keys and values."""
+    exchange keys and values.
+    """
     query, key, *_ = operands_of(node)
     heads, groups = get_meta_shape(query)[-3], get_meta_shape(key)[-3]
     sizes = {"b": get_meta_shape(query)[0], "h": groups, "rep": heads // groups}
@@ -131,7 +133,8 @@ def within_documents(node: fx.Node) -> OpFactors:
     sees only keys of its own document.
 
     Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
-    exchange keys and values. The document ids ``[batch, positions]`` are sharded like the queries."""
+    exchange keys and values. The document ids ``[batch, positions]`` are sharded like the queries.
+    """
     found = within_band(node)
     ids = tuple(f for f in ("b",) if f in found.sizes), ()
     return replace(found, operands=(*found.operands, ids))
@@ -171,7 +174,8 @@ def find_attention_band(node: fx.Node) -> Band | None:
     """Return the range of key positions, relative to its own position, that a query of the attention ``node`` sees.
 
     Return ``None`` if ``node`` is not an attention, has a mask or dropout, is not four-dimensional, or broadcasts
-    its keys."""
+    its keys.
+    """
     if node.target in _BANDS:
         return band_of(get_node_argument(node, "before"), get_node_argument(node, "after"))
     if not str(node.target).startswith("aten.scaled_dot_product_attention") or get_node_argument(node, "dropout_p"):
@@ -199,7 +203,8 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
     first result if the replaced operator has only one).
 
     ``algorithm``: how keys and values are exchanged: ``all_gather`` or ``ring``. ``local``: the attention to
-    replace, its layouts, and the graph of one rank."""
+    replace, its layouts, and the graph of one rank.
+    """
     seen = find_attention_band(local.node)
     assert seen is not None, local.node
     documents = local.node.target is document_ops.document_attention.default
@@ -223,7 +228,8 @@ def product_by_expert(node: fx.Node) -> OpFactors:
     by the matrix of its expert, from ``[e, k, n]``.
 
     Every dim may be sharded. If the dim ``e`` of experts is sharded, a rank returns zeros for rows of other ranks'
-    experts, so the result is a partial sum."""
+    experts, so the result is a partial sum.
+    """
     lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
     return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
 
@@ -242,7 +248,8 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
 
     ``t`` must not be sharded, because which rows an expert has depends on data. If the dim ``e`` of experts is
     sharded, a rank computes the rows of its own experts and returns zeros for the rest, so the result is a partial
-    sum. If the rows are ``[e, t, k]``, a batch for each expert, every dim may be sharded."""
+    sum. If the rows are ``[e, t, k]``, a batch for each expert, every dim may be sharded.
+    """
     operands = operands_of(node)
     ranks = tuple(len(get_meta_shape(o)) for o in operands)
     if ranks == (3, 3):
@@ -262,7 +269,8 @@ def _own_experts(local: Local) -> fx.Node:
     return its node. ``local``: the grouped product to replace, its layouts, and the graph of one rank.
 
     The rows of these experts are consecutive. They are moved to the front before the product and back after it; all
-    other rows of the result are zero."""
+    other rows of the result are zero.
+    """
     x, weight, ends = local.operands
     num_rows, num_experts, num_own = get_meta_shape(x)[0], get_meta_shape(ends)[0], get_meta_shape(weight)[0]
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
@@ -299,7 +307,8 @@ def shard_histogram(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``histc``, which counts elements in bins.
 
     If the value range is given, every dim of the elements may be sharded, and the counts are then partial sums. If
-    the range comes from the data, no dim may be sharded."""
+    the range comes from the data, no dim may be sharded.
+    """
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     data_range = get_node_argument(node, "min") == get_node_argument(node, "max")
@@ -340,7 +349,8 @@ def _shard_cut_or_join(node: fx.Node, cut: int | None, joined: int | None) -> Op
     ``cut``: the dim of the operand that the collective splits over its ranks. ``joined``: the dim of the result
     along which it concatenates the ranks' tensors. Each is ``None`` if the collective does not do this. Such a dim,
     before the split or after the concatenation, is treated as (number of ranks) x (size of one rank's piece), and
-    only the second factor may be sharded."""
+    only the second factor may be sharded.
+    """
     before, after = get_meta_shape(operands_of(node)[0]), tuple(node.meta["val"].shape)
     names = NAMES[: len(before)]
     sizes = {

@@ -36,7 +36,8 @@ class Strategy:
     ``factor``: the name of the loop dimension of the operator that is sharded; ``None`` if there is none.
     ``sections``: the sizes of parts of this dimension that are each divided over all ranks; ``()`` for one part.
     ``operands``, ``results``: the layouts, in order. ``form``: the name of a special way to run the operator that
-    shards several loop dimensions (see :attr:`OpFactors.forms`); empty for an ordinary strategy."""
+    shards several loop dimensions (see :attr:`OpFactors.forms`); empty for an ordinary strategy.
+    """
 
     factor: str | None
     sections: tuple[int, ...]
@@ -60,7 +61,8 @@ class Lowering:
     those results that have no dim of the sharded factor, such as the result of a sum over it. ``collectives``:
     (name, number of elements per rank) of each collective that forward and backward run in addition. ``sections``:
     whether the factor may be cut into parts that are each divided over all ranks. ``divides_work``: whether each
-    rank does only its share of the work although the tensor shapes do not show it."""
+    rank does only its share of the work although the tensor shapes do not show it.
+    """
 
     build: Callable[[Local], fx.Node]
     result: Layout
@@ -76,7 +78,8 @@ class Form:
 
     ``factor``: the name of the loop dimension that counts as sharded. ``operands``, ``results``: for each tensor,
     the index of its sharded dim; ``None`` if it is not sharded. ``build``: appends the operators that one rank runs
-    to its graph and returns the node of the result."""
+    to its graph and returns the node of the result.
+    """
 
     factor: str
     operands: tuple[int | None, ...]
@@ -92,7 +95,8 @@ class Spans:
     ``factor``: the name of the factor. ``sections``: the lengths, in elements, of the consecutive pieces into which
     the borders of all parts cut the factor. ``operands``, ``results``: the part that each tensor covers, as (start,
     length) in elements; ``None`` for all of it. To shard the factor, each of these pieces, or of finer ones, is
-    divided over all ranks, so that a rank has matching shares of all tensors."""
+    divided over all ranks, so that a rank has matching shares of all tensors.
+    """
 
     factor: str
     sections: tuple[int, ...]
@@ -111,7 +115,8 @@ class OpFactors:
     sums, so are the results. ``lower``: factor -> special operators that one rank runs if this factor is sharded.
     ``local``: a function that appends the operator with the arguments for the shapes on one rank, if its own
     arguments do not fit them. ``spans``: the factor of which some tensors cover only a part. ``forms``: name -> a
-    way to run the operator that shards several dims at once."""
+    way to run the operator that shards several dims at once.
+    """
 
     sizes: Mapping[str, int]
     operands: tuple[Dims, ...]
@@ -139,7 +144,8 @@ class Local:
 
     ``factors``: the sharding rule of ``node``. ``strategy``: the layouts of its operands and results. ``axis``,
     ``num_ranks``: the mesh axis over which these are sharded, and its size. ``operands``: the nodes in ``graph``
-    that have this rank's operands."""
+    that have this rank's operands.
+    """
 
     node: fx.Node
     factors: OpFactors
@@ -160,7 +166,8 @@ class Local:
         """Append the operator call that is being replaced, with this rank's operands, to the graph of one rank, and
         return its node.
 
-        ``changes``: name of an argument in the operator's schema -> its new value."""
+        ``changes``: name of an argument in the operator's schema -> its new value.
+        """
         args, kwargs = with_operands(self.node, self.operands)
         changed = list(args)
         for name, new in changes.items():
@@ -331,7 +338,8 @@ def build_factor_rule(
     ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the
     operands of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank
     runs if it is sharded. ``local``: a function that appends the operator with the arguments for the shapes on one
-    rank. ``spans``: the factor of which some tensors cover only a part."""
+    rank. ``spans``: the factor of which some tensors cover only a part.
+    """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}
     clash: set[str] = set()

@@ -39,7 +39,8 @@ def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]
     other ranks.
 
     ``local``: the operator to replace, its layouts, and the graph of one rank, to which operators are appended.
-    ``index``: the node of the indices into the whole dim."""
+    ``index``: the node of the indices into the whole dim.
+    """
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     shifted = local.call(aten.sub.Tensor, index, local.call(aten.mul.Tensor, rank, rows))
     below = local.call(aten.lt.Scalar, shifted, 0)
@@ -53,7 +54,8 @@ def shard_embedding(node: fx.Node) -> OpFactors:
     sharded.
 
     With a sharded vocabulary, each rank reads the rows that it holds and has zeros for the others, so the result is
-    a partial sum. No dim may be sharded with ``sparse`` or ``scale_grad_by_freq``."""
+    a partial sum. No dim may be sharded with ``sparse`` or ``scale_grad_by_freq``.
+    """
     if get_node_argument(node, "sparse") or get_node_argument(node, "scale_grad_by_freq"):
         return everything_whole(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[1]))]
@@ -81,7 +83,8 @@ def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None
     dim in which the sizes of the tensors differ.
 
     If sizes differ, the operator, such as ``gather``, uses a part of the larger tensor, which the ranks could not
-    match."""
+    match.
+    """
     sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]
 
@@ -93,7 +96,8 @@ def shard_gather(node: fx.Node) -> OpFactors | None:
     For ``gather``, the dim along which it reads may be sharded: each rank reads the elements that it holds and has
     zeros for the others, so the result is a partial sum. Another dim may be sharded if the source and the index have
     the same size there. For ``take_along_dim``, the dim along which it reads must not be sharded. Return ``None``
-    (no sharding) if the call has no ``dim``."""
+    (no sharding) if the call has no ``dim``.
+    """
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = get_node_argument(node, "dim")
     if rank == 0 or dim is None or len(node.meta["val"].shape) != rank:
@@ -159,7 +163,8 @@ def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list
     that are indexed.
 
     ``indices``: for each dim of ``x``, the node of its index tensor; ``None`` for a dim without one. ``rank`` is not
-    used."""
+    used.
+    """
     indexed = [d for d, i in enumerate(indices) if i is not None]
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     width = max(len(get_meta_shape(i)) for i in indices if i is not None)
@@ -173,7 +178,8 @@ def shard_index(node: fx.Node) -> OpFactors | None:
 
     If there is a single index tensor, the dim that it indexes may be sharded, too, and the result is then a partial
     sum. Return ``None`` (no sharding) if an index is a boolean mask, because the size of the result then depends on
-    data."""
+    data.
+    """
     x, *tensors = operands_of(node)
     indices = list(get_node_argument(node, "indices"))
     if not tensors or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tensors):

@@ -47,7 +47,8 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
 def elementwise_loss(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a loss with one term per element, such as ``mse_loss``.
 
-    Every dim may be sharded. If the terms are summed or averaged, the result of a sharded loss is a partial sum."""
+    Every dim may be sharded. If the terms are summed or averaged, the result of a sharded loss is a partial sum.
+    """
     if get_node_argument(node, "reduction") == _NONE:
         return shard_elementwise(node)
     rank = max(len(get_meta_shape(o)) for o in operands_of(node))
@@ -64,7 +65,8 @@ def classification_loss(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``cross_entropy_loss`` or ``nll_loss``.
 
     The dim of classes must not be sharded. Dims of samples may be sharded, unless the loss is a mean, because that
-    divides by the number of samples that are not ignored, which a rank does not know."""
+    divides by the number of samples that are not ignored, which a rank does not know.
+    """
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     class_dim = min(1, len(names) - 1)
@@ -82,7 +84,8 @@ def classification_loss_and_weight(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``nll_loss_forward``, which returns the loss and the sum of the
     samples' weights.
 
-    The dim of classes must not be sharded. Dims of samples may be sharded only if ``reduction`` is a sum."""
+    The dim of classes must not be sharded. Dims of samples may be sharded only if ``reduction`` is a sum.
+    """
     scores, _target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     class_dim = min(1, len(names) - 1)
@@ -99,7 +102,8 @@ def margin_loss(node: fx.Node) -> OpFactors:
     one term per sample over all of its classes.
 
     The dim of classes must not be sharded. The dim of samples may be sharded only if the terms are neither summed
-    nor averaged."""
+    nor averaged.
+    """
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     if len(names) < 2:
@@ -128,7 +132,8 @@ def cross_entropy(node: fx.Node) -> OpFactors:
     row of logits.
 
     Dims of rows may be sharded. If the dim of classes is sharded, each rank computes the target's logit and the
-    logsumexp of the classes that it holds, and an all-gather over the ranks combines them."""
+    logsumexp of the classes that it holds, and an all-gather over the ranks combines them.
+    """
     logits, _ = operands_of(node)
     names = NAMES[: len(get_meta_shape(logits))]
     dim = as_dim(get_node_argument(node, "dim"), len(names))

@@ -62,7 +62,8 @@ def shard_elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
     it the operand dims, except those of size 1, which broadcast.
 
     ``linear``: sets of operand positions (from 0). If exactly the operands of one set are partial sums, so is the
-    result."""
+    result.
+    """
     results = results_of(node)
     rank = len(results[0].shape)
     names = NAMES[:rank]
@@ -83,7 +84,8 @@ def shard_addition(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an addition or subtraction: every dim may be sharded, and the sum of two
     partial sums is a partial sum.
 
-    Adding a Python number to a partial sum is not allowed, because every rank would add it."""
+    Adding a Python number to a partial sum is not allowed, because every rank would add it.
+    """
     return shard_elementwise(node, mark_linear_together(2) if len(operands_of(node)) == 2 else ())
 
 
@@ -96,7 +98,8 @@ def shard_multiplication(node: fx.Node) -> OpFactors:
 def shard_division(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a division: every dim may be sharded.
 
-    If the numerator is a partial sum, so is the result, unless the quotient is rounded."""
+    If the numerator is a partial sum, so is the result, unless the quotient is rounded.
+    """
     is_linear = isinstance(node.args[0], fx.Node) and get_node_argument(node, "rounding_mode") is None
     return shard_elementwise(node, FIRST if is_linear else ())
 
@@ -106,7 +109,8 @@ def shard_dtype_cast(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a cast: every dim may be sharded.
 
     If the operand is a partial sum, so is the result, provided that the new dtype is floating-point or complex, or
-    equal to the old one. A second operand, which only gives the dtype, is not sharded."""
+    equal to the old one. A second operand, which only gives the dtype, is not sharded.
+    """
     source, *others = operands_of(node)
     names = NAMES[: len(get_meta_shape(source))]
     keeps = is_differentiable(node.meta["val"]) or node.meta["val"].dtype == source.meta["val"].dtype
@@ -120,7 +124,8 @@ def shard_copy(node: fx.Node) -> OpFactors:
     ``x`` and the data of ``source``.
 
     Every dim may be sharded. If ``x`` is floating-point or complex and ``source`` is a partial sum, so is the
-    result."""
+    result.
+    """
     return shard_elementwise(node, mark_linear_each(1) if is_differentiable(node.meta["val"]) else ())
 
 
@@ -129,7 +134,8 @@ def shard_where(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a call of ``where(condition, a, b)``: every dim may be sharded.
 
     If ``a`` and ``b`` are both partial sums, so is the result. Return ``None`` (no sharding) for
-    ``where(condition)``, which lists the indices of true elements."""
+    ``where(condition)``, which lists the indices of true elements.
+    """
     if str(node.target).endswith(".default"):
         return None  # ``where(condition)`` lists the indices of true elements
     return shard_elementwise(node, (frozenset((1, 2)),) if len(operands_of(node)) == 3 else ())
@@ -145,7 +151,8 @@ def shard_dropout(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, one of torch's dropout operators.
 
     If dropout does nothing (no training, or ``p`` of 0), every dim may be sharded. Otherwise no dim may be sharded,
-    because the random mask must be the same on every rank."""
+    because the random mask must be the same on every rank.
+    """
     if get_node_argument(node, "train") is False or get_node_argument(node, "p") == 0:
         return shard_elementwise(node, FIRST)
     return everything_whole(node)
@@ -156,7 +163,8 @@ def shard_prelu(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a PReLU: every dim may be sharded.
 
     If the weight has one slope per channel (dim 1), it is sharded together with the channels; a single slope is not
-    sharded."""
+    sharded.
+    """
     x, weight = operands_of(node)
     if not get_meta_shape(x):
         return everything_whole(node)
@@ -179,7 +187,8 @@ def looked_up(node: fx.Node) -> OpFactors | None:
     tensor.
 
     The dims of the elements may be sharded; the second tensor must not be. Return ``None`` (no sharding) if a Python
-    number takes the place of the elements."""
+    number takes the place of the elements.
+    """
     if not isinstance(node.args[0], fx.Node):
         return None
     elements, *others = operands_of(node)
@@ -194,7 +203,8 @@ def shard_searchsorted(node: fx.Node) -> OpFactors | None:
 
     The last dim of the sorted tensor must not be sharded. If it has one row for each row of elements, the dims in
     front may be sharded together with those of the elements. Return ``None`` (no sharding) if a Python number takes
-    the place of the elements."""
+    the place of the elements.
+    """
     if len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return None
     ordered, elements, *sorter = operands_of(node)
@@ -209,7 +219,8 @@ def shard_glu(node: fx.Node) -> OpFactors:
     of the second half.
 
     All dims may be sharded. Each half of the split dim is divided over the ranks by itself, so that a rank has
-    matching parts of both."""
+    matching parts of both.
+    """
     (x,) = operands_of(node)
     rank = len(get_meta_shape(x))
     dim = get_node_argument(node, "dim", -1) % rank
@@ -228,7 +239,8 @@ def shard_random_draw(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, one of this project's random operators, such as ``partition::uniform``:
     every dim may be sharded.
 
-    Each number depends only on a seed, the element's index in the whole tensor and the element's own parameters."""
+    Each number depends only on a seed, the element's index in the whole tensor and the element's own parameters.
+    """
     return shard_elementwise(node)
 
 
@@ -237,7 +249,8 @@ def shard_full(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an operator that creates a constant tensor of given sizes, such as
     ``zeros``: every dim may be sharded.
 
-    Tensor operands only give the dtype and are not sharded."""
+    Tensor operands only give the dtype and are not sharded.
+    """
     unread = [[None] * len(get_meta_shape(o)) for o in operands_of(node)]
     return build_factor_rule(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_local_filled)
 

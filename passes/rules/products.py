@@ -51,7 +51,8 @@ def shard_added_product(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a matrix product plus an addend, such as ``addmm``.
 
     The dim over which the product sums must not be sharded, because every rank would add the addend to its partial
-    sum. Other dims may be."""
+    sum. Other dims may be.
+    """
     left, right, made = _ADDED[node.target.__name__.split(".")[0]]  # type: ignore[union-attr]
     rank = len(get_meta_shape(operands_of(node)[0]))
     summed = frozenset(left) - frozenset(made)
@@ -121,7 +122,8 @@ def shard_convolution(node: fx.Node) -> OpFactors:
 
     With sharded input channels, the result is a partial sum; this is not allowed if there is a bias. Spatial dims
     must not be sharded. Weights are ``[groups * out, in, ...]``, those of a transposed convolution ``[groups * in,
-    out, ...]``."""
+    out, ...]``.
+    """
     x, weight, *bias = operands_of(node)
     transposed = "transpose" in str(node.target) or bool(get_node_argument(node, "transposed", False))
     num_places = len(get_meta_shape(weight)) - 2
@@ -152,7 +154,8 @@ def _shard_leading_dims(node: fx.Node, num_places: int, is_linear: bool) -> OpFa
     """Return the sharding rule of the operator call ``node``, such as a pooling: its last ``num_places`` dims must not
     be sharded, other dims may be.
 
-    ``is_linear``: whether the result is a partial sum if the operand is one."""
+    ``is_linear``: whether the result is a partial sum if the operand is one.
+    """
     (x,) = operands_of(node)
     names = [*NAMES[: len(get_meta_shape(x)) - num_places], *[None] * num_places]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
@@ -191,7 +194,8 @@ for _places in (2, 3):
         dims must not be.
 
         ``n``: the number of spatial dims. The indices that the operator reads count within one channel of one
-        sample."""
+        sample.
+        """
         x, _ = operands_of(node)
         names = [*NAMES[: len(get_meta_shape(x)) - n], *[None] * n]
         return build_factor_rule(node, [names, names], [names])
@@ -206,7 +210,8 @@ for _places in (2, 3):
         spatial dims must not be.
 
         ``n``: the number of spatial dims. The operator reads random numbers for each channel of each sample, which
-        are sharded with them."""
+        are sharded with them.
+        """
         x, _ = operands_of(node)
         names = ["b", "c"] if len(get_meta_shape(x)) == n + 2 else ["c"]
         images = [*names, *[None] * n]
@@ -220,7 +225,8 @@ def shard_image_patches(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``im2col``, which turns ``c`` channels into ``c * k`` for patches
     of ``k`` pixels, or of its inverse ``col2im``.
 
-    Samples and channels may be sharded. Spatial dims, the dim of patches, and ``k`` must not be."""
+    Samples and channels may be sharded. Spatial dims, the dim of patches, and ``k`` must not be.
+    """
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     takes_apart = node.target == aten.im2col.default

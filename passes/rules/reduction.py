@@ -43,7 +43,8 @@ def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
     absent).
 
     Every dim may be sharded. If a dim over which it sums is sharded, the result is a partial sum. ``linear``: sets
-    of operand positions (from 0); if exactly the operands of one set are partial sums, so are the results."""
+    of operand positions (from 0); if exactly the operands of one set are partial sums, so are the results.
+    """
     dims = dims_of(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
     left = [None if d in dims else n for d, n in enumerate(names)]
@@ -112,7 +113,8 @@ def softmax_gradient(node: fx.Node) -> OpFactors:
 def shard_softmax(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a softmax or log-softmax: every dim may be sharded.
 
-    If the dim of the softmax is sharded, the ranks all-reduce the maximum and the sum of exponentials."""
+    If the dim of the softmax is sharded, the ranks all-reduce the maximum and the sum of exponentials.
+    """
     build = _softmax_sharded if node.target == aten.softmax.int else _log_softmax_sharded
     rows = _count_result_elements(node) // max(
         1, math.prod(get_meta_shape(operands_of(node)[0])[d] for d in dims_of(node))
@@ -168,7 +170,8 @@ def shard_mean(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``mean``: every dim may be sharded.
 
     The mean over a sharded dim is a partial sum: each rank contributes the mean of its shard divided by the number
-    of ranks."""
+    of ranks.
+    """
     lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
     return replace(shard_reduction(node, FIRST), lower=dict.fromkeys(factors_along(node), lowering))
 
@@ -182,7 +185,8 @@ def shard_amax(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``amax`` or ``amin``.
 
     If no gradient is needed, every dim may be sharded, and the ranks all-reduce the maximum or minimum over a
-    sharded dim. If a gradient is needed, or for ``amin`` of an unsigned dtype, the reduced dims must not be sharded."""
+    sharded dim. If a gradient is needed, or for ``amin`` of an unsigned dtype, the reduced dims must not be sharded.
+    """
     ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # amin(x) = -amax(-x)
     if node.meta.get("grad", True) or not ordered:
         return over_whole_dims(node)
@@ -208,7 +212,8 @@ def shard_logsumexp(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``logsumexp``: every dim may be sharded.
 
     Over a sharded dim, the ranks all-reduce the maximum and the sum of exponentials. For integers and complex
-    numbers, the reduced dims must not be sharded."""
+    numbers, the reduced dims must not be sharded.
+    """
     if not operands_of(node)[0].meta["val"].dtype.is_floating_point:
         return over_whole_dims(node)  # complex numbers have no maximum, integers no infinity
     sent = (("all_reduce_max", _count_result_elements(node)), ("all_reduce", _count_result_elements(node)))
@@ -246,7 +251,8 @@ def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node,
     exponentials, and their sum over all ranks.
 
     ``local``: the operator to replace, its layouts, and the graph of one rank. ``grad``: what the all-reduce of this
-    sum does to its gradient in backward: ``"reduce"`` sums it over the ranks, ``"copy"`` leaves it unchanged."""
+    sum does to its gradient in backward: ``"reduce"`` sums it over the ranks, ``"copy"`` leaves it unchanged.
+    """
     axis, size = local.axis, local.num_ranks
     dims = list(dims_of(local.node))
     largest = local.call(aten.amax.default, local.call(aten.detach.default, x), dims, True)
@@ -277,7 +283,8 @@ def group_norm(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``group_norm``: samples may be sharded, and channels by whole
     groups.
 
-    Each group is normalised over its channels and all spatial dims, which must not be sharded."""
+    Each group is normalised over its channels and all spatial dims, which must not be sharded.
+    """
     x, *affine = operands_of(node)
     groups = get_node_argument(node, "num_groups")
     channels = ("g", "c")
@@ -301,7 +308,8 @@ def native_group_norm(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``native_group_norm``, which also returns mean and reciprocal
     standard deviation of each group of each sample.
 
-    Samples may be sharded, and channels by whole groups; spatial dims must not be sharded."""
+    Samples may be sharded, and channels by whole groups; spatial dims must not be sharded.
+    """
     x, *affine = operands_of(node)
     groups = get_node_argument(node, "group")
     channels = ("g", "c")
@@ -331,7 +339,8 @@ def batch_norm(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a batch norm: channels may be sharded.
 
     Samples and spatial dims may be sharded outside of training, where running statistics are used. In training they
-    must not be, because the statistics are computed over them."""
+    must not be, because the statistics are computed over them.
+    """
     x, *channelwise = operands_of(node)
     if len(get_meta_shape(x)) < 2:
         return everything_whole(node)
@@ -368,7 +377,8 @@ def instance_norm(node: fx.Node) -> OpFactors:
     over its spatial dims.
 
     Samples and channels may be sharded. Spatial dims may be sharded only if running statistics are used. If running
-    statistics are updated, samples must not be sharded."""
+    statistics are updated, samples must not be sharded.
+    """
     x, *channelwise = operands_of(node)
     places = NAMES[: len(get_meta_shape(x)) - 2]
     whole = frozenset(places) if get_node_argument(node, "use_input_stats") else frozenset()

@@ -30,7 +30,8 @@ class DimPattern:
     letters of an einsum.
 
     ``dims``: for each dim, the names of its factors, outermost first; an empty tuple for a dim of size 1.
-    ``ellipsis``: whether the text has ``...`` in front of the dims, which stands for any number of leading dims."""
+    ``ellipsis``: whether the text has ``...`` in front of the dims, which stands for any number of leading dims.
+    """
 
     dims: Dims
     ellipsis: bool = False
@@ -43,7 +44,8 @@ class TextRule:
 
     ``name``: the operator's name, for messages. ``text``: the text. ``operands``, ``results``: for each tensor, the
     names in the text for its dims. ``whole``: the names marked ``!``, whose dims must not be sharded. ``linear``:
-    sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the results."""
+    sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the results.
+    """
 
     name: str
     text: str
@@ -58,7 +60,8 @@ class TextRule:
         name ``name``. Raise :class:`RuleError` if ``text`` is malformed.
 
         ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are
-        the results."""
+        the results.
+        """
         return _Parser(text, name).parse_rule(linear)
 
     def fit(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], where: str) -> OpFactors:
@@ -66,7 +69,8 @@ class TextRule:
         :class:`RuleError` if the shapes do not fit the text of this rule.
 
         ``operands``, ``results``: the shape of each tensor that the call reads and returns. ``where``: the name of
-        the call, for messages."""
+        the call, for messages.
+        """
         sides: list[tuple[Dims, ...]] = []
         pairs: list[tuple[tuple[str, ...], int]] = []
         for kind, patterns, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
@@ -93,7 +97,8 @@ class TextRule:
         dims, which count from the right, so that tensors broadcast.
 
         ``which``: the tensor, such as ``operand 0``, for messages. ``where``: the name of the operator call, for
-        messages. Raise :class:`RuleError` if the tensor has another number of dims than the text."""
+        messages. Raise :class:`RuleError` if the tensor has another number of dims than the text.
+        """
         extra = len(shape) - len(pattern.dims)
         if extra < 0 or (extra and not pattern.ellipsis):
             raise self._create_rule_error(
@@ -108,7 +113,8 @@ class TextRule:
 
         ``pairs``: for each dim, the names of its factors, and its size, which is the product of theirs. ``where``:
         the name of the operator call, for messages. Raise :class:`RuleError` if the sizes contradict each other or
-        cannot be computed."""
+        cannot be computed.
+        """
         sizes: dict[str, int] = {}
         pending = pairs
         while pending:
@@ -150,7 +156,8 @@ class _Parser:
         """Return the sharding rule that the parser's text states. Raise :class:`RuleError` if the text is malformed.
 
         ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are
-        the results."""
+        the results.
+        """
         sides = self.text.split("->")
         if len(sides) != 2:
             raise self.create_error(f"expected one '->', got {len(sides) - 1}")
@@ -232,7 +239,8 @@ def factors_of(node: fx.Node) -> OpFactors | None:
     loop dimensions, as in an einsum), and says which of them may be sharded over ranks.
 
     Return ``None`` if the operator has no rule, so that none of its tensors may be sharded. Raise :class:`RuleError`
-    if the text of a rule does not fit the shapes of the operator."""
+    if the text of a rule does not fit the shapes of the operator.
+    """
     target = node.target
     try:
         found = _found[target]
@@ -271,7 +279,8 @@ def register_family(*names: str) -> Callable[[R], R]:
     """Return a decorator that registers a function as the sharding rule of several operators. The function gets the
     ``fx.Node`` of a call and returns its :class:`OpFactors`, or ``None`` for no sharding.
 
-    ``names``: names of ATen operators (``view``, ``view.dtype``), or names with a namespace (``namespace::name``)."""
+    ``names``: names of ATen operators (``view``, ``view.dtype``), or names with a namespace (``namespace::name``).
+    """
 
     def register(function: R) -> R:
         for name in names:
@@ -316,12 +325,13 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
 
 
 def _text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], ...]) -> Rule:
-    """Return a function that gives the sharding rule of a call of the operator with the name ``name``. ``texts``: texts
-    such as ``"b s i, o i -> b s o"``, for different numbers of operands; the function uses the one that has as many
-    operands as the call.
+    """Return a function that gives the sharding rule of a call of the operator with the name ``name``. ``texts``: rules
+    as texts, such as ``"b s i, o i -> b s o"``, for different numbers of operands; the function uses the one that has
+    as many operands as the call.
 
     ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the
-    results."""
+    results.
+    """
     parsed = {len(t.operands): t for t in (TextRule.parse(text, name, linear) for text in texts)}
 
     def look_up(node: fx.Node) -> OpFactors:
@@ -345,7 +355,8 @@ def _name_of(target: Any) -> str:
     """Return the name under which the sharding rule of an operator is stored: ``namespace::name`` or
     ``namespace::name.overload``. Raise :class:`RuleError` if there is no such operator.
 
-    ``target``: the operator: its name, an overload, an overload packet or a ``torch.library.custom_op``."""
+    ``target``: the operator: its name, an overload, an overload packet or a ``torch.library.custom_op``.
+    """
     overload = getattr(target, "_opoverload", None)  # torch.library.custom_op
     if isinstance(overload, torch._ops.OpOverload):
         return overload._schema.name

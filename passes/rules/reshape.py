@@ -40,7 +40,8 @@ def find_shared_factors(
     for each dim of ``target``; and the names that only one of the two shapes has, which must not be sharded.
 
     >>> find_shared_factors((8, 4), (2, 16))
-    ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())"""
+    ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
+    """
     sides = (_Side(source), _Side(target))
     sizes: dict[str, int] = {}
     whole: set[str] = set()
@@ -75,7 +76,8 @@ class _Side:
 
     ``sizes``: the shape. ``at``: the index of the current dim (-1 before the first). ``left``: the size of the
     current dim, divided by the factors that were split off. ``found``: for each dim, the names of its factors so
-    far."""
+    far.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -270,7 +272,8 @@ def pixel_shuffle(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a ``pixel_shuffle`` or its inverse ``pixel_unshuffle``.
 
     ``pixel_shuffle`` turns ``c * r * r`` channels into ``c`` channels of images that are ``r`` times as high and
-    wide. Batch dims, the ``c`` channels and spatial dims may be sharded, the two factors ``r`` must not be."""
+    wide. Batch dims, the ``c`` channels and spatial dims may be sharded, the two factors ``r`` must not be.
+    """
     (x,) = operands_of(node)
     shuffles = node.target == aten.pixel_shuffle.default
     few = tuple(node.meta["val"].shape) if shuffles else get_meta_shape(x)

@@ -49,7 +49,8 @@ def shard_split(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a ``split`` or ``chunk``: every dim may be sharded. Each piece of the split
     dim is divided over all ranks by itself, so that every rank has a part of every piece.
 
-    Return ``None`` (no sharding) if the pieces overlap or leave a gap."""
+    Return ``None`` (no sharding) if the pieces overlap or leave a gap.
+    """
     (x,) = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
@@ -65,7 +66,8 @@ def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]
     """Return ``names``, the names of a tensor's dims in a sharding rule, with ``None`` (must not be sharded) in place
     of the name of ``dim`` if the tensor is empty along it.
 
-    ``dim``: the dim along which an operator cuts or joins tensors. ``size``: the size of the tensor along it."""
+    ``dim``: the dim along which an operator cuts or joins tensors. ``size``: the size of the tensor along it.
+    """
     return [n if size or d != dim else None for d, n in enumerate(names)]
 
 
@@ -105,7 +107,8 @@ def shard_slice_operator(node: fx.Node) -> OpFactors | None:
     sliced dim before, in and behind the slice are each divided over all ranks. With a step greater than 1, the sliced
     dim may be sharded only if the slice covers all of it.
 
-    Return ``None`` (no sharding) if the start is a tensor."""
+    Return ``None`` (no sharding) if the start is a tensor.
+    """
     x, *others = operands_of(node)
     if others:
         return None  # the start depends on data
@@ -135,7 +138,8 @@ def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, 
     ``start`` on.
 
     ``names``: a name for each dim of the operand. ``dim`` may be sharded only if its size is a multiple of ``step``
-    and the slice covers all of it; other dims may be."""
+    and the slice covers all of it; other dims may be.
+    """
     (x,) = operands_of(node)
     length = int(node.meta["val"].shape[dim])
     if get_meta_shape(x)[dim] != length * step or start >= step:
@@ -169,7 +173,8 @@ def slice_scatter(node: fx.Node) -> OpFactors:
     by the second operand.
 
     Every dim may be sharded. The parts of this dim before, in and behind the range are each divided over all ranks.
-    With a step greater than 1, this dim must not be sharded."""
+    With a step greater than 1, this dim must not be sharded.
+    """
     x, part = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     dim = as_dim(get_node_argument(node, "dim"), len(names))
@@ -253,7 +258,8 @@ def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = 
     """Return the sharding rule of ``node``, an operator that moves or adds elements along ``dims`` (indices from 0):
     these dims must not be sharded, other dims may be.
 
-    ``is_linear``: whether the result is a partial sum if the operand is one."""
+    ``is_linear``: whether the result is a partial sum if the operand is one.
+    """
     rank = len(get_meta_shape(operands_of(node)[0]))
     names = [n if d not in dims else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
@@ -263,7 +269,8 @@ def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = 
 def shard_padding(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a ``pad``: padded dims must not be sharded, other dims may be.
 
-    If the operand is a partial sum, so is the result, unless the padding is a constant other than zero."""
+    If the operand is a partial sum, so is the result, unless the padding is a constant other than zero.
+    """
     is_linear = get_node_argument(node, "mode", "constant") != "constant" or not get_node_argument(node, "value")
     return _shard_unchanged_dims(node, _find_padded_dims(node, get_node_argument(node, "pad")), is_linear)
 

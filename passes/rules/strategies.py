@@ -80,7 +80,8 @@ def enumerate_strategies(
     that the axis shards; dims of these sizes may also be sharded zigzag (a rank has one piece from each end), and an
     attention may be sharded along its sequence.
 
-    Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors."""
+    Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
+    """
     nodes = operands_of(node)
     factors = factors_of(node)
     carries = needs_gradient(node)
@@ -124,7 +125,8 @@ def local_call(
     ``strategy``: the layouts of the operands and results of ``node``. ``axis``, ``num_ranks``: the mesh axis over
     which these are sharded, and its size. ``operands``: the nodes in ``graph`` that take the place of the operands
     of ``node``, in the layouts ``strategy.operands``. ``meta["val"]`` of operands and new nodes has the shapes on
-    one rank."""
+    one rank.
+    """
     if strategy.factor is not None:
         factors = factors_of(node)
         assert factors is not None, node
@@ -167,7 +169,8 @@ def _can_shard_zigzag(
 
     Its size must be one of ``lengths``, the lengths of sequences, and be divisible by ``2 * num_ranks``. An operator
     that needs special local operators must allow several parts. ``factors``: the operator's sharding rule.
-    ``sections``: sizes of the parts of the dim that are each divided over all ranks; empty for one part."""
+    ``sections``: sizes of the parts of the dim that are each divided over all ranks; empty for one part.
+    """
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
     if not is_sequence or (lowering is not None and not lowering.sections):
@@ -188,7 +191,8 @@ def _in_forms(
 
     ``factors``: the operator's sharding rule, whose ``forms`` state these strategies. ``nodes``: its operands.
     ``results``: its result tensors. ``reads``: the layout of each operand that a strategy does not shard.
-    ``num_ranks``: the number of ranks."""
+    ``num_ranks``: the number of ranks.
+    """
     found = []
     for name, form in factors.forms.items():
         sizes = [shape_of(n)[d] for n, d in zip(nodes, form.operands, strict=True) if d is not None]
@@ -221,7 +225,8 @@ def _shard_factor(
     ``factors``: the operator's sharding rule. ``sections``: sizes of the parts of the factor that are each divided
     over all ranks; empty for one part. ``reads``: for each operand, the layout that it gets if it has no dim of the
     factor. ``places``: the dims of the factor, each as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of
-    the dim, names of all factors of the dim). ``zigzag``: whether each rank has one piece from each end."""
+    the dim, names of all factors of the dim). ``zigzag``: whether each rank has one piece from each end.
+    """
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)
     operands = list(reads)
@@ -247,7 +252,8 @@ def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[s
     """Return two integers for a dim whose size is the product of named factors: the product of the sizes of the factors
     in front of ``factor``, and that of the factors behind it.
 
-    ``names``: the factors of the dim, outermost first. ``sizes``: name of a factor -> its size."""
+    ``names``: the factors of the dim, outermost first. ``sizes``: name of a factor -> its size.
+    """
     outer = inner = 1
     at = names.index(factor)
     for name in names[:at]:
@@ -283,7 +289,8 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
     The first way has only the borders at which the operator itself cuts or joins the dim. Each further way adds the
     borders of one of ``wanted``, the sections that neighbouring operators prefer, and the last way those of all of
     them. ``factors``: the operator's sharding rule. Ways with a section that is not divisible by ``num_ranks`` are
-    left out."""
+    left out.
+    """
     spans = factors.spans
     if not wanted and spans is None:
         return [()]
@@ -307,7 +314,8 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
     layout. A division is a tuple of the sizes of parts that are each divided over all ranks.
 
     ``factors``: the operator's sharding rule. ``wanted``: the preferred layouts; key ``i`` is operand ``i``, ``~k``
-    is result ``k``. Layouts without such parts, and layouts that no division of a factor gives, are left out."""
+    is result ``k``. Layouts without such parts, and layouts that no division of a factor gives, are left out.
+    """
     found: dict[str, list[Sections]] = {}
     for position, layouts in wanted.items():
         dims = factors.operands[position] if position >= 0 else factors.results[~position]
@@ -333,11 +341,13 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
 def _derive_factor_sections(
     names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections
 ) -> Sections:
-    """Return the sections of ``factor``, a named loop dimension, that cut a tensor dim into the sections ``sections``;
-    ``()`` if there are none. Sections are the sizes of consecutive pieces that are each divided over all ranks.
+    """Return the sections of ``factor``, a named loop dimension of an operator, that divide a tensor dim into the
+    sections ``sections``; ``()`` if there are none. The dim runs over ``factor`` and other factors. Sections are the
+    sizes, in elements, of consecutive pieces that are each divided over all ranks.
 
     ``names``: the factors whose product is the size of the dim, outermost first. ``sizes``: name of a factor -> its
-    size."""
+    size.
+    """
     if len(names) == 1:
         return sections
     outer, inner = _count_outer_and_inner(names, factor, sizes)

@@ -35,7 +35,8 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int])
     returns there.
 
     ``inputs``: for each placeholder, a list with the tensor of each rank. ``axes``: name of each mesh axis -> its
-    size; the rank number counts fastest along the last axis."""
+    size; the rank number counts fastest along the last axis.
+    """
     num_ranks = math.prod(axes.values())
     env: dict[fx.Node, list[Any]] = {}
     values = iter(inputs)
@@ -60,7 +61,8 @@ def list_axis_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
     """Return the groups of ranks of a mesh that differ only in their position along ``axis``; each group is a list of
     rank numbers in the order of the axis.
 
-    ``axes``: name of each mesh axis -> its size; the rank number counts fastest along the last axis."""
+    ``axes``: name of each mesh axis -> its size; the rank number counts fastest along the last axis.
+    """
     grid = torch.arange(math.prod(axes.values())).view(*axes.values())
     lines: list[list[int]] = grid.movedim(list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
     return lines
@@ -71,7 +73,8 @@ def _run_collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axe
     rank.
 
     ``name``: the name of the collective, such as ``all_gather``. ``env``: earlier node -> list of its values on all
-    ranks. ``axes``: name of each mesh axis -> its size."""
+    ranks. ``axes``: name of each mesh axis -> its size.
+    """
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     options = dict(zip(names, node.args, strict=True))
     assert options["size"] == axes[options["axis"]], f"{node}: the axes are {axes}"
@@ -105,7 +108,7 @@ class _CollectiveFunction(torch.autograd.Function):
 
 
 def _sum_over_ranks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return a list with one copy, for each rank, of the sum of ``ranks``, a tensor of each simulated rank.
+    """Return the sum of the tensors ``ranks``, one of each simulated rank, as a list with one copy for each rank.
     ``options``: the arguments of the collective by name; not used."""
     return [torch.stack(ranks).sum(0) for _ in ranks]
 
@@ -179,7 +182,8 @@ def check_strategies(
         num_ranks: number of ranks to simulate.
         wanted: further layouts to test; key ``i`` is operand ``i``, ``~k`` is result ``k``.
         grad: whether floating-point tensors get gradients, or the positions (from 0), among the tensors, of those that
-            do."""
+            do.
+    """
     node, tensors = node_of(target, args, kwargs or {}, grad)
     factors = factors_of(node)
     violations = [] if factors is None else find_shape_mismatches(factors, tensors, results_of(node))
@@ -220,7 +224,8 @@ def find_shape_mismatches(factors: OpFactors, operands: Sequence[Tensor], result
     sharding rule ``factors``. An empty list means that the rule fits.
 
     ``operands``, ``results``: the tensors that the operator reads and returns. A different number of tensors or dims
-    also gives a message."""
+    also gives a message.
+    """
     found: list[str] = []
     if not factors.sizes:
         return found  # nothing is sharded
@@ -250,7 +255,8 @@ class OperatorReference:
     the results are random numbers.
 
     ``node``: the operator call. ``operands``: its tensors. ``results``, ``grads``: its results, and the gradients of
-    its operands."""
+    its operands.
+    """
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
         """Run the operator call ``node`` once on ``tensors``, its operands, with random gradients of its results,
@@ -267,8 +273,9 @@ class OperatorReference:
         self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks. Return a message for
-        each result or gradient that differs from that on one device; an empty list means that all agree."""
+        """Run the operator on ``num_ranks`` simulated ranks. ``strategy``: the layouts of its operands and results.
+        Return a message for each result or gradient that differs from that on one device; an empty list means that
+        all agree."""
         layouts = (*strategy.operands, *strategy.results)
         for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
             if not can_shard_evenly(layout, tuple(tensor.shape), num_ranks):
@@ -279,9 +286,9 @@ class OperatorReference:
             return [f"fails: {type(error).__name__}: {error}"]
 
     def _check_results(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks. Return a message for
-        each result that differs from that on one device; if all results agree, a message for each gradient that
-        differs."""
+        """Run the operator on ``num_ranks`` simulated ranks. ``strategy``: the layouts of its operands and results.
+        Return a message for each result that differs from that on one device; if all results agree, a message for
+        each gradient that differs."""
         pairs = list(zip(self.operands, strategy.operands, strict=True))
         shapes = [local_shape(layout, tuple(t.shape), num_ranks) for t, layout in pairs]
         graph = graph_of(self.node, lambda g, local: local_call(self.node, strategy, AXIS, num_ranks, local, g), shapes)
@@ -338,7 +345,8 @@ def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tupl
 
     ``write``: gets the graph and a list of the placeholders, appends operators, and returns the last node.
     ``shapes``: the shapes of the operands on one rank. If it is ``None``, the shapes stay as they are, and ``write``
-    gets (args, kwargs) of ``node``, with placeholders as tensors, instead of the list."""
+    gets (args, kwargs) of ``node``, with placeholders as tensors, instead of the list.
+    """
     graph = fx.Graph()
     operands = []
     for i, operand in enumerate(operands_of(node)):
@@ -403,7 +411,8 @@ def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, toleran
     Return a list with one message if they differ; an empty list if they agree.
 
     ``ranks``: the tensor of each rank. ``tolerance``: the error that is allowed, relative to the largest magnitude
-    in ``expected`` or to 1 if that is larger."""
+    in ``expected`` or to 1 if that is larger.
+    """
     found = [join_shards(ranks, layout)] if layout.kind in ("S", "P") else ranks
     for r, tensor in enumerate(found):
         if tensor.shape != expected.shape:

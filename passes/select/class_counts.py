@@ -61,7 +61,8 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
         build: the rewriter, which appends operators to the new graph.
         node: the call in the original graph.
         args: the positional arguments of the call, with nodes of the new graph.
-        kwargs: the keyword arguments of the call, with nodes of the new graph."""
+        kwargs: the keyword arguments of the call, with nodes of the new graph.
+    """
     if node.target is ONE_HOT:
         return _one_hot(build, node, *args)
     return _count_occurrences(build, node, *args, **kwargs)
@@ -73,7 +74,8 @@ def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
     and ``build`` records a mask of the classes that the model has. Raise :class:`Unselectable` if no upper bound of the
     class numbers is known.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph."""
+    ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
+    """
     size, bound = _known_size(node), bound_of(node.args[0])
     if size is None and bound is None:
         raise Unselectable(_INSTEAD[ONE_HOT])
@@ -91,7 +93,8 @@ def _count_occurrences(
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     ``numbers``: the class number of each element. ``weights``: the amount that each element adds to the count of its
     class; ``None`` means 1. ``minlength``: the smallest number of counts that ``bincount`` returns. Raise
-    :class:`Unselectable` if no upper bound of the class numbers is known."""
+    :class:`Unselectable` if no upper bound of the class numbers is known.
+    """
     least = minlength if isinstance(minlength, int) else 0
     size, bound = _known_size(node), bound_of(node.args[0])
     if size is None and bound is not None and bound <= least:
@@ -121,7 +124,8 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
         build: the rewriter, which appends operators to the new graph.
         numbers: the node with the class number of each element.
         bound: an integer that is greater than all class numbers.
-        least: the smallest number of classes that the operator returns."""
+        least: the smallest number of classes that the operator returns.
+    """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
     largest = build.apply_operator(aten.max.default, numbers)
     if least:
@@ -134,7 +138,8 @@ def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
     ``mask`` is true, and return ``made``. Raise :class:`Unselectable` if another mask is already recorded for ``made``.
 
     ``build``: the rewriter. ``made``: the node of counts or of one-hot vectors, with all classes that there can be.
-    ``mask``: a boolean node with an element for each of these classes."""
+    ``mask``: a boolean node with an element for each of these classes.
+    """
     if made in build.rows:  # rows that a mask selects, of classes of which another tells how many
         raise Unselectable
     build.rows[made] = MaskedRows(mask, made.meta["val"].dim() - 1)
@@ -330,7 +335,8 @@ def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
     """Return a list of the operands that the operator ``reader`` uses as indices, each as (operand, size of the dim
     that it indexes). The size is ``None`` if it is not known.
 
-    Class numbers of a classification loss count as indices of its scores."""
+    Class numbers of a classification loss count as indices of its scores.
+    """
     args: Any = reader.args
     if reader.target in _CLASSIFYING:
         scores, classes = args[0].meta["val"], args[1]

@@ -53,7 +53,8 @@ class MaskedRows:
     by a mask.
 
     ``mask``: a boolean node with one element for each row, true for the rows that the model selects. ``dim``: the
-    index of the tensor's dim of rows."""
+    index of the tensor's dim of rows.
+    """
 
     mask: fx.Node
     dim: int
@@ -61,12 +62,13 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class MaskCoordinate:
-    """Describes a node of the rewritten graph that has one coordinate of the true elements of a boolean node
-    ``condition``, such as one of the results of ``torch.where(condition)``. The node has an entry for every element of
-    ``condition``, true or not.
+    """Describes a node of the rewritten graph that takes the place of one result of ``torch.where(condition)``: it has
+    one coordinate of each element of the boolean node ``condition``. Unlike that result, it has an entry for every
+    element, true or not.
 
     ``mask``: ``condition``, flattened, which says which entries the original model has. ``dim``: the dim of
-    ``condition`` of which the node has the indices. ``shape``: the shape of ``condition``."""
+    ``condition`` of which the node has the indices. ``shape``: the shape of ``condition``.
+    """
 
     mask: fx.Node
     dim: int
@@ -98,7 +100,8 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
 
     ``build``: the rewriter, which appends operators to the new graph. ``as_tuple``: whether to return a tuple with
     one node for each dim; otherwise return one node, ``[elements, dims]``. Raise :class:`Unselectable` if
-    ``condition`` consists of rows that another mask selects, or has no dims."""
+    ``condition`` consists of rows that another mask selects, or has no dims.
+    """
     if condition in build.rows or not condition.meta["val"].dim():
         raise Unselectable
     found = _build_choice_coordinates(build, condition) or _build_mask_coordinates(
@@ -118,7 +121,8 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
     in row-major order. Return the nodes, which take the place of the results of ``torch.where(condition)``.
 
     ``build``: the rewriter, which appends operators to the new graph. ``mask``: ``condition``, flattened. ``build``
-    records that the original model has only the entries for which ``mask`` is true."""
+    records that the original model has only the entries for which ``mask`` is true.
+    """
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
     every = build.insert_call(aten.arange.default, number, dtype=torch.int64, device=META)
@@ -141,7 +145,8 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
 
     If ``condition`` tests whether any of a token's k choices is the expert, there is an entry for each of the k
     choices. The choices of a token are distinct, so every token is selected at most once. ``build``: the rewriter,
-    which appends operators to the new graph and records the mask of the entries that the original model has."""
+    which appends operators to the new graph and records the mask of the entries that the original model has.
+    """
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:
         along = list(range(condition.meta["val"].dim()))
@@ -170,7 +175,8 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     selects rows.
 
     ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``, a node, or
-    ``None`` for a dim without an index. Raise :class:`Unselectable` if there is no form that keeps all rows."""
+    ``None`` for a dim without an index. Raise :class:`Unselectable` if there is no form that keeps all rows.
+    """
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     first, index = given[0]
     if x in build.rows:
@@ -214,7 +220,8 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
     ``build.rows``.
 
     ``build``: the rewriter, which appends operators to the new graph. ``given``: the indices, each as (dim of ``x``
-    that it indexes, its node). Raise :class:`Unselectable` for other indices."""
+    that it indexes, its node). Raise :class:`Unselectable` for other indices.
+    """
     rows = build.rows[x]
     dim, index = given[0]
     if any(i not in build.rows or build.rows[i] != MaskedRows(rows.mask, 0) for _, i in given) or rows.dim != dim:
@@ -240,7 +247,8 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     static shapes. Return a node that keeps all rows, and record the mask for it in ``build.rows``.
 
     ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``, a node, or
-    ``None`` for a dim without an index. Raise :class:`Unselectable` for other indices."""
+    ``None`` for a dim without an index. Raise :class:`Unselectable` for other indices.
+    """
     spread: list[Any] = []
     for i in indices:
         if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
@@ -258,7 +266,8 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
     dim. Return a node that keeps all elements, and record the mask for it in ``build.rows``.
 
     ``build``: the rewriter, which appends operators to the new graph. Raise :class:`Unselectable` if ``x`` or
-    ``mask`` consists of rows that another mask selects, unless both have one dim of the same size."""
+    ``mask`` consists of rows that another mask selects, unless both have one dim of the same size.
+    """
     if x in build.rows or mask in build.rows:
         if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
             raise Unselectable
@@ -275,7 +284,8 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
     of a mask. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if the
     plain operator can be used, or if ``x`` itself consists of rows that a mask selects.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     if x in build.rows or index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
     return take_rows(build, x, [*[None] * (dim % x.meta["val"].dim()), index])
@@ -291,7 +301,8 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
         x: the tensor whose rows are overwritten.
         dim: the dim of rows.
         index: the indices of the rows to write, a node with coordinates of the true elements of a mask.
-        values: the new rows, or one number."""
+        values: the new rows, or one number.
+    """
     if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
     dim %= x.meta["val"].dim()
@@ -313,7 +324,8 @@ def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
     which a mask does not select in the original model. Every entry is then in range. Indices without a mask are
     unchanged.
 
-    ``build``: the rewriter, which appends operators to the new graph and knows the masks."""
+    ``build``: the rewriter, which appends operators to the new graph and knows the masks.
+    """
     return [build.fill_with_harmless(i, 0) if i in build.rows else i for i in indices]
 
 
@@ -326,7 +338,8 @@ def _match_mask_coordinates(
 
     Each element of the mask then belongs to one fixed position of ``x``, so that ``x[indices]`` needs no index
     operator. ``build``: the rewriter, which knows which nodes are coordinates. ``first``: the dim of ``x`` at which
-    the indexed dims begin."""
+    the indexed dims begin.
+    """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
     if len(known) < len(places) or len({(place.mask, place.shape) for place in known}) != 1:
@@ -342,7 +355,8 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
     of one mask whose dims have the sizes of the indexed dims of ``x``.
 
     ``build``: the rewriter, which appends operators to the new graph. ``first``: the dim of ``x`` at which the
-    indexed dims begin."""
+    indexed dims begin.
+    """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     if not along:
         return None
@@ -363,7 +377,8 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
     ``build.rows[values]``. Return the new node. Raise :class:`Unselectable` if there is no form with static shapes.
 
     ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``: ``None``
-    for a dim without an index, otherwise a boolean mask, or coordinates of its true elements."""
+    for a dim without an index, otherwise a boolean mask, or coordinates of its true elements.
+    """
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     rows = build.rows.get(values)
     first, index = given[0]
@@ -415,7 +430,8 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
     that the mask does not select add nothing. Raise :class:`Unselectable` if the two have no common mask.
 
     ``build``: the rewriter, which appends operators to the new graph. ``kwargs``: further arguments of
-    ``index_add``."""
+    ``index_add``.
+    """
     if x in build.rows or build.find_common_rows(index).mask is not build.find_common_rows(source).mask:
         raise Unselectable
     dim %= x.meta["val"].dim()
@@ -443,7 +459,8 @@ def _at_places(
         first: the dim of ``x`` at which the indexed dims begin.
         indices: coordinates of the true elements of a mask, with an entry for every element, true or not.
         source: the rows to sum.
-        chosen: whether the caller reads only positions to which a selected row points."""
+        chosen: whether the caller reads only positions to which a selected row points.
+    """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)
     if not along or sizes[first + 1 :] != list(x.meta["val"].shape[first + len(along) :]):
@@ -465,7 +482,8 @@ def _permute_coordinates(
     is ascending.
 
     ``build``: the rewriter, which appends operators to the new graph. ``along``: the indices of the mask's dims, in
-    the wanted order. ``back``: whether to permute from the order ``along`` to the ascending order instead."""
+    the wanted order. ``back``: whether to permute from the order ``along`` to the ascending order instead.
+    """
     if along == sorted(along):
         return value
     order = [sorted(along).index(i) for i in along]
@@ -483,7 +501,8 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
     ``indices`` are coordinates of a mask's true elements and point to each position of ``x`` at most once.
 
     ``build``: the rewriter, which appends operators to the new graph. ``values``: a node with a row for every
-    element of the mask, true or not."""
+    element of the mask, true or not.
+    """
     covered, along = _match_mask_coordinates(build, x, 0, indices)
     if not along:
         return None
@@ -508,7 +527,8 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
 
 
 def _at_most_one(condition: fx.Node, dim: int) -> bool:
-    """Return whether the boolean node ``condition`` is known to have at most one true element along ``dim``."""
+    """Return whether the boolean node ``condition`` is known to have at most one true element along ``dim``, so that
+    rows that are written at its true elements do not collide."""
     if condition.target is aten.full.default:
         return not condition.args[1]
     choice = choice_of(condition)
@@ -523,7 +543,8 @@ def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], 
     """Return the node ``b`` if ``values`` is computed as ``x[indices] + b``; ``None`` if it is not. Writing ``values``
     to ``x[indices]`` is then the same as adding ``b`` to ``x`` there.
 
-    ``build``: the rewriter, which knows which nodes are ``x[indices]``."""
+    ``build``: the rewriter, which knows which nodes are ``x[indices]``.
+    """
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:
         return None

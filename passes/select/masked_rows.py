@@ -53,7 +53,8 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
     which the original model selects some by one mask, recorded for both in ``build.rows``. Rows that it does not select
     add zero at index 0. Return the new node. Raise :class:`Unselectable` if the two have no common mask along ``dim``.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     if x in build.rows or build.find_common_rows(index, source).dim != dim % x.meta["val"].dim():
         raise Unselectable
     return build.insert_call(
@@ -67,7 +68,8 @@ def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.N
     selected rows are sorted to the front. Return the new node. Raise :class:`Unselectable` if no mask along dim 0 is
     recorded for ``source``, or if one is recorded for ``x`` or ``mask``.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     rows = build.find_common_rows(source)
     if x in build.rows or mask in build.rows or rows.dim != 0:
         raise Unselectable
@@ -85,7 +87,8 @@ def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) 
     from the running sum of the sizes and recorded in ``build.rows``.
 
     ``build``: the rewriter, which appends operators to the new graph. ``sizes``: the size of each piece, a node of
-    ``item()``. Raise :class:`Unselectable` for other sizes."""
+    ``item()``. Raise :class:`Unselectable` for other sizes.
+    """
     counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
     if x in build.rows or len(counts) != len(sizes):
         raise Unselectable
@@ -115,7 +118,8 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
     of some of them by masks. Such a part keeps all rows, with its mask in ``build.rows``, and so does the result.
     Return the new node; ``None`` if the plain operator can be used.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     rows, dim = [build.rows.get(part) for part in parts], dim % parts[0].meta["val"].dim()
     if all(r is not None and r.dim != dim for r in rows) or any(r is not None and r.dim != dim for r in rows):
         return None
@@ -129,7 +133,8 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
     one ``where`` for each piece suffices.
 
     ``build``: the rewriter, which appends operators to the new graph. ``rows``: the mask of each part; ``None`` for
-    a part without one."""
+    a part without one.
+    """
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
         return None
@@ -149,7 +154,8 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
     If all parts have the same size, their rows are interleaved, so that the rows of one sample of the batch stay
     together.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     sizes = [int(part.meta["val"].shape[dim]) for part in parts]
     masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
     in_turn = len(set(sizes)) == 1
@@ -177,7 +183,8 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
     """Return the node of the mask that says which of the ``size`` rows of ``part`` the original model selects; a mask
     that is true everywhere if none is recorded for ``part``.
 
-    ``build``: the rewriter, which appends operators to the new graph and records masks."""
+    ``build``: the rewriter, which appends operators to the new graph and records masks.
+    """
     if part in build.rows:
         return build.rows[part].mask
     if size not in build.all_of:
@@ -195,7 +202,8 @@ def _make_reshape_rule(target: Any) -> Callable[..., Any]:
         rows and the dim of rows of the result. Raise :class:`Unselectable` if no dim of the result is a dim of rows.
 
         ``build``: the rewriter. ``x``: a tensor that keeps all rows, of which the original model selects some by the
-        mask ``build.rows[x]``. ``args``: the further arguments of the reshape."""
+        mask ``build.rows[x]``. ``args``: the further arguments of the reshape.
+        """
         try:
             return build.by_rule(target, (x, *args), {})
         except Unselectable:
@@ -277,7 +285,8 @@ class SelectedRows:
 
     ``rows``: each such tensor of the new graph -> its mask and its dim of rows. ``places``: each node with
     coordinates of a mask's true elements -> a description of them. ``key``: returns equal integers for nodes that
-    compute the same value."""
+    compute the same value.
+    """
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         """Start without any masks. ``graph``: the new graph, to which operators are appended. ``nodes``: the nodes
@@ -303,7 +312,8 @@ class SelectedRows:
         """Return whether ``node`` must be rewritten: its result has a data-dependent size, as after a selection by a
         mask, or it reads rows that a mask selects, or a number that the model computes from the data.
 
-        ``env``: original node -> its copy in the new graph."""
+        ``env``: original node -> its copy in the new graph.
+        """
         given = [env.get(n) for n in node.all_input_nodes]
         kinds = (MaskedRowCount, ComputedSize, tuple, int)
         return _is_open(node.meta.get("val")) or any(
@@ -315,7 +325,8 @@ class SelectedRows:
         rows. Unlike in :meth:`concerns_node`, a number that the model takes out of a tensor by ``item()`` does not
         count.
 
-        ``env``: original node -> its copy in the new graph."""
+        ``env``: original node -> its copy in the new graph.
+        """
         given = [env.get(n) for n in node.all_input_nodes]
         return _is_open(node.meta.get("val")) or any(
             isinstance(g, MaskedRowCount | tuple) or g in self.rows for g in given
@@ -329,7 +340,8 @@ class SelectedRows:
         Args:
             node: a node of the original graph.
             env: original node -> the result that takes the place of its result.
-            where: metadata (module path, source line, module stack) of the new nodes."""
+            where: metadata (module path, source line, module stack) of the new nodes.
+        """
         self._where = where
         args: Any
         kwargs: Any
@@ -379,7 +391,8 @@ class SelectedRows:
         or a data-dependent number.
 
         ``operands``: the operator's operands in the new graph, one for each placeholder of ``parts``. ``where``:
-        metadata (module path, source line, module stack) of the new nodes."""
+        metadata (module path, source line, module stack) of the new nodes.
+        """
         inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
         for part in parts.nodes:
             if part.op == "output":
@@ -399,13 +412,14 @@ class SelectedRows:
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
     def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
-        """Append the operator ``target`` on tensors that keep all rows to the new graph, if its sharding rule (see
-        ``passes/rules``) says that it works on each row by itself, or sums over rows. Return its result, a node or a
-        tuple of nodes, after recording the mask of its rows. Raise :class:`Unselectable` if the operator combines rows
-        in another way.
+        """Append the operator ``target`` to the new graph, on tensors that keep all rows although the original model
+        selects some of them by a mask. Its sharding rule (see ``passes/rules``) must say that it works on each row by
+        itself, or sums over rows. Return its result, a node or a tuple of nodes, after recording the mask of its rows.
+        Raise :class:`Unselectable` if the operator combines rows in another way.
 
         ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: whether to record no mask for the
-        result."""
+        result.
+        """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
             raise Unselectable  # a number that is computed with
@@ -445,7 +459,8 @@ class SelectedRows:
         operator sums over the rows. Raise :class:`Unselectable` if it combines rows in another way.
 
         ``made``: a node of the operator on tensors that keep all rows, of which a mask selects some in the original
-        model. ``operands``: the operands of ``made``."""
+        model. ``operands``: the operands of ``made``.
+        """
         factors = factors_of(made)
         if factors is None:
             raise Unselectable
@@ -498,8 +513,8 @@ class SelectedRows:
         return made
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
-        """Return the node of the boolean node ``condition``, flattened into one dim. Calls with conditions that
-        compute the same value return the same node."""
+        """Return a vector node with the elements of the boolean node ``condition``, flattened. Calls with conditions
+        that compute the same value return the same node."""
         condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
             condition = skip_inverse_squeezes(condition.args[0])
@@ -520,7 +535,8 @@ class SelectedRows:
         """Return the node that ``make`` builds, or the node that an earlier call with the same ``mask`` and ``kind``
         has built.
 
-        ``kind``: a hashable key that says what is built from the mask, such as ``"count"``."""
+        ``kind``: a hashable key that says what is built from the mask, such as ``"count"``.
+        """
         if (mask, kind) not in self._made:
             self._made[mask, kind] = make()
         return self._made[mask, kind]
@@ -549,7 +565,8 @@ class SelectedRows:
         """Return the node of a mask of rows for the dim that results from flattening several dims into one.
 
         ``mask``: the mask of the rows before the flattening; they lie along one of these dims. ``sizes``: the sizes
-        of the dims that are flattened. ``at``: the index, in ``sizes``, of the dim of rows."""
+        of the dims that are flattened. ``at``: the index, in ``sizes``, of the dim of rows.
+        """
 
         def spread() -> fx.Node:
             apart = [size if i == at else 1 for i, size in enumerate(sizes)]
@@ -570,10 +587,12 @@ class SelectedRows:
         return mask
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
-        """Return the node of ``value``, which keeps all rows, with the rows that its mask does not select set to
-        ``number`` (by default 1 for floating-point dtypes and 0 for integers); ``value`` itself if this is not needed.
+        """Return ``value``, which keeps all rows although the original model selects some by a mask, with the rows that
+        the mask does not select set to ``number`` (by default 1 for floating-point dtypes and 0 for integers). Return
+        the node ``value`` itself if this is not needed.
 
-        Values that the original model leaves out, such as a zero divisor or an index of -100, then cause no error."""
+        Values that the original model leaves out, such as a zero divisor or an index of -100, then cause no error.
+        """
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
         if dtype == torch.bool or self._filled.get(value) == number or (number == 0 and value in self.places):
@@ -581,8 +600,8 @@ class SelectedRows:
         return self.fill_unselected(value, number)
 
     def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
-        """Return the node of ``value``, which keeps all rows, with the rows that its mask does not select set to
-        ``number``. The same mask is recorded for the result."""
+        """Return the node of ``value``, which keeps all rows although the original model selects some by a mask,
+        with the rows that the mask does not select set to ``number``. The same mask is recorded for the result."""
         filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
@@ -597,12 +616,13 @@ class SelectedRows:
         return left_out if shape == [shape[0]] else self.insert_call(aten.reshape.default, left_out, shape)
 
     def zero_unselected(self, value: fx.Node) -> fx.Node:
-        """Return the node of ``value``, which keeps all rows, with zeros in the rows that its mask does not select.
-        No mask is recorded for the result, because rows of zeros may take part in a sum."""
+        """Return the node of ``value``, which keeps all rows although the original model selects some by a mask,
+        with zeros in the rows that the mask does not select. No mask is recorded for the result, because rows of
+        zeros may take part in a sum."""
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
-        """Return the mask that selects rows of all ``values`` in the original model, and their dim of rows.
+        """Return the mask by which the original model selects rows of each of ``values``, and their dim of rows.
         ``values``: nodes that keep all rows. Raise :class:`Unselectable` if their masks or dims differ, or if no
         mask is recorded for one of them."""
         found = {self.rows[v] for v in values if v in self.rows}

@@ -35,7 +35,8 @@ class ComputedSize:
 
     ``node``: the 0-dimensional node of the rewritten graph that has it; ``None`` if only assertions may read it.
     ``all_rows``: what the number would be if the mask selected every row, for static shapes; ``None`` if that is not
-    known."""
+    known.
+    """
 
     node: fx.Node | None
     all_rows: Any = None
@@ -85,7 +86,8 @@ def number_of(build: SelectedRows, given: Any) -> ComputedSize:
     ``given``: the number of rows that a mask selects, a node of ``item()``, or a :class:`ComputedSize`. Raise
     :class:`Unselectable` for other values.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     if isinstance(given, MaskedRowCount):
         return ComputedSize(build.count_selected(given.mask), int(given))
     if isinstance(given, fx.Node) and given.target in ITEMS:
@@ -106,7 +108,8 @@ def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[
     on the data.
 
     Return a Python number, or, if one of them depends on the data, a :class:`ComputedSize`, which has the result as
-    a 0-dimensional node of the new graph. ``build``: the rewriter, which appends operators to this graph."""
+    a 0-dimensional node of the new graph. ``build``: the rewriter, which appends operators to this graph.
+    """
     numbers = [number_of(build, a) if is_number(a) else a for a in args]
     if not any(isinstance(n, ComputedSize) for n in numbers):
         return target(*args)
@@ -139,7 +142,8 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     ``args``, ``kwargs``: its arguments in the new graph; numbers in lists, which are shapes, are not replaced. Raise
-    :class:`Unselectable` if the operator has no form for tensors."""
+    :class:`Unselectable` if the operator has no form for tensors.
+    """
     if not any(is_number(a) for a in (*args, *kwargs.values())):
         return None
     value, target = node.meta["val"], node.target
@@ -178,7 +182,8 @@ def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype)
     """Append and return a node ``[rows]`` that numbers the rows that ``mask`` ``[rows]`` selects: 0, 1, ... in order.
     Rows that ``mask`` does not select have arbitrary numbers.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``dtype``: the dtype of the numbers."""
+    ``build``: the rewriter, which appends operators to the new graph. ``dtype``: the dtype of the numbers.
+    """
     made = build.insert_call(aten.sub.Tensor, build.number_selected(mask), 1)
     made = made if dtype == _WHOLE else build.insert_call(aten.to.dtype, made, dtype)
     build.rows[made], build.numbered[made] = MaskedRows(mask, 0), mask
@@ -193,7 +198,8 @@ def _as_tensor(build: SelectedRows, given: Any, dtype: torch.dtype | None) -> fx
     """Return ``given`` (a node or a Python number) as a node of the dtype ``dtype``; if ``dtype`` is ``None``, a node
     keeps its dtype. Raise :class:`Unselectable` if ``given`` is ``None``.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     if given is None:
         raise Unselectable
     if not isinstance(given, fx.Node):

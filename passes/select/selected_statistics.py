@@ -36,7 +36,8 @@ def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) ->
     keeps all rows, of which the original model selects those for which the mask ``build.rows[x]`` is true.
 
     ``build``: the rewriter, which appends operators to the new graph. ``dtype``: the dtype to which ``x`` is cast
-    first; ``None`` for none."""
+    first; ``None`` for none.
+    """
     return _mean_over(build, x, None, dtype=dtype)
 
 
@@ -46,7 +47,8 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
     selects those for which the mask ``build.rows[x]`` is true.
 
     ``build``: the rewriter, which appends operators to the new graph. ``keepdim``: whether the reduced dims stay
-    with size 1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none."""
+    with size 1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none.
+    """
     over = _find_reduced_dims(build, x, dims)
     if over is None:
         return None
@@ -59,7 +61,8 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
     ``None``); return ``None`` if the dim of rows is not among them. ``x`` keeps all rows, of which the original model
     selects some by a mask.
 
-    ``build``: the rewriter; ``build.rows[x]`` has the mask and the dim of rows."""
+    ``build``: the rewriter; ``build.rows[x]`` has the mask and the dim of rows.
+    """
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
     over = [d % rank for d in (dims if dims else range(rank))]
@@ -71,7 +74,8 @@ def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -
     combines in the original model, and return it. ``x`` keeps all rows, but only the rows that the mask
     ``build.rows[x]`` selects are counted.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     rows, sizes = build.rows[x], x.meta["val"].shape
     others = math.prod(sizes[d] for d in over if d != rows.dim)
     count = build.count_selected(rows.mask)
@@ -83,7 +87,8 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
     tensor that keeps all rows, and leaves out the rows that the mask does not select.
 
     ``root``: whether the operator is ``std``, not ``var``. ``with_mean``: whether the operator also returns the
-    mean."""
+    mean.
+    """
 
     def rule(
         build: SelectedRows,
@@ -101,7 +106,8 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
 
         ``build``: the rewriter, which appends operators to the new graph. ``unbiased``: whether the divisor is the
         number of elements less 1. ``correction``: the number to subtract instead; ``None`` for none. ``keepdim``:
-        whether the reduced dims stay with size 1."""
+        whether the reduced dims stay with size 1.
+        """
         if isinstance(dims, bool):  # the form for all dims
             dims, unbiased = None, dims
         over = _find_reduced_dims(build, x, dims)
@@ -132,7 +138,8 @@ def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
     """Append the square root of ``x`` to the new graph and return its node. Its gradient at zero is zero, where that of
     ``sqrt`` is infinite.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     none = build.insert_call(aten.eq.Scalar, x, 0)
     root = build.insert_call(aten.sqrt.default, build.insert_call(aten.masked_fill.Scalar, x, none, 1))
     return build.insert_call(aten.masked_fill.Scalar, root, none, 0)
@@ -155,7 +162,8 @@ def _make_filled_reduction(
     result, and reduces.
 
     ``number``: returns that number for a tensor, on whose dtype it depends. ``dim_at``: the position (from 0) of the
-    argument with the dims among the operator's arguments; ``None`` if there is none."""
+    argument with the dims among the operator's arguments; ``None`` if there is none.
+    """
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
         """Append a reduction of ``x`` to the new graph and return its node; return ``None`` if it does not reduce
@@ -177,7 +185,8 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
     selects, with static shapes. It reads a tensor that keeps all rows, sets the rows that the mask does not select to
     the lowest or highest number, and counts only selected rows in the index that it returns.
 
-    ``number``: returns the lowest (for ``max``) or highest (for ``min``) number of a tensor's dtype."""
+    ``number``: returns the lowest (for ``max``) or highest (for ``min``) number of a tensor's dtype.
+    """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
         """Append the maximum or minimum of ``x`` along ``dim`` to the new graph, and return the nodes of its value
@@ -198,7 +207,8 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
     with static shapes. It reads a tensor that keeps all rows, sets the rows that the mask does not select to the lowest
     or highest number, and counts only selected rows in the index that it returns.
 
-    ``number``: returns the lowest (for ``argmax``) or highest (for ``argmin``) number of a tensor's dtype."""
+    ``number``: returns the lowest (for ``argmax``) or highest (for ``argmin``) number of a tensor's dtype.
+    """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
         """Append the index of the maximum or minimum of ``x`` along ``dim`` to the new graph and return its node;
@@ -222,7 +232,8 @@ def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
     have in the original model, and return it. ``x`` keeps all rows, of which the model has only those that the mask
     ``build.rows[x]`` selects.
 
-    ``build``: the rewriter, which appends operators to the new graph."""
+    ``build``: the rewriter, which appends operators to the new graph.
+    """
     nth = build.insert_call(aten.sub.Tensor, build.number_selected(build.rows[x].mask), 1)
     flat = build.insert_call(aten.reshape.default, place, [place.meta["val"].numel()])
     found = build.insert_call(aten.index_select.default, nth, 0, flat)
@@ -235,7 +246,8 @@ def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., An
     for a norm of negative order.
 
     ``order_at``, ``dim_at``: the positions (from 0) of the norm's order and of its dims among the operator's
-    arguments."""
+    arguments.
+    """
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
@@ -277,7 +289,8 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
     not the dim of rows. ``x`` and the result keep all rows; rows that the mask ``build.rows[x]`` does not select count
     as zero. Raise :class:`Unselectable` if the rows are in another order than in the original model.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``kwargs``: further arguments of ``cumsum``."""
+    ``build``: the rewriter, which appends operators to the new graph. ``kwargs``: further arguments of ``cumsum``.
+    """
     if _find_reduced_dims(build, x, dim) is None:
         return None
     if build.rows[x].mask in build.unordered:
@@ -293,7 +306,8 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
     It reads tensors that keep all rows, computes the loss of each element, and then reduces the losses of the selected
     rows.
 
-    ``position``: the position (from 0) of the operator's argument ``reduction``."""
+    ``position``: the position (from 0) of the operator's argument ``reduction``.
+    """
 
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
         """Append a loss, as one term for each element, and its reduction to the new graph. Tensors among the
@@ -347,7 +361,8 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
         ``build``: the rewriter, which appends operators to the new graph. ``weight``: the weight of each class, or
         ``None``. ``reduction``: 0 none, 1 mean, 2 sum. ``ignored``: the class number that the loss ignores.
         ``more``: further arguments of the loss. Raise :class:`Unselectable` if different masks select the rows of
-        scores and of targets."""
+        scores and of targets.
+        """
         value: Tensor = classes.meta["val"]
         if value.is_floating_point():
             if reduction == NONE:
@@ -373,7 +388,8 @@ def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
     recorded in ``build.rows``.
 
     ``build``: the rewriter, which appends operators to the new graph. Raise :class:`Unselectable` if the operands
-    have different masks, or if an operand without a mask already has all rows."""
+    have different masks, or if an operand without a mask already has all rows.
+    """
     shape = torch.broadcast_shapes(*(o.meta["val"].shape for o in operands))
     wide = []
     for operand in operands:

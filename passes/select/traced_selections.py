@@ -51,7 +51,8 @@ def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
 
     If one of torch's own functions needs a data-dependent number of classes to equal an integer, torch assumes in
     this context that it does. ``is_users``: returns whether the source file with a given name is the user's, not
-    torch's or this package's."""
+    torch's or this package's.
+    """
     selections = _Selections(is_users)
     plain = ShapeEnv.evaluate_expr
 
@@ -76,7 +77,8 @@ class _Selections(TorchFunctionMode):
     number of rows in it. Functions of torch that read values only for a check, such as ``gaussian_nll_loss``, run
     without the check, because a trace has no values.
 
-    ``is_users``: returns whether the source file with a given name is the user's, not torch's or this package's."""
+    ``is_users``: returns whether the source file with a given name is the user's, not torch's or this package's.
+    """
 
     def __init__(self, is_users: Callable[[str], bool]) -> None:
         """Start without known masks. ``is_users``: returns whether the source file with a given name is the user's,
@@ -89,8 +91,9 @@ class _Selections(TorchFunctionMode):
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
     def needs(self, expr: Any) -> bool:
-        """Return whether ``expr``, a symbolic condition on sizes, asks if a data-dependent number of classes equals
-        an integer, and one of torch's own functions asks this, not the user's code."""
+        """Return whether ``expr``, a symbolic condition on sizes, may be assumed to hold: it says that a
+        data-dependent number of classes equals an integer, and one of torch's own functions asks for it, not the
+        user's code."""
         sides = expr.args if isinstance(expr, sympy.Eq) else ()
         if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
             return False
@@ -119,8 +122,8 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _by_where(self, input: Tensor, mask: Tensor) -> Any:
-        """Return ``masked_select(input, mask)`` in a trace, computed as ``input[mask]`` after broadcasting both to one
-        shape, so that equal masks select the same symbolic number of elements."""
+        """Return ``masked_select(input, mask)`` during a trace, computed as ``input[mask]`` after broadcasting both
+        to one shape, so that equal masks select the same symbolic number of elements."""
         if input.shape != mask.shape:
             shape = torch.broadcast_shapes(input.shape, mask.shape)
             input, mask = (v if v.shape == shape else v.expand(shape) for v in (input, mask))
@@ -156,7 +159,7 @@ class _Selections(TorchFunctionMode):
 
 def _is_unwritten(*nodes: fx.Node) -> bool:
     """Return whether no operator of the graph writes in place to one of ``nodes`` or to a value from which they are
-    computed."""
+    computed, so that their values never change."""
     written = {memory_of(to) for other in nodes[0].graph.nodes for to in written_by(other)}
     return not any(written.intersection(map(memory_of, _collect_ancestors(node))) for node in nodes)
 

@@ -31,7 +31,8 @@ def choose_saved_nodes(
 
     ``saved``: the forward nodes whose results backward reads; all of them would be saved otherwise. ``again``:
     forward nodes whose results should not be saved, nor should views or copies of them. ``nodes``: the forward nodes
-    in order. ``results``: forward nodes that are never computed again, such as the outputs."""
+    in order. ``results``: forward nodes that are never computed again, such as the outputs.
+    """
     again = again.difference(n for n in results if n is not None)
     for node in nodes:
         if node not in results and _is_copy(node) and node.all_input_nodes[0] in again:
@@ -58,7 +59,8 @@ def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order
     only briefly.
 
     ``remade``: all forward nodes that backward computes again. ``order``: all nodes of the joint graph of forward
-    and backward, in order."""
+    and backward, in order.
+    """
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
     there: set[fx.Node] = set()
@@ -89,7 +91,8 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
     must be in ``again``, and its result must be a tensor. ``again``: the forward nodes whose results should not be
     saved.
 
-    For a ``getitem``, which selects one of an operator's results, the operator must be in ``again``, too."""
+    For a ``getitem``, which selects one of an operator's results, the operator must be in ``again``, too.
+    """
     if node.target is operator.getitem:
         source = node.args[0]
         return node in again and isinstance(source, fx.Node) and source in again
@@ -141,7 +144,8 @@ class JointHalves:
 
     ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of forward and of backward. ``remade``:
     forward nodes that backward computes again. ``start``: the nodes whose values backward gets when it starts: the
-    saved forward nodes and the gradients of the outputs."""
+    saved forward nodes and the gradients of the outputs.
+    """
 
     nodes: Sequence[fx.Node]
     forward: Collection[fx.Node]
@@ -157,7 +161,8 @@ class JointHalves:
         whose values the first passes to the second.
 
         ``of_inputs``, ``of_states``: the nodes of the gradients of inputs and of parameters; ``None`` is a zero
-        gradient."""
+        gradient.
+        """
         gradients = [g for g in of_states if g is not None]
         through = collect_ancestor_nodes(g for g in of_inputs if g is not None) - set(self.forward)
         if through:
@@ -185,7 +190,8 @@ def is_early(size: int, summed: int) -> bool:
     tensors that it sums, which would otherwise stay in memory until the second half runs.
 
     ``size``: the size of the gradient. ``summed``: the total size of these tensors, in the same unit (bytes or
-    elements)."""
+    elements).
+    """
     return _SMALL * size <= summed
 
 
@@ -194,7 +200,8 @@ def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[f
     backward, which computes input gradients, computes them too, so that it need not keep the large tensors.
 
     ``gradients``: the nodes of all weight gradients. ``known``: nodes that forward or the first half computes
-    anyway; they are not returned."""
+    anyway; they are not returned.
+    """
     found: set[fx.Node] = set()
     for gradient in gradients:
         made = collect_ancestor_nodes([gradient], known)

@@ -43,7 +43,8 @@ def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel
 
     ``model``: the model of one microbatch, as graphs and their calls. ``axis``: the mesh axis along which the global
     batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch. A buffer whose new
-    value is not such a sum is left unchanged."""
+    value is not such a sum is left unchanged.
+    """
     if not model.updates:
         return model
     states: dict[str, list[str]] = {}  # value -> the buffers that it is stored in
@@ -71,7 +72,8 @@ class _Accumulation:
     ``model``: the model, as blocks (graphs of layers) and their calls. ``axis``: the mesh axis along which the
     global batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch. ``meeting``:
     the nodes whose values depend on samples of several parts. Such a value is written as a sum of two nodes: the
-    addend of one microbatch, and a term that is equal for all microbatches and is added only once."""
+    addend of one microbatch, and a term that is equal for all microbatches and is added only once.
+    """
 
     def __init__(self, model: FoldedModel, axis: str, parts: int) -> None:
         """Copy the dicts of ``model``, so that they can be changed, and find the nodes that depend on samples of
@@ -116,7 +118,8 @@ class _Accumulation:
         such a sum.
 
         ``name``: the name of the block, that is, the graph of a piece of the model such as a layer. ``place``: the
-        index of the output, from 0."""
+        index of the output, from 0.
+        """
         block = self.blocks[name]
         node = block.outputs[place]
         if node not in self.meeting:
@@ -145,7 +148,8 @@ class _Accumulation:
         """Remove inputs and outputs that nothing reads any more from the graphs, after a value that is passed between
         graphs was replaced by its addends. Return whether any was removed.
 
-        ``passed``: the names of the replaced values; others are never removed."""
+        ``passed``: the names of the replaced values; others are never removed.
+        """
         read = {v for c in self.calls for v in c.inputs} | set(self.model.updates.values())
         read |= {o.value for o in self.model.outputs if o.value is not None} | {self.model.loss or ""}
         dropped = False
@@ -176,7 +180,8 @@ class _Accumulation:
         the first microbatch, this includes the term that is equal for all microbatches and is added only once. Raise
         :class:`_NotLinear` if the value is not such a sum.
 
-        ``name``: the name of the graph that contains ``node``."""
+        ``name``: the name of the graph that contains ``node``.
+        """
         if get_node_tensor(node).dtype == torch.bool:
             raise _NotLinear
         adds, once = self._find_node_part(name, node)
@@ -203,7 +208,8 @@ class _Accumulation:
         term that is equal for all microbatches and is added only once; ``None`` in place of one that is zero. Raise
         :class:`_NotLinear` if the value is not such a sum.
 
-        ``name``: the name of the graph that contains ``node``. Results are cached."""
+        ``name``: the name of the graph that contains ``node``. Results are cached.
+        """
         if node not in self.meeting:
             return None, node
         if node not in self._found:
@@ -221,7 +227,8 @@ class _Accumulation:
         the addend of one microbatch, and a term that is equal for all microbatches and is added only once; ``None`` in
         place of one that is zero. Raise :class:`_NotLinear` if the value is not such a sum.
 
-        ``name``: the name of the graph that contains ``node``."""
+        ``name``: the name of the graph that contains ``node``.
+        """
         build = self._make_node_builder(name, node)
         if node.op == "placeholder":
             return self._passed_in(name, node)
@@ -254,7 +261,8 @@ class _Accumulation:
         only once, which includes the number.
 
         ``part``: the two nodes for ``x``: the addend of one microbatch, and the term that is added once. ``build``:
-        appends an operator to the graph and returns its node."""
+        appends an operator to the graph and returns its node.
+        """
         adds, once = part
         assert adds is not None, node
         once = once if once is not None else build(aten.zeros_like.default, adds)
@@ -268,7 +276,8 @@ class _Accumulation:
 
         ``name``: the name of the graph that contains ``node``. ``node``: an operator that either adds one row for
         each sample to its first operand at given indices (such as ``index_add``), or sums over all samples. Raise
-        :class:`_NotLinear` for any other operator. ``build``: appends an operator to the graph and returns its node."""
+        :class:`_NotLinear` for any other operator. ``build``: appends an operator to the graph and returns its node.
+        """
         operands = operands_of(node)
         rows = _added_rows(node)
         if rows is not None:
@@ -286,7 +295,8 @@ class _Accumulation:
         """Return a node with the slice of the value of ``node`` along ``dim``, the dim of samples, that belongs to the
         samples of one microbatch. Raise :class:`_NotLinear` if this slice depends on samples of other microbatches.
 
-        ``name``: the name of the graph that contains ``node``."""
+        ``name``: the name of the graph that contains ``node``.
+        """
         build = self._make_node_builder(name, node)
         if node not in self.meeting:
             if get_node_tensor(node).shape[dim] % self.parts:
@@ -313,7 +323,8 @@ class _Accumulation:
         new node. Raise :class:`_NotLinear` if the part of an operand that belongs to one microbatch cannot be found.
 
         ``name``: the name of the graph that contains ``node``. ``strategy``: the layouts of the operands; a sharded
-        operand is sharded along its dim of samples."""
+        operand is sharded along its dim of samples.
+        """
         operands = []
         for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
             if layout.is_shard and not layout.sections:
@@ -338,7 +349,8 @@ class _Accumulation:
         batch. For an all-reduce, it is the operand; for an all-gather, a tensor of zeros with the operand in the rows
         of this microbatch. Raise :class:`_NotLinear` for any other collective.
 
-        ``build``: appends an operator to the graph and returns its node."""
+        ``build``: appends an operator to the graph and returns its node.
+        """
         kind, mine = collective_name(node.target), node.all_input_nodes[0]
         if kind == "all_reduce":
             return mine
@@ -357,7 +369,8 @@ class _Accumulation:
         two as further outputs.
 
         ``name``: the name of the graph. ``node``: its placeholder for the value. Raise :class:`_NotLinear` if a call
-        of the graph reads a value there that is equal for all microbatches."""
+        of the graph reads a value there that is equal for all microbatches.
+        """
         place = self.blocks[name].inputs.index(node.name)
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
         outputs = {source for source in sources.values() if source is not None}
@@ -384,10 +397,12 @@ class _Accumulation:
         return run.outputs[self._passed[source] + further]
 
     def _pass_on(self, output: tuple[str, int]) -> None:
-        """Let a graph and all its calls return two more outputs, whose sum over microbatches is one of its outputs: the
-        addend of one microbatch, and the term that is added only once. Later graphs can then compute with them.
+        """Let a graph and all its calls return two further outputs, into which one of its outputs is split: the addend
+        of one microbatch, and a term that is added only once. The split output is the sum of the addends of all
+        microbatches and of this term. Later graphs can then compute with the two.
 
-        ``output``: (name of the graph, index from 0 of the output that is the sum)."""
+        ``output``: (name of the graph, index from 0 of the output that is split).
+        """
         if output in self._passed:
             return
         name, block = output[0], self.blocks[output[0]]
@@ -411,7 +426,8 @@ class _Accumulation:
 
         ``name``: the name of the graph. ``place``: the index of an existing input. ``values``: name of each value
         that a call reads at the input ``place`` -> name of the value that it reads at the new input. ``like``: a
-        tensor of the shape and dtype of the new input."""
+        tensor of the shape and dtype of the new input.
+        """
         block = self.blocks[name]
         with block.graph.inserting_after(block.placeholders[-1]):
             made = block.graph.placeholder(f"{block.inputs[place]}_part")

@@ -132,7 +132,8 @@ class JointSubgraph:
     """A function that was cut out of the joint graph of forward and backward of a piece of the model.
 
     ``graph``: the function, with one placeholder for each of ``inputs``. ``inputs``, ``outputs``: the names that the
-    nodes of its inputs and outputs have in the joint graph; an output of ``None`` is a gradient of zero."""
+    nodes of its inputs and outputs have in the joint graph; an output of ``None`` is a gradient of zero.
+    """
 
     graph: fx.Graph
     inputs: tuple[str, ...]
@@ -155,7 +156,8 @@ class Differentiated:
 
     ``num_outputs``: the number of the block's outputs. ``saved``: names of the forward nodes whose values backward
     reads. ``grad_outputs``, ``grad_inputs``, ``grad_states``: indices (from 0) of the outputs, inputs and states
-    that have a gradient. A gradient of ``None`` is zero."""
+    that have a gradient. A gradient of ``None`` is zero.
+    """
 
     forward: JointSubgraph
     backward: JointSubgraph
@@ -174,7 +176,8 @@ class JointGraph:
 
     ``graph``: takes states (parameters, buffers and constants), inputs, and gradients of outputs; returns outputs,
     and gradients of states and inputs. ``block``: the block. ``needs``: for each state, then each input, whether it
-    gets a gradient. ``with_grad``: the indices (from 0) of the outputs that have a gradient."""
+    gets a gradient. ``with_grad``: the indices (from 0) of the outputs that have a gradient.
+    """
 
     graph: fx.Graph
     block: Block
@@ -205,7 +208,8 @@ def differentiate(
     input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``again``: names of
     forward nodes whose results backward computes again instead of reading saved ones. ``fused``: whether the fused
     kernels of accelerators are used on any device; the result is then for analysis only. Raise
-    :class:`UnsupportedError` if an operator has no derivative."""
+    :class:`UnsupportedError` if an operator has no derivative.
+    """
     return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
 
 
@@ -224,7 +228,8 @@ def joint_of(
     input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``fused``: whether
     the fused kernels of accelerators are used on any device; the result is then for analysis only. Outputs and
     gradients are made contiguous, because the traced kernels assume it. Raise :class:`UnsupportedError` if an
-    operator has no derivative."""
+    operator has no derivative.
+    """
     block = kept_sorted(block)
     needs = [*needs_state_grad, *needs_input_grad]
     placeholders = block.placeholders
@@ -313,7 +318,8 @@ def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.dev
     """Run ``graph`` on ``arguments``, one tensor for each placeholder, and return the list of its outputs. Operators
     that create tensors create them on ``device``.
 
-    ``fused``: whether attention and RMS norm use the fused kernels of accelerators."""
+    ``fused``: whether attention and RMS norm use the fused kernels of accelerators.
+    """
     env: dict[fx.Node, Any] = {}
     values = iter(arguments)
     for node in graph.nodes:
@@ -332,8 +338,8 @@ def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.dev
 
 
 def _select_fused_kernel(node: fx.Node) -> Any:
-    """Return the function that replaces the operator ``node`` by the fused kernel of accelerators, if it is an
-    attention or RMS norm; otherwise the operator of ``node``."""
+    """Return the function that computes the operator ``node`` with a fused kernel of accelerators, if it is an
+    attention or RMS norm for whose dims and dtypes there is one; otherwise return the operator itself."""
     value, target = node.meta["val"], node.target
     if target is aten.scaled_dot_product_attention.default and value.dim() == 4 and value.dtype != torch.float64:
         return _fused_attention
@@ -349,7 +355,8 @@ def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, e
     it is for analysis only.
 
     ``shape``: the sizes of the last dims of ``x``, which are normalised. ``weight``: a factor for each element of
-    these dims, or ``None``. ``eps``: the number that is added to the mean square."""
+    these dims, or ``None``. ``eps``: the number that is added to the mean square.
+    """
     alike: Sequence[Tensor] = aten.native_layer_norm(x, shape, weight, None, eps or 0.0)
     return alike[0]
 
@@ -468,7 +475,8 @@ def _cut_joint_graph(
 
     ``needs``: for each state (parameter, buffer, constant), then each input, whether it gets a gradient.
     ``with_grad``: the indices of the outputs that have a gradient. ``again``: names of forward nodes whose results
-    backward computes again."""
+    backward computes again.
+    """
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     num_primals = len(block.placeholders)
@@ -530,7 +538,8 @@ class CollectiveUse:
 
     ``node``: the name of its graph node. ``op``: the name of the collective, such as ``all_reduce``. ``axis``: the
     name of the mesh axis. ``shape``, ``dtype``: those of the operand on one rank. ``path``, ``source``: the module
-    path and source line of the operator, for messages."""
+    path and source line of the operator, for messages.
+    """
 
     node: str
     op: str

@@ -33,7 +33,8 @@ def fold(captured: Captured) -> FoldedModel:
     :class:`FoldedModel`. The graph is changed in place.
 
     A block is a piece of the model with a graph of its own, such as a layer; a call is one run of a block with its
-    own parameters and inputs. Equal layers are calls of one block."""
+    own parameters and inputs. Equal layers are calls of one block.
+    """
     graph = captured.graph
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -121,7 +122,8 @@ def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
     from the name of each removed node to the name of the node that replaces it.
 
     ``graph``: the graph. ``free``: some operators of it, such as masks; removed operators are also removed from this
-    set."""
+    set.
+    """
     seen: dict[Any, fx.Node] = {}
     merged: dict[str, str] = {}
     for node in list(graph.nodes):
@@ -154,7 +156,8 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
 
     An operator of ``free`` that only one unit reads is added to that unit. Return two lists: the other operators of
     ``free``, as connected groups, each of which becomes a call that several units read; and the extended units.
-    ``free`` is in the order of the graph."""
+    ``free`` is in the order of the graph.
+    """
     if not units:
         return [], [Unit("", list(free))] if free else []
     homes: dict[fx.Node, set[int]] = {n: {i} for i, unit in enumerate(units) for n in unit.nodes}
@@ -180,7 +183,8 @@ def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[f
     """Return the operators ``nodes``, with operators of ``free`` that they need inserted, each just before the first
     operator that reads it.
 
-    ``free``: operator that may be inserted -> its position in the graph."""
+    ``free``: operator that may be inserted -> its position in the graph.
+    """
     placed: dict[fx.Node, None] = {}
     for node in nodes:
         needed: set[fx.Node] = set()
@@ -198,7 +202,8 @@ def _mark_copied(graph: fx.Graph) -> None:
     """Set ``node.meta["copied"]`` of each node of ``graph`` to whether the operator is repeated in each part of the
     model that reads its result, because this is cheaper than storing the result.
 
-    These are operators without operands, and those that compute the element indices of random numbers."""
+    These are operators without operands, and those that compute the element indices of random numbers.
+    """
     for node in reversed(graph.nodes):
         places = bool(node.users) and all(u.target in DRAWS or _is_copied(u) for u in node.users)
         returned = any(u.op == "output" for u in node.users)
@@ -238,7 +243,8 @@ class _Folder:
     ``captured``: the model as one graph. ``shared``: groups of operators that become shared calls, which every
     pipeline stage may repeat. ``units``: groups that become the other calls, such as one for each layer. ``keys``:
     for each call, the key of its block in ``blocks``; equal computations have equal keys. ``value_of``: node ->
-    name, for every value that passes between calls."""
+    name, for every value that passes between calls.
+    """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:
         """Start without blocks and calls. ``captured``: the model as one graph. ``shared``: groups of operators that

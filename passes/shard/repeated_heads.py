@@ -49,7 +49,8 @@ class _RepeatedDim:
     by its copies.
 
     ``shape``: the shape of the tensor without copies. ``dim``: the index of the repeated dim. ``outer``: the number
-    of slices. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice appears."""
+    of slices. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice appears.
+    """
 
     shape: tuple[int, ...]
     dim: int
@@ -65,7 +66,8 @@ class RepeatedHeads:
 
     ``source``: the node before the repetition. ``steps``: what the model applies to it besides the repetition, in
     order; a step is a shape (a reshape to it) or an operator node. ``times``: how often each head appears; its
-    copies follow one another."""
+    copies follow one another.
+    """
 
     source: fx.Node
     steps: tuple[tuple[int, ...] | fx.Node, ...]
@@ -202,7 +204,8 @@ def exchanged_times(heads: int, times: int, tp: int) -> int:
     of ``times`` for which they do; ``times`` itself if there is none.
 
     ``heads``: the number of key heads, with the copies that the model makes. ``times``: how often each head appears
-    among them. ``tp``: the number of tensor-parallel ranks that share the heads."""
+    among them. ``tp``: the number of tensor-parallel ranks that share the heads.
+    """
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
 

@@ -40,7 +40,8 @@ class Recurrences:
 
     ``updates``: buffer name -> name of the node with its new value or, if the buffer is a sum over the groups, with
     the addend of one group. ``keeps``: name of each buffer that is such a sum -> number by which its old value is
-    multiplied, once per step, before the addends are added."""
+    multiplied, once per step, before the addends are added.
+    """
 
     updates: dict[str, str] = field(default_factory=dict)
     keeps: dict[str, float] = field(default_factory=dict)
@@ -53,7 +54,8 @@ def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) ->
 
     ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
     they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value has
-    another form, or whose old value forward uses for anything else."""
+    another form, or whose old value forward uses for anything else.
+    """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
         return found
@@ -134,7 +136,8 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
     ``old``; return ``None`` otherwise.
 
     ``node``: an operator node. ``old``: the node with a buffer's old value; ``None`` if the model's forward does not
-    read it. ``chain``: all nodes that depend on ``old``."""
+    read it. ``chain``: all nodes that depend on ``old``.
+    """
     if node is old:
         return 1.0
     if node not in chain:
@@ -171,7 +174,8 @@ def _build_group_addend(
 
     If the buffer's new value is ``factor * old + b``, it is ``factor**(num_groups - 1 - i) * b`` for group ``i``
     (from 0). ``new``, ``old``: the nodes of the new and the old value; ``old`` is ``None`` if the model's forward
-    does not read it. ``chain``: all nodes that depend on ``old``. ``num_groups``: the number of groups in a step."""
+    does not read it. ``chain``: all nodes that depend on ``old``. ``num_groups``: the number of groups in a step.
+    """
     build = Builder(graph, new)
     if old is not None and new in chain:
         with graph.inserting_before(next(n for n in graph.nodes if n in chain)):
@@ -199,7 +203,8 @@ class GroupModel:
     ``captured``: the model of one group as one graph. ``inputs``: path of each input in the arguments of forward ->
     index of its dim of samples; ``None`` if every group reads the whole input. ``outputs``: path of each output in
     the result of forward -> layout: sharded if the groups' results are concatenated along a dim, partial if they are
-    added, replicated if they are equal."""
+    added, replicated if they are equal.
+    """
 
     captured: Captured
     inputs: dict[str, int | None]
@@ -223,7 +228,8 @@ def mean_over_groups(
     input -> index of its dim of samples (0 if absent); ``None`` if every group reads the whole input. ``twice``:
     captures the model with twice the samples, which shows the dims of samples in its results. Results with such a
     dim are concatenated along it. Other results are averaged, or left alone if they depend on no sample. Raise
-    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways."""
+    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways.
+    """
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _by_sample(group, {p for p, dim in inputs.items() if dim is not None})
@@ -280,7 +286,8 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apar
 
     ``path``: the path of the output in the result of forward, for messages. ``larger``: the shape of the output with
     twice the samples, in which the dim of samples differs; ``None`` if it is not known. ``apart``: whether the
-    output depends on samples."""
+    output depends on samples.
+    """
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
         raise UnsupportedError(

@@ -33,7 +33,8 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     written out one after the other, and return the pieces in order.
 
     The cuts are placed where the fewest values cross them. There is one piece if no pattern covers at least half of
-    the operators."""
+    the operators.
+    """
     tokens = _number_operators(nodes)
     best = max((_find_longest_repetition(tokens, p) for p in _find_frequent_periods(tokens)), default=(0, 0, 0))
     length, start, period = best
@@ -87,7 +88,8 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
     """Return (length, start, ``period``) of the longest stretch of ``tokens`` that repeats itself after ``period``
     elements. Length and start are numbers of elements; the length is 0 if there is no such stretch.
 
-    ``tokens``: a vector with an integer for each operator, equal for equal operators."""
+    ``tokens``: a vector with an integer for each operator, equal for equal operators.
+    """
     equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
     starts, ends = edges[::2], edges[1::2]
@@ -127,7 +129,8 @@ class Unit:
 
     ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: whether they lie
     between the modules that become calls of their own, and read no parameter; such operators are later added to a
-    neighbouring unit. ``leaf``: whether they are the call of one module without submodules that have parameters."""
+    neighbouring unit. ``leaf``: whether they are the call of one module without submodules that have parameters.
+    """
 
     path: str
     nodes: list[fx.Node]
@@ -143,7 +146,8 @@ class _ModuleCall:
     the module's class. ``parent``: the call that encloses it. ``children``: the calls of submodules by name, in
     order. ``nodes``: all operators inside, in order. ``parameters``: how often its operators read a parameter.
     ``work``: a rough number of arithmetic operations. ``key``: an integer that is equal for calls of equal
-    structure."""
+    structure.
+    """
 
     name: str
     class_name: str
@@ -176,7 +180,8 @@ def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> l
     """Cut ``nodes`` (operators, in order) into consecutive groups, each of which becomes a call of the model, such as
     the run of one layer.
 
-    Every node is in exactly one group. ``classes``: module path -> class name."""
+    Every node is in exactly one group. ``classes``: module path -> class name.
+    """
     root = _call_tree(nodes, classes)
     atoms: list[_ModuleCall] = []
     _collect_unit_calls(root, atoms, is_root=True)
@@ -241,7 +246,8 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bo
     for each layer, and append them to ``atoms``. A submodule that contains the repeated layers is not chosen, but
     searched in turn.
 
-    ``is_root`` is not used."""
+    ``is_root`` is not used.
+    """
     parts = call.parts
     for part in parts:
         part.key = hash(compute_signature(part.nodes).key)

@@ -34,7 +34,8 @@ class Reshard:
     """The collectives that change a tensor from one layout to another.
 
     ``forward``: the name of the collective that forward runs on the tensor, such as ``all_gather``. ``backward``:
-    the one that backward runs on its gradient. ``None`` means no communication."""
+    the one that backward runs on its gradient. ``None`` means no communication.
+    """
 
     forward: str | None
     backward: str | None
@@ -66,7 +67,8 @@ class BlockSharding:
 
     ``strategies``: node name of each operator -> layouts of its operands and results. ``inputs``, ``states``:
     placeholder name -> layout, for activations, and for parameters, buffers and constants. ``outputs``: the layouts
-    of the outputs, in order."""
+    of the outputs, in order.
+    """
 
     strategies: dict[str, Strategy]
     inputs: dict[str, Layout]
@@ -84,7 +86,8 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
     has the shapes of the rank's shards, and explicit collectives.
 
     ``sharding``: the layouts of all tensors of the block on this axis. ``num_ranks``: the size of the axis; if it is
-    1, ``block`` itself is returned."""
+    1, ``block`` itself is returned.
+    """
     if num_ranks == 1:
         return block
     rewriter = _Rewriter(axis, num_ranks)
@@ -106,7 +109,8 @@ class _Rewriter:
 
     ``axis``, ``num_ranks``: the name of the mesh axis and its size. ``graph``: the graph of one rank. ``made``:
     (node of the graph for whole tensors, layout) -> node of the rank's graph that has this value in this layout.
-    ``produced``: node of the graph for whole tensors -> layouts in which its results are computed."""
+    ``produced``: node of the graph for whole tensors -> layouts in which its results are computed.
+    """
 
     def __init__(self, axis: str, num_ranks: int) -> None:
         """Start with an empty graph. ``axis``, ``num_ranks``: the name of the mesh axis and its size."""
@@ -172,7 +176,8 @@ class _Rewriter:
         graph of one rank.
 
         Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag layout needs
-        this; otherwise ``local`` is returned."""
+        this; otherwise ``local`` is returned.
+        """
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
@@ -184,7 +189,8 @@ class _Rewriter:
 
         ``local``: the node of the gathered tensor in the graph of one rank. ``layout``: the sharded layout before
         the gather. Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag
-        layout needs the reordering; otherwise ``local`` is returned."""
+        layout needs the reordering; otherwise ``local`` is returned.
+        """
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
@@ -266,7 +272,8 @@ def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[i
     """Return two lists for a dim that ``layout`` shards: the sizes, in elements, of the pieces into which it is cut, in
     the order of the dim; and the indices of these pieces in the order in which the ranks hold them.
 
-    ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share it."""
+    ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share it.
+    """
     by_rank = piece_order(layout, num_ranks)
     count = sum(map(len, by_rank))
     sections = sections_of(layout, size)

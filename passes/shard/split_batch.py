@@ -51,7 +51,8 @@ def split_batch(
     layouts of its tensors on the axis ``data``, along which the global batch is split into ``parts`` parts.
     ``values``: name of each value that passes between calls -> its layout on this axis. ``num_microbatches``: the
     number of parts that each rank runs, one after the other. Raise :class:`UnsupportedError` if samples depend on
-    each other in a way that several microbatches cannot compute exactly."""
+    each other in a way that several microbatches cannot compute exactly.
+    """
     if parts == 1:
         return model
     local = {name: shard_block(block, blocks[name], DATA, parts) for name, block in model.blocks.items()}
@@ -107,7 +108,8 @@ def _is_independent_total(
     be computed before the first layer runs.
 
     ``model``: the model as blocks (graphs) and their calls. ``call``: the call whose graph contains ``node``.
-    ``producers``: name of a value -> (index of the call that computes it, index among the outputs of this call)."""
+    ``producers``: name of a value -> (index of the call that computes it, index among the outputs of this call).
+    """
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
     passed = dict(zip(block.inputs, call.inputs, strict=True))
@@ -145,7 +147,8 @@ def _totals_block(
 
     ``model``: the model as blocks and their calls. ``call``: the call whose graph contains the nodes ``totals``.
     ``name``: the name of the new block. ``producers``: name of a value -> (index of the call that computes it, index
-    among the outputs of this call)."""
+    among the outputs of this call).
+    """
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
     outputs = tuple(body.copy_value(here, n.all_input_nodes[0]) for n in totals)
@@ -158,7 +161,8 @@ class _CallInliner:
     into one new graph.
 
     ``producers``: name of a value -> (index of the call that computes it, index among the outputs of this call).
-    ``graph``: the new graph."""
+    ``graph``: the new graph.
+    """
 
     def __init__(self, model: FoldedModel, producers: Mapping[str, tuple[int, int]]) -> None:
         """Start with an empty graph. ``model``: the model from whose calls operators are copied. ``producers``: name
@@ -187,7 +191,8 @@ class _CallInliner:
         """Return the node of the new graph that has the value which the placeholder ``node`` gets. ``index``: the index
         (from 0) of the model's call whose graph contains ``node``.
 
-        If another call computes the value, its operators are copied; a model input or state becomes a placeholder."""
+        If another call computes the value, its operators are copied; a model input or state becomes a placeholder.
+        """
         call = self.model.calls[index]
         block = self.model.blocks[call.block]
         bound = dict(zip((*block.states, *block.inputs), (*call.states, *call.inputs), strict=True))
@@ -243,7 +248,8 @@ def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> Non
     If ``num_microbatches``, the number of microbatches of each rank, is 1, the axis becomes ``dp``, the
     data-parallel ranks. Otherwise, slices of the batch become look-ups by the index of the microbatch, and a
     collective that communicates raises :class:`UnsupportedError`, because microbatches of one rank do not run at the
-    same time."""
+    same time.
+    """
     for block in model.blocks.values():
         for node in list(block.graph.nodes):
             name = collective_name(node.target)
@@ -339,7 +345,8 @@ def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) 
 
     ``dims``: name of each model input or other value -> index of its batch dim; ``None`` or absent if it has none.
     The result is a dict from a node to a tuple with one dict for each result of the node: index of a dim -> number
-    of samples in this dim; empty if there is no batch dim."""
+    of samples of the batch that it holds; empty if there is no batch dim.
+    """
     found: dict[fx.Node, Results] = {}
     seen: set[str] = set()
     for placed in model.calls:
@@ -357,16 +364,16 @@ def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) 
 
 
 def splits_samples(samples: Samples, layout: Layout) -> bool:
-    """Return whether a shard of ``layout`` holds only some of the samples of a tensor. ``samples``: index of a dim
-    of the tensor -> number of samples in it; dims without samples are absent."""
+    """Return whether a shard of ``layout`` holds only some of the samples of the batch. ``samples``: index of a dim
+    of the tensor -> number of samples that it holds; dims without samples are absent."""
     count = samples.get(layout.dim, 1) if layout.is_shard else 1
     return count > 1 and max(1, len(layout.sections)) % count != 0
 
 
 def _of_block(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Results]:
     """Return, for each node of ``block`` (a graph of the model), a tuple with one dict for each result of the node:
-    index of a dim -> number of samples in this dim. ``given``: placeholder name -> such a dict, for placeholders
-    that have samples."""
+    index of a dim -> number of samples of the batch that it holds; dims without samples are absent. ``given``:
+    placeholder name -> such a dict, for placeholders that have samples."""
     found: dict[fx.Node, Results] = {}
     for node in block.graph.nodes:
         if node.op == "placeholder":
@@ -380,8 +387,8 @@ def _of_block(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Resul
 
 
 def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
-    """Return a tuple with one dict for each result of the operator ``node``: index of a dim -> number of samples in
-    this dim. ``operands``: such a dict for each operand."""
+    """Return a tuple with one dict for each result of the operator ``node``: index of a dim -> number of samples of
+    the batch that it holds; dims without samples are absent. ``operands``: such a dict for each operand."""
     rule = factors_of(node)
     if rule is None or not any(operands):
         return ({},)
@@ -400,7 +407,8 @@ def _select_outer_factors(factors: Sequence[str], count: int, sizes: Mapping[str
     """Return the first names in ``factors`` whose sizes multiply to ``count``; an empty sequence if no first names do.
     A factor is a named size; the size of a tensor's dim is the product of the sizes of its factors.
 
-    ``factors``: the names of the factors of one dim, outermost first. ``sizes``: name of a factor -> its size."""
+    ``factors``: the names of the factors of one dim, outermost first. ``sizes``: name of a factor -> its size.
+    """
     product = 1
     for place, name in enumerate(factors):
         if product == count:

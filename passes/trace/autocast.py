@@ -51,7 +51,8 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
 
     Args:
         device: ``cpu``, ``cuda`` or ``None``.
-        line: returns the line of the model's forward that is running, as text for error messages."""
+        line: returns the line of the model's forward that is running, as text for error messages.
+    """
     plain_init, plain_call = autocast_mode.autocast.__init__, proxy_tensor.proxy_call
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +65,8 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
         operators into which it decomposes are traced instead.
 
         ``mode``: the dispatch mode of torch that records the trace. ``pre_dispatch``: whether the trace records
-        operators before autograd and autocast handle them; otherwise nothing is cast."""
+        operators before autograd and autocast handle them; otherwise nothing is cast.
+        """
         asked = _read_autocast_request(device)
         with _disable_torch_autocast():
             if asked is None or not pre_dispatch:
@@ -163,7 +165,8 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
         args: its positional arguments.
         kwargs: its keyword arguments.
         asked: (device type, dtype) of the autocast region, such as ``("cuda", torch.bfloat16)``.
-        line: returns the line of the model's forward that is running, as text for error messages."""
+        line: returns the line of the model's forward that is running, as text for error messages.
+    """
     device, narrow = asked
     if func in _WHOLE_ON_GPU and device == "cuda":
         return narrow
@@ -254,7 +257,8 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
         func: the operator.
         shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, dtype) of the autocast region."""
+        asked: (device type, dtype) of the autocast region.
+    """
     _, narrow = asked
     with mock.patch.object(fake_tensor, "init_gpu_context"):
         try:
@@ -281,7 +285,8 @@ def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: As
         func: the operator.
         shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, dtype) of the autocast region."""
+        asked: (device type, dtype) of the autocast region.
+    """
     log, _ = _run_with_cast_operands(func, shown, tree, ("cpu", asked[1]), None, on=False)
     return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))
 
@@ -298,7 +303,8 @@ def _log_operator_run(*call: Any, on: bool) -> Any:
     that it returns). The second has the floating-point dtypes of the results.
 
     ``call``: five values: the operator, its flattened arguments, their structure, (device type, dtype) of autocast, and
-    the dtype to which operands are cast by hand (``None``: not cast). ``on``: whether autocast is on."""
+    the dtype to which operands are cast by hand (``None``: not cast). ``on``: whether autocast is on.
+    """
     log, made = _run_with_cast_operands(*call, on=on)
     return log.entries, made
 
@@ -315,7 +321,8 @@ def _run_with_cast_operands(
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
         asked: (device type, dtype) of autocast.
         to: the dtype to which operands are cast; ``None`` means that they are not cast.
-        on: whether autocast is on during the run."""
+        on: whether autocast is on during the run.
+    """
     device, narrow = asked
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_autocast_cache_enabled(False)

@@ -122,7 +122,8 @@ def traced_with_own_gradients() -> Iterator[None]:
     traced so that the gradient of the trace is the one that their ``backward`` returns.
 
     A call of such a function raises :class:`UnsupportedError` if its ``backward`` is not affine. Affine means a linear
-    function of the incoming gradient plus a part that does not depend on it."""
+    function of the incoming gradient plus a part that does not depend on it.
+    """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the ``torch.autograd.Function`` ``cls`` with ``args`` and ``kwargs`` during a trace, in place of
@@ -181,7 +182,8 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
     traced gradient that equals what the function's ``backward`` returns.
 
     Each result is the one of ``forward`` plus a traced term that is zero and has this gradient. Raise
-    :class:`UnsupportedError` if the gradient cannot be traced."""
+    :class:`UnsupportedError` if the gradient cannot be traced.
+    """
     needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     ctx = _Context(needs)
     inputs = _select_needing_gradient(args, needs)
@@ -258,12 +260,13 @@ def _transpose_custom_backward(
     which: Sequence[int],
 ) -> Transposed:
     """Return the transpose of the ``backward`` of ``cls``, a user's ``torch.autograd.Function``. The transpose maps
-    small changes of the function's inputs to changes of its outputs, so that its traced gradient is ``backward``.
+    changes (tangents) of the function's inputs to changes of its outputs, so that its traced gradient is ``backward``.
 
-    ``ctx``: the context object that ``forward`` has filled. ``args``: the arguments of ``forward``. ``needs``: for each
-    argument, whether it needs a gradient. ``outputs``: the results of ``forward``. ``which``: the indices of the
-    results that can have a gradient. Raise :class:`UnsupportedError` if ``backward`` fails, cannot be traced or is not
-    affine in the gradients."""
+    ``ctx``: the context object that ``forward`` has filled. ``args``: the arguments of ``forward``. ``needs``: for
+    each argument, whether it needs a gradient. ``outputs``: the results of ``forward``. ``which``: the indices of
+    the results that can have a gradient. Raise :class:`UnsupportedError` if ``backward`` fails, cannot be traced or
+    is not affine in the gradients.
+    """
 
     own = cls.backward if cls.vjp is Function.vjp else cls.vjp
 
@@ -424,7 +427,8 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
 
     Args:
         model: the model.
-        train: whether gradients are computed; if not, hooks on gradients are not checked."""
+        train: whether gradients are computed; if not, hooks on gradients are not checked.
+    """
     notes = []
     for name, parameter in model.named_parameters() if train else ():
         for table in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
@@ -488,7 +492,7 @@ def _format_hook_note(hook: Any, of: str, at: str) -> str:
 
 
 def _format_hook_location(hook: Any) -> str:
-    """Return the name of ``hook`` with its file and line, if it is a Python function."""
+    """Return a text with the name of ``hook`` and, if it is a Python function, its file and line."""
     name, code = code_of(hook)
     return f"{name} ({shorten_file_path(code.co_filename)}:{code.co_firstlineno})" if code is not None else name
 
@@ -525,7 +529,8 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
     only observes (returns ``None`` and changes nothing) is ignored; any other raises :class:`UnsupportedError`.
 
     ``notes``: a list to which a text for the user is added for each ignored hook, and for activation checkpointing and
-    ``save_on_cpu`` in forward."""
+    ``save_on_cpu`` in forward.
+    """
 
     def checked(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
         """Return a replacement for a torch function that registers a hook. It ignores a hook that only observes, and
@@ -593,7 +598,8 @@ def looking_hooks_skipped() -> Iterator[None]:
     not called.
 
     ``Tensor.register_hook`` does not register such hooks in the context, and they are removed from the hooks on all
-    modules."""
+    modules.
+    """
     native = Tensor.register_hook
 
     def register(tensor: Tensor, hook: Any) -> Any:
@@ -617,7 +623,8 @@ class LeftToPlan:
 
     Each set has texts with file and line. ``checkpointed``: lines that use activation checkpointing. ``offloaded``:
     lines that offload activations to host memory. ``without_gradients``: lines with checkpointed calls to which torch
-    would give no gradient."""
+    would give no gradient.
+    """
 
     checkpointed: set[str] = field(default_factory=set)
     offloaded: set[str] = field(default_factory=set)
@@ -857,9 +864,9 @@ def _insert_call_like(
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of ``graph`` that autograd reaches from ``loss``, even by a zero gradient, as far as they are in
-    ``marks`` or depend on a node in ``marks``; ``loss`` is always included. ``marks``: nodes that mark results of
-    users' ``torch.autograd.Function`` classes."""
+    """Return the set of those nodes of ``graph`` that are in ``marks`` or depend on a node in ``marks``, and that
+    autograd reaches from ``loss``, even by a zero gradient. ``loss`` is always in the set. ``marks``: nodes that
+    mark results of users' ``torch.autograd.Function`` classes."""
     behind = set(marks)
     for node in graph.nodes:
         if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

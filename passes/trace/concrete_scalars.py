@@ -52,7 +52,8 @@ def numbers_known(
         held: buffer name -> tensor with the buffer's real values.
         asked: a set to which the names of the buffers are added on which a number that was read depends.
         drawn: a list to which the names of random operators are added if a number cannot be computed because it depends
-            on them."""
+            on them.
+    """
     known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
 
     @functools.wraps(forward)
@@ -70,7 +71,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
 
     ``held``: buffer name -> tensor with the buffer's real values. ``asked``: a set that receives the names of the
     buffers on which a number that was read depends. ``drawn``: a list that receives the names of the random operators
-    on which a number that could not be computed depends."""
+    on which a number that could not be computed depends.
+    """
 
     def __init__(self, held: Mapping[str, Tensor], asked: set[str], drawn: list[str]) -> None:
         super().__init__()
@@ -137,8 +139,9 @@ def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.No
     """Return the nodes that must run to compute the values of the nodes ``wanted``, in graph order. Operators that
     write in place to memory that one of these nodes uses are among them.
 
-    ``given``: nodes whose values are known. Return ``None`` if the values depend on anything else that is not computed
-    from constants (an input, a parameter, a random operator), or if they are too large."""
+    ``given``: nodes whose values are known. Return ``None`` if the values depend on an input, a parameter or a
+    random operator that is not in ``given``, or if they are too large.
+    """
     order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
@@ -245,7 +248,8 @@ def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
     Args:
         model: the model.
         double: whether the model was converted to float64 for the trace, so that a conversion to another
-            floating-point dtype is ignored."""
+            floating-point dtype is ignored.
+    """
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Return ``module`` unchanged, in place of ``nn.Module._apply(function)``. Raise :class:`UnsupportedError` if

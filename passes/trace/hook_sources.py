@@ -34,18 +34,20 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 
 @dataclass(frozen=True)
 class HookValue:
-    """What is known of a value that occurs in the source of a hook. The source is analysed without running the hook.
+    """The origin of a value that occurs in the source of a hook. The source is analysed without running the hook.
 
-    ``kind``: "given" for an argument of the hook or a view of one, "model" for a module or what it holds, "known" for
-    one of ``objects``, which exist already, "fresh" for a new value that the hook makes, "none" for ``None``, or
-    "unknown"."""
+    ``kind``: "given" for an argument of the hook or a view of one, "model" for a module or what it holds, "known"
+    for one of ``objects``, which exist already, "fresh" for a new value that the hook makes, "none" for ``None``, or
+    "unknown".
+    """
 
     kind: Kind
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
     def joined(self, other: HookValue) -> HookValue:
-        """Return what is known of a value in a hook's source that is either this value or ``other``, depending on what
-        happens when the hook runs, as in ``a if c else b``."""
+        """Return the origin of a value in a hook's source that is either this value or ``other``, depending on what
+        happens when the hook runs, as in ``a if c else b``. The origin of a value says whether it is an argument of
+        the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -71,7 +73,8 @@ def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | 
     """Return a text that says what ``hook`` does or may do besides observing its arguments; ``None`` if it only
     observes, that is, returns ``None`` and changes nothing. The hook is not called; its source is analysed.
 
-    ``given``: for each argument of the hook, what is known of it: whether it is a module or a value."""
+    ``given``: for each argument of the hook, whether it is a module or a value.
+    """
     try:
         returned = _evaluate_call(hook, list(given), {}, 0)
     except _SideEffect as found:
@@ -87,9 +90,10 @@ def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
 
 
 def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
-    """Return three values for ``called``, a function, partial, bound method or callable object: the function behind it,
-    and what is known of the positional arguments and, by name, of the keyword arguments that the object passes in
-    addition (such as ``self``)."""
+    """Return three values for ``called``, a function, partial, bound method or callable object: the function behind
+    it, and the origins of the positional arguments and, by name, of the keyword arguments that the object passes in
+    addition (such as ``self``). The origin of a value says whether it is an argument of the hook, a part of the
+    model, an object that exists already, a new value, ``None``, or unknown."""
     first: list[HookValue] = []
     named: dict[str, HookValue] = {}
     for _ in range(_MOST_DEPTH):
@@ -117,9 +121,9 @@ _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torc
 
 
 def _of_object(value: Any) -> HookValue:
-    """Return what the analysis of a hook's source knows of the existing object ``value``, such as a closure variable:
-    its kind is "none" for ``None``, "fresh" for a number, text or the like, which a hook cannot change, and otherwise
-    "known", with the object itself."""
+    """Return the origin of the existing object ``value``, such as a closure variable of a hook, for the analysis of
+    the hook's source. Its kind is "none" for ``None``, "fresh" (as for new values) for a number, text or the like,
+    which a hook cannot change, and otherwise "known", with the object itself."""
     if value is None:
         return NONE
     return FRESH if isinstance(value, _PLAIN) else HookValue("known", (value,))
@@ -174,14 +178,16 @@ def _in_place(name: str) -> bool:
 
 
 def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
-    """Return what is known of the result of a call in a hook's source, without running it. Raise :class:`_SideEffect`
-    if the call may change its arguments, the model or other state.
+    """Return the origin of the result of a call in a hook's source, without running it. Raise :class:`_SideEffect` if
+    the call may change its arguments, the model or other state. The origin of a value says whether it is an argument of
+    the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown.
 
     Args:
         called: the function or object that is called.
-        args: what is known of each positional argument.
-        named: what is known of each keyword argument, by name.
-        depth: number of calls that enclose this one; the analysis stops at a limit."""
+        args: the origin of each positional argument.
+        named: the origin of each keyword argument, by name.
+        depth: number of calls that enclose this one; the analysis stops at a limit.
+    """
     function, first, more = _unwrap_callable(called)
     args, named = [*first, *args], {**more, **named}
     values = [*args, *named.values()]
@@ -242,12 +248,14 @@ _PYTHON = str(Path(logging.__file__).parent.parent)
 
 
 def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touched: list[HookValue]) -> HookValue:
-    """Return what is known of the result of a call of a torch function, or of a method of a tensor or module, in a
-    hook's source. Raise :class:`_SideEffect` if the call may change something.
+    """Return the origin of the result of a call of a torch function, or of a method of a tensor or module, in a hook's
+    source. Raise :class:`_SideEffect` if the call may change something. The origin of a value says whether it is an
+    argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown.
 
     ``name``: the function's name. ``home``: the name of its Python module. ``owner``: the object of a method, else
-    ``None``. ``values``: what is known of each argument. ``touched``: those of ``values`` that the call must not
-    change."""
+    ``None``. ``values``: the origin of each argument. ``touched``: those of ``values`` that the call must not
+    change.
+    """
     if home.startswith(_TORCHS_LOOKING):
         return FRESH
     if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
@@ -260,16 +268,20 @@ def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touch
 
 
 def _join_value_elements(value: HookValue) -> HookValue:
-    """Return what is known of an element of ``value``, a value in a hook's source such as a container."""
+    """Return the origin of an element of ``value``, a value in a hook's source such as a container. The origin of a
+    value says whether it is an argument of the hook, a part of the model, an object that exists already, a new
+    value, ``None``, or unknown."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
     return functools.reduce(HookValue.joined, map(_join_object_elements, value.objects))
 
 
 def _join_object_elements(owner: Any) -> HookValue:
-    """Return what the analysis of a hook's source knows of an element of the existing object ``owner``. For a container
-    with at least one element and not too many, the result covers all elements. For a tensor, it is the tensor itself,
-    because its elements share its memory. For any other object, it is unknown."""
+    """Return the origin of an element of the existing object ``owner``, for the analysis of a hook's source. For a
+    container with at least one element and not too many, the result covers all elements. For a tensor, it is the
+    tensor itself, because its elements share its memory. For any other object, it is unknown. The origin of a value
+    says whether it is an argument of the hook, a part of the model, an object that exists already, a new value,
+    ``None``, or unknown."""
     if isinstance(owner, Tensor):
         return HookValue("known", (owner,))
     held = (
@@ -287,8 +299,11 @@ class _HookReader:
     """Analyses the source of one Python function, such as a hook, without running it. ``depth``: the number of calls
     that enclose the call of this function.
 
-    What is known of a local name is the same in the whole function. The statements are analysed again until it no
-    longer changes. The order of statements and the number of loop iterations therefore do not matter."""
+    It finds the origin of each value: an argument of the hook, a part of the model, an object that exists already, a
+    new value, ``None``, or unknown. A local name has one origin in the whole function, and the statements are
+    analysed again until no origin changes. The order of statements and the number of loop iterations therefore do
+    not matter.
+    """
 
     def __init__(self, function: types.FunctionType, depth: int) -> None:
         self.function, self.depth = function, depth
@@ -297,9 +312,10 @@ class _HookReader:
         self.result: HookValue | None = None
 
     def find_returned_value(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
-        """Return what is known of the value that the analysed function returns. ``args``, ``named``: what is known of
-        its positional arguments and, by name, of its keyword arguments. Raise :class:`_SideEffect` if the function may
-        change something, or cannot be analysed."""
+        """Return the origin of the value that the analysed function returns. ``args``, ``named``: the origin of its
+        positional arguments and, by name, of its keyword arguments. Raise :class:`_SideEffect` if the function may
+        change something, or cannot be analysed. The origin of a value says whether it is an argument of the hook, a
+        part of the model, an object that exists already, a new value, ``None``, or unknown."""
         self._bind_parameters(args, named)
         for _ in range(_MOST_ROUNDS):
             before, self.result = dict(self.names), None
@@ -311,9 +327,10 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
-        """Record what is known of each parameter of the analysed function in one call. ``args``, ``named``: what is
-        known of the call's positional arguments and, by name, of its keyword arguments. A parameter without an argument
-        gets what is known of its default, or "unknown"."""
+        """Record the origin of each parameter of the analysed function in one call. ``args``, ``named``: the origin
+        of the call's positional arguments and, by name, of its keyword arguments. A parameter without an argument
+        gets the origin of its default, or "unknown". The origin of a value says whether it is an argument of the
+        hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -339,9 +356,10 @@ class _HookReader:
             self.read_statement(statement)
 
     def read_statement(self, node: ast.stmt) -> None:
-        """Analyse the statement ``node`` of a hook's source: record what is known of the names that it assigns, and of
-        the value that it returns. Raise :class:`_SideEffect` if it may change something, raise an error, or cannot be
-        analysed."""
+        """Analyse the statement ``node`` of a hook's source: record the origins of the values that it assigns to
+        names or returns. The origin of a value says whether it is an argument of the hook, a part of the model, an
+        object that exists already, a new value, ``None``, or unknown. Raise :class:`_SideEffect` if the statement
+        may change something, raise an error, or cannot be analysed."""
         match node:
             case ast.Return():
                 found = NONE if node.value is None else self.evaluate_node(node.value)
@@ -390,8 +408,8 @@ class _HookReader:
                 raise self.create_side_effect(f"has a statement that is not read ({type(node).__name__.lower()})", node)
 
     def _bind_imported_names(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Record what is known of each name that the import statement ``node`` of a hook's source binds: the imported
-        object; "unknown" if its module is not loaded."""
+        """Record the object that each name bound by ``node``, an import statement in a hook's source, stands for;
+        the name's value is unknown if its module is not loaded."""
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             if isinstance(node, ast.Import):
@@ -401,11 +419,14 @@ class _HookReader:
             self.names[name] = UNKNOWN if found is None else HookValue("known", (found,))
 
     def store_value(self, target: ast.expr, found: HookValue) -> None:
-        """Record an assignment in a hook's source, without running it. For a name, ``found`` is added to what is known
-        of it. Raise :class:`_SideEffect` for an assignment to an attribute or element of an object that the hook has
-        not made, or that is a part of training.
+        """Record an assignment in a hook's source, without running it: a name gets the origin ``found``, or, if it has
+        another one already, an origin that covers both. The origin of a value says whether it is an argument of the
+        hook, a part of the model, an object that exists already, a new value, ``None``, or unknown. Raise
+        :class:`_SideEffect` for an assignment to an attribute or element of an object that the hook has not made, or
+        that is a part of training.
 
-        ``target``: the expression that is assigned to. ``found``: what is known of the assigned value."""
+        ``target``: the expression that is assigned to. ``found``: the origin of the assigned value.
+        """
         match target:
             case ast.Name():
                 held = self.names.get(target.id)
@@ -425,8 +446,10 @@ class _HookReader:
     # expressions
 
     def evaluate_node(self, node: ast.expr) -> HookValue:
-        """Return what is known of the value of the expression ``node`` in a hook's source. Raise :class:`_SideEffect`
-        if evaluating it may change something, or if it cannot be analysed."""
+        """Return the origin of the value of the expression ``node`` in a hook's source. Raise :class:`_SideEffect`
+        if evaluating it may change something, or if it cannot be analysed. The origin of a value says whether it is
+        an argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or
+        unknown."""
         match node:
             case ast.Constant():
                 return NONE if node.value is None else FRESH
@@ -463,16 +486,19 @@ class _HookReader:
         return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _join_held_values(parts)
 
     def evaluate_either(self, *nodes: ast.expr) -> HookValue:
-        """Return what is known of the value of an expression in a hook's source that has the value of one of ``nodes``,
-        such as ``a if c else b``. It is ``None`` only if all of them are ``None``."""
+        """Return the origin of the value of an expression in a hook's source that has the value of one of ``nodes``,
+        such as ``a if c else b``. It is ``None`` only if all of them are ``None``. The origin of a value says
+        whether it is an argument of the hook, a part of the model, an object that exists already, a new value,
+        ``None``, or unknown."""
         found = [self.evaluate_node(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE
         return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
 
     def evaluate_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
-        """Return what is known of the value of the comprehension ``node`` in a hook's source, and record what is known
-        of its loop names."""
+        """Return the origin of the value of the comprehension ``node`` in a hook's source, and record the origin of
+        its loop names. The origin of a value says whether it is an argument of the hook, a part of the model, an
+        object that exists already, a new value, ``None``, or unknown."""
         for loop in node.generators:
             self.store_value(loop.target, _join_value_elements(self.evaluate_node(loop.iter)))
             for test in loop.ifs:
@@ -481,8 +507,9 @@ class _HookReader:
         return _join_held_values([self.evaluate_node(p) for p in parts])
 
     def evaluate_name(self, name: str) -> HookValue:
-        """Return what is known of the value of ``name`` in the analysed function: of a local name, a closure variable,
-        a global or a builtin; "unknown" if it is none of these."""
+        """Return the origin of the value of ``name`` in the analysed function: of a local name, a closure variable,
+        a global or a builtin; "unknown" if it is none of these. The origin of a value says whether it is an argument
+        of the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
         if name in self.names:
             return self.names[name]
         cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
@@ -497,8 +524,9 @@ class _HookReader:
         return UNKNOWN
 
     def evaluate_attribute(self, base: HookValue, name: str) -> HookValue:
-        """Return what is known of the attribute ``name`` of an object in a hook's source. ``base``: what is known of
-        the object."""
+        """Return the origin of the attribute ``name`` of an object in a hook's source. ``base``: the origin of the
+        object. The origin of a value says whether it is an argument of the hook, a part of the model, an object that
+        exists already, a new value, ``None``, or unknown."""
         if base.kind != "known":
             return FRESH if base.kind == "none" or name in _DESCRIBING else base
         found = FRESH
@@ -513,8 +541,10 @@ class _HookReader:
         return found
 
     def evaluate_call(self, node: ast.Call) -> HookValue:
-        """Return what is known of the result of the call ``node`` in a hook's source. Raise :class:`_SideEffect`, with
-        the line of the call, if it may change something or cannot be analysed."""
+        """Return the origin of the result of the call ``node`` in a hook's source. Raise :class:`_SideEffect`, with
+        the line of the call, if it may change something or cannot be analysed. The origin of a value says whether it
+        is an argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or
+        unknown."""
         args = [self.evaluate_node(a) for a in node.args]
         named = {k.arg or "**": self.evaluate_node(k.value) for k in node.keywords}
         text = ast.unparse(node.func)
@@ -538,13 +568,16 @@ class _HookReader:
             raise found_out if "(line " in str(found_out) else self.create_side_effect(str(found_out), node) from None
 
     def evaluate_method_call(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
-        """Return what is known of the result of a method call in a hook's source, on an object that does not exist
-        before the hook runs. Raise :class:`_SideEffect` if the method may change its object or an argument.
+        """Return the origin of the result of a method call in a hook's source, on an object that does not exist before
+        the hook runs. Raise :class:`_SideEffect` if the method may change its object or an argument. The origin of a
+        value says whether it is an argument of the hook, a part of the model, an object that exists already, a new
+        value, ``None``, or unknown.
 
         Args:
             function: the expression ``object.method`` of the call.
-            base: what is known of the object.
-            values: what is known of each argument."""
+            base: the origin of the object.
+            values: the origin of each argument.
+        """
         name = function.attr
         if base.kind in ("unknown", "none"):
             raise _SideEffect(f"calls {ast.unparse(function)}, which cannot be read")
@@ -569,9 +602,10 @@ _DESCRIBING = {
 
 
 def _join_held_values(values: Sequence[HookValue]) -> HookValue:
-    """Return what is known of a new value in a hook's source that is made of ``values`` or holds them, such as a list.
-    It covers all ``values``; an existing object that is not a part of training (a module, tensor, optimizer) counts as
-    a value that the hook has made, which it may change."""
+    """Return the origin of a new value in a hook's source that is made of ``values`` or holds them, such as a list.
+    It covers all ``values``; an existing object that is not a part of training (a module, tensor, optimizer) counts
+    as a value that the hook has made, which it may change. The origin of a value says whether it is an argument of
+    the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
     ]

@@ -78,7 +78,8 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
     ``torch.autograd.grad``, ``torch.func`` and ``torch.autograd.functional``. It raises :class:`UnsupportedError` for
     gradients that cannot be traced, such as those inside of ``torch.vmap``.
 
-    ``line``: returns the line of forward that is running, as text for error messages."""
+    ``line``: returns the line of forward that is running, as text for error messages.
+    """
     gradients = _InnerGradients(line)
     with (
         mock.patch.object(torch.autograd, "_engine_run_backward", gradients.run_engine),
@@ -102,7 +103,8 @@ class _InnerGradients:
 
     ``line``: returns the line of forward that is running, as text for error messages. ``begun``: for each node whose
     tensor forward has set to require a gradient, the number of nodes that the graph had at that time. Operators before
-    this point that read the tensor pass no gradient to it, as in autograd."""
+    this point that read the tensor pass no gradient to it, as in autograd.
+    """
 
     line: Callable[[], str]
     begun: dict[fx.Node, int] = field(default_factory=dict)
@@ -140,7 +142,8 @@ class _InnerGradients:
         again. ``allow_unreachable``: whether ``None`` is allowed in the result; if not, raise :class:`RuntimeError` for
         it. ``accumulate_grad``: whether gradients are to be stored on tensors, as ``backward()`` does; if so, raise
         :class:`UnsupportedError`. ``keep_graph`` is not used during a trace. Outside of a trace, torch's engine is
-        called."""
+        called.
+        """
         tracer = _find_active_tracer()
         if tracer is None:
             made: tuple[Any, ...] = _plain_engine(
@@ -191,7 +194,8 @@ class _GradientBody:
     ``outputs``, ``inputs``: the nodes of the tensors whose gradient is taken, and of those with respect to which it is
     taken; ``None`` for a tensor that is not in the trace. ``body``: the operators between them, in graph order.
     ``given``: the nodes that ``body`` reads from outside, and the inputs that do not depend on another input.
-    ``tensors``: the outputs as tensors."""
+    ``tensors``: the outputs as tensors.
+    """
 
     outputs: list[fx.Node | None]
     inputs: list[fx.Node | None]
@@ -205,7 +209,8 @@ class _GradientBody:
         :class:`UnsupportedError` if it has an operator that cannot be computed a second time.
 
         ``tracer``: torch's object that records the traced operators. ``gradients``: the replacements of torch's
-        gradient functions in this trace."""
+        gradient functions in this trace.
+        """
         if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
             raise gradients.create_error("takes the gradient of a GradientEdge", "is followed for tensors alone")
         ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))
@@ -242,7 +247,8 @@ class _GradientBody:
             tracer: torch's object that records the traced operators.
             gradients: the replacements of torch's gradient functions in this trace.
             grad_outputs: the gradient of each output.
-            create_graph: whether the gradients can be differentiated again."""
+            create_graph: whether the gradients can be differentiated again.
+        """
         values = [n.meta["val"] for n in self.given]
         seeds = [g for g in grad_outputs if g is not None]
         reached: list[bool] = []
@@ -343,7 +349,8 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
     as a gradient that forward takes itself requires.
 
     ``reached``: nodes that depend on the tensors with respect to which the gradient is taken. ``gradients``: creates
-    the error."""
+    the error.
+    """
     if node.target is operator.getitem:
         return
     does = "takes a gradient"
@@ -435,7 +442,8 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
 
     This happens if the graph reads a secondary result of an operator, such as the mean that a norm returns, that torch
     treats as a constant although it depends on the operands. ``arguments``: tensors of the shapes and dtypes of the
-    graph's inputs. ``gradients``: creates the error."""
+    graph's inputs. ``gradients``: creates the error.
+    """
     env: dict[fx.Node, Any] = {}
     floating = (
         a.requires_grad_() if a.is_floating_point() or a.is_complex() else a for a in map(_make_empty_like, arguments)
@@ -465,7 +473,8 @@ def _gradient_of_input(
 
     ``grad``: the gradient of the convolution's result. ``input``, ``weight``: its operands. ``bias_sizes``: the shape
     of its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
-    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
+    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted.
+    """
     stride, padding, dilation, transposed, _, groups, wanted = how
     if list(wanted) != [True, False, False]:
         return NotImplemented
@@ -491,7 +500,8 @@ def _grad_and_value(
     """Compute ``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)`` by ``torch.autograd.grad``, which
     can be traced. Return (gradients, output), or (gradients, (output, auxiliary result of ``func``)) with ``has_aux``.
 
-    ``argnums``: the index or indices of the arguments that are differentiated."""
+    ``argnums``: the index or indices of the arguments that are differentiated.
+    """
     with torch.enable_grad():
         args, chosen = _separate_arguments(args, argnums)
         output = func(*args, **kwargs)
@@ -510,7 +520,8 @@ def _compute_output_and_vjp(
     ``primals``, and a function that maps gradients of the output to gradients of the arguments; with ``has_aux`` also
     the auxiliary result of ``func``.
 
-    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all."""
+    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all.
+    """
     with torch.enable_grad():
         primals, chosen = _separate_arguments(primals, argnums)
         output = func(*primals)
@@ -535,7 +546,8 @@ def _compute_output_and_jvp(
 
     ``primals``: the arguments of ``func``. ``tangents``: a direction for each differentiated argument. ``argnums``: the
     index or indices of these arguments. ``strict`` is not used. The Jacobian-vector product is computed as the gradient
-    of the vector-Jacobian product, which is linear in its vector."""
+    of the vector-Jacobian product, which is linear in its vector.
+    """
     output, pull_back, *aux = _compute_output_and_vjp(func, *primals, argnums=argnums, has_aux=has_aux)
     ends, spec = pytree.tree_flatten(output)
     with torch.enable_grad():
@@ -566,7 +578,8 @@ def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any,
     """Return two values: ``args`` with the differentiated arguments replaced by separate tensors that require
     gradients; and these separate tensors alone (not in a tuple if ``argnums`` is an integer).
 
-    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all."""
+    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all.
+    """
     numbers = range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
     numbers = [number % len(args) for number in numbers]
     made = tuple(pytree.tree_map(_make_separate_tensor, a) if i in numbers else a for i, a in enumerate(args))

@@ -59,7 +59,8 @@ def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any]
         mode: the fake tensor mode of the model's tensors.
         configs: configuration objects in which ``use_cache`` was set to False.
         run: calls forward, and returns its result or the exception that it raises. If both runs raise exceptions of one
-            type, their last calls of torch functions are compared instead of results."""
+            type, their last calls of torch functions are compared instead of results.
+    """
     names: dict[Any, int] = {}
     for groups in (find_equal_layers(model, _LEAST), []):
         without, last = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
@@ -98,7 +99,8 @@ def _name_output_tensors(
         model: the model.
         groups: groups of equal modules, of which only one member is run.
         named: the torch function mode that gives tensors these integers.
-        run: calls forward, and returns its result or the exception that it raises."""
+        run: calls forward, and returns its result or the exception that it raises.
+    """
     for place, tensor in enumerate([*model.parameters(), *model.buffers()]):
         named.give(tensor, ("state", place))
     with _standing_in(groups, named), named:
@@ -116,7 +118,8 @@ def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Ite
     shapes and types, only the first is run. Other calls return new tensors of the same shapes, whose identifiers depend
     on the call's operands.
 
-    ``groups``: the groups of equal modules. ``named``: the mode that gives every tensor an identifier."""
+    ``groups``: the groups of equal modules. ``named``: the mode that gives every tensor an identifier.
+    """
     try:
         for group in groups:
             first: dict[Any, Any] = {}
@@ -142,7 +145,8 @@ def _run_once_per_kind(
     identifiers depend on the operands.
 
     ``first``: a dict from a key of the shapes and types of arguments to the result of the first call; a first call is
-    added to it. ``named``: the mode that gives every tensor an identifier."""
+    added to it. ``named``: the mode that gives every tensor an identifier.
+    """
     with torch._C.DisableTorchFunction():
         leaves, tree = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -168,7 +172,8 @@ class _TensorNamingMode(TorchFunctionMode):
 
     ``mode``: the fake tensor mode of the model's tensors. ``names``: a dict from a hashable key of a computation to the
     identifier of its result; two runs of a model share it if their results are to be compared. ``last``: a key of the
-    last call of a torch function."""
+    last call of a torch function.
+    """
 
     def __init__(self, mode: FakeTensorMode, names: dict[Any, int]) -> None:
         """Start with no tensor identified. ``mode``: the fake tensor mode of the model's tensors. ``names``: a dict
@@ -260,14 +265,15 @@ class _TensorNamingMode(TorchFunctionMode):
         return fake
 
     def _record_same_numbers(self, made: Tensor, source: Tensor) -> None:
-        """Give the tensor ``made`` the identifier of ``source``, because it has equal values."""
+        """Give the tensor ``made`` the integer identifier of the tensor ``source``, because the two have equal
+        values."""
         if id(made) not in self._by_id:
             self._held.append(made)
             self._by_id[id(made)] = self.of(source)
 
     def _build_argument_key(self, value: Any) -> Any:
-        """Return a hashable key of ``value``, an argument of a torch function, that is equal for equal arguments in two
-        runs of forward."""
+        """Return a hashable key of ``value``, an argument of a torch function, that is equal for equal arguments in
+        two runs of a model."""
         return build_value_key(value, lambda tensor: ("tensor", self.of(tensor)))
 
 

@@ -72,7 +72,8 @@ class ModuleGroup:
     """Modules of a model that compute the same with different weights, such as the decoder layers.
 
     ``members``: the modules. ``names``: the path of each of them in the model. ``own``: the attributes whose values
-    differ between the members, such as a layer's index, as (path of a submodule in the member, attribute name)."""
+    differ between the members, such as a layer's index, as (path of a submodule in the member, attribute name).
+    """
 
     members: tuple[nn.Module, ...]
     names: tuple[str, ...]
@@ -84,7 +85,8 @@ def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
     the smallest number of modules of a group.
 
     Modules are equal if they have the same class, submodules, attributes, and shapes of parameters and buffers. An
-    integer or text attribute, such as an index, may differ between all modules of a group."""
+    integer or text attribute, such as an index, may differ between all modules of a group.
+    """
     counts: dict[int, int] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
         module = model.get_submodule(name)
@@ -147,7 +149,8 @@ class Description:
     """A description of what a module computes, for comparison with other modules.
 
     ``key``: a hashable value that is equal for modules that are equal except for the values of integer and text
-    attributes. ``texts``: (submodule path, attribute name) -> value, of these attributes."""
+    attributes. ``texts``: (submodule path, attribute name) -> value, of these attributes.
+    """
 
     key: Any
     texts: dict[tuple[str, str], Any]
@@ -167,7 +170,8 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
     parameters and buffers.
 
     ``texts``: if given, integer and text attributes are stored in it, (submodule path, attribute name) -> value, and
-    only their types are part of the returned value."""
+    only their types are part of the returned value.
+    """
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
     tensors: dict[int, int] = {}
@@ -236,7 +240,8 @@ class _Frozen:
 
     ``inside``: ``id`` of each submodule of the module -> its path. A value that is such a submodule is described by
     this path, so that it equals the corresponding submodule of another module. Other unknown objects are described by
-    their ``id``."""
+    their ``id``.
+    """
 
     def __init__(self, inside: dict[int, str]) -> None:
         self._inside = inside
@@ -302,7 +307,8 @@ class _ParkedParameterDict(dict[str, Any]):
     While the model's forward runs, it raises :class:`ParkedParameterError` if it is listed or if a removed parameter is
     looked up.
 
-    ``names``: the names of the removed parameters. ``running``: returns whether the model's forward runs."""
+    ``names``: the names of the removed parameters. ``running``: returns whether the model's forward runs.
+    """
 
     def __init__(self, names: Sequence[str], running: Callable[[], bool]) -> None:
         super().__init__()
@@ -342,7 +348,8 @@ class ParkedParameters:
 
     ``model``: the model. ``names``: ``id`` of each module whose parameters are removed -> names of its parameters and
     buffers in order, with ``None`` for a buffer, which stays. ``numbers``: ``id`` of each such module -> its number,
-    from 0. ``parameters``: the removed parameters by name."""
+    from 0. ``parameters``: the removed parameters by name.
+    """
 
     model: nn.Module
     names: dict[int, tuple[str | None, ...]] = field(default_factory=dict)  # by identity of the module
@@ -356,7 +363,8 @@ class ParkedParameters:
         select none.
 
         ``name``: the path of ``module`` in the model. ``like``: a module of equal structure, whose parameters
-        :meth:`lend` can put in their place."""
+        :meth:`lend` can put in their place.
+        """
         inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         if any(self._uses[p] != count for p, count in inside.items()):
             return

@@ -35,7 +35,8 @@ class _Body:
 
     ``nodes``: the operators, in order. ``operands``: the nodes that the call reads. ``results``: the nodes whose values
     it returns. ``stack``: the paths of the modules whose calls enclose the operators, outermost first, with the layer
-    itself last. ``key``: a hashable value that is equal for calls with the same operators."""
+    itself last. ``key``: a hashable value that is equal for calls with the same operators.
+    """
 
     nodes: list[fx.Node]
     operands: list[fx.Node]
@@ -57,7 +58,8 @@ def expand_layer_operators(
     :class:`Unrepeated` if it cannot be shown that the calls are equal.
 
     ``away``: number of each module whose parameters were removed during the trace -> its parameters and buffers in
-    order, with ``None`` for those that were not removed, such as buffers."""
+    order, with ``None`` for those that were not removed, such as buffers.
+    """
     graph = captured.graph
     restored = _Restored(captured, away or {})
     found = [n for n in graph.nodes if n.target is LAYER]
@@ -133,7 +135,8 @@ class _Restored:
 
     ``away``: number of each such module -> its parameters and buffers in order, with ``None`` for those that were not
     removed, such as buffers. ``states``: the removed parameters by name. ``placeholders``: name of each new placeholder
-    -> name of its parameter. ``nodes``: the new placeholders."""
+    -> name of its parameter. ``nodes``: the new placeholders.
+    """
 
     def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
         """Start without placeholders. ``captured``: the model whose graph gets them. ``away``: number of each module
@@ -151,7 +154,8 @@ class _Restored:
         the parameters that were removed.
 
         ``member``: the number of the module whose parameters were removed; -1 if none were. ``seen``: the operands that
-        the trace saw, in order."""
+        the trace saw, in order.
+        """
         left = iter(seen)
         states = self.away[member] if member >= 0 else ()
         return [*(next(left) if state is None else self._ensure_state_placeholder(state) for state in states), *left]
@@ -216,7 +220,8 @@ def _build_body_key(
     operands; return ``None`` if an operator belongs to a module outside of the layer.
 
     ``nodes``: the operators of the call in order. ``operands``: the nodes that it reads. ``results``: the nodes that it
-    returns. ``stack``: paths of the modules whose calls enclose the operators, with the layer itself last."""
+    returns. ``stack``: paths of the modules whose calls enclose the operators, with the layer itself last.
+    """
     place: dict[fx.Node, Any] = {}
     for i, node in enumerate(operands):
         place.setdefault(node, ("operand", i))
@@ -254,7 +259,8 @@ def _rename_path_and_stack(
     layer.
 
     ``meta``: metadata of the node. ``old``: the paths of the modules whose calls enclose the first layer, with this
-    layer itself last. ``new``: the paths for the other layer."""
+    layer itself last. ``new``: the paths for the other layer.
+    """
     before, after = old[-1], new[-1]
     inner = meta.get("stack", ())[len(old) :]
     named = [meta["path"], *inner] if meta.get("stack") else []
@@ -280,7 +286,8 @@ def _copy_layer_body(
     not traced.
 
     ``operands``: the nodes that the copies read. ``body``: the operators. ``classes``: module path -> class name;
-    entries for the submodules of the other layer are added."""
+    entries for the submodules of the other layer are added.
+    """
     env: dict[fx.Node, fx.Node] = dict(zip(body.operands, operands, strict=True))
     stack = call.meta["stack"]
     with graph.inserting_before(call):

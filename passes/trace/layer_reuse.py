@@ -56,10 +56,11 @@ class Journal(TorchFunctionMode):
     """Torch function mode that records every torch function that a call of a module runs, so that two calls of equal
     modules can be compared.
 
-    ``entries``: for each torch function, in order: the function, keys of its arguments and numbers of its results. A
-    tensor is identified by its position among the tensors that became known. ``needs_trace``: whether only a real trace
-    can tell what the call computes, because sizes depend on data or autocast is on. ``operands``: the tensors that the
-    call of the module reads, in order."""
+    ``entries``: for each torch function, in order: the function, keys of its arguments, and the positions of its
+    results among the tensors that became known. ``needs_trace``: whether only a real trace can tell what the call
+    computes, because sizes depend on data or autocast is on. ``operands``: the tensors that the call of the module
+    reads, in order; they are the first known tensors.
+    """
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         """Start without entries. ``operands``: the tensors that the recorded call of a module reads, in order; they are
@@ -97,7 +98,8 @@ class Journal(TorchFunctionMode):
             mark: what :meth:`mark` returned before the inner call.
             number: the number of the group of equal calls to which the inner call belongs.
             operands: tensors that the inner call reads.
-            results: tensors that it returns."""
+            results: tensors that it returns.
+        """
         entries, held = mark
         del self.entries[entries:]
         for tensor in self._held[held:]:
@@ -201,7 +203,8 @@ def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int
         results: the tensors that the call returned, if it was traced; if empty, the shapes are those of an earlier
             equal call.
         memo: number of the group of equal calls.
-        member: number of the module if its parameters are removed and so are not among the operands; otherwise -1."""
+        member: number of the module if its parameters are removed and so are not among the operands; otherwise -1.
+    """
     specs = [(tuple(r.shape), r.stride(), r.dtype) for r in results] or _made_by[memo]
     return [operands[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in specs]
 
@@ -220,7 +223,8 @@ class _CallMemo:
     the torch functions that the first call used. ``alone``: whether every call must be traced, because the first has an
     effect or a result, such as a write to an argument or a view of one, that one operator cannot represent. ``leaves``:
     for each value in the result, ("made", index of a new tensor), ("operand", index of an operand that is returned
-    unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result."""
+    unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result.
+    """
 
     number: int
     shown: int = 0
@@ -237,7 +241,8 @@ class Repeats:
 
     ``groups``: the groups. ``memos``: (index of the group, key of the call) -> what is known of calls equal to this
     one. ``refused``: the groups in which every call must be traced. ``away``: the parameters that are removed from
-    modules during the trace; ``None`` if none are."""
+    modules during the trace; ``None`` if none are.
+    """
 
     groups: list[ModuleGroup]
     away: ParkedParameters | None = None
@@ -257,7 +262,8 @@ class Repeats:
         """Select the parameters of ``model`` that are removed during the trace, which makes it faster: the parameters
         of modules whose calls will not be run, because an equal module is called before. Return self.
 
-        The first members of each group of equal modules keep their parameters, because their calls are run."""
+        The first members of each group of equal modules keep their parameters, because their calls are run.
+        """
         self.away = ParkedParameters(model)
         outer = {name for group in self.groups for name in group.names}
         for group in self.groups:
@@ -316,7 +322,8 @@ class Repeats:
 
         The first two of equal calls run ``forward``, the module's own. A later one only appends the operator
         ``partition::layer`` to the graph. Calls that cannot be compared, or that have an effect or a result which such
-        an operator cannot represent, always run ``forward``."""
+        an operator cannot represent, always run ``forward``.
+        """
         if self.away is not None and id(module) in self.away.names:
             return self._stand_in(self.away, index, module, args, kwargs)
         again = id(module) in self._called
@@ -369,7 +376,8 @@ class Repeats:
             call: the tensors that the call reads.
             module: the module that is called.
             own: attributes in which the modules differ, as (path of a submodule, attribute name).
-            forward: runs the module and returns its output."""
+            forward: runs the module and returns its output.
+        """
         with _hide_own_attributes(module, own if memo.shown else ()):
             before, buffers = _read_module_state(module), _list_module_buffers(module)
             output, traced = self._run_once(memo, call, forward)
@@ -399,7 +407,8 @@ class Repeats:
         Args:
             memo: what is known of these equal calls.
             call: the tensors that the call reads.
-            forward: runs the module and returns its output."""
+            forward: runs the module and returns its output.
+        """
         journal = Journal(call.operands)
         if memo.shown == 0:
             memo.journal = journal
@@ -434,7 +443,8 @@ class Repeats:
         removed, and return the output of the call. Raise :class:`ParkedParameterError` if no equal call was run before.
 
         ``away``: the removed parameters. ``index``: the index of the module's group of equal modules. ``args``,
-        ``kwargs``: the arguments of the call."""
+        ``kwargs``: the arguments of the call.
+        """
         again = id(module) in self._called
         self._called.add(id(module))
         lent = away.lend(module)
@@ -476,7 +486,8 @@ class _RepeatedCall:
 
     ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``key``: the key, a
     hashable value. ``versions``: for each operand, torch's counter of in-place writes to it before the call.
-    ``leaves``: the values in the arguments, in order. ``given``: (positional arguments, keyword arguments)."""
+    ``leaves``: the values in the arguments, in order. ``given``: (positional arguments, keyword arguments).
+    """
 
     operands: list[Tensor]
     key: Any
@@ -490,7 +501,8 @@ class _RepeatedCall:
         key for comparison with other calls. Return ``None`` if the call may depend on more than the key contains, such
         as hooks or objects.
 
-        ``own``: attributes that are left out of the key, as (path of a submodule, attribute name)."""
+        ``own``: attributes that are left out of the key, as (path of a submodule, attribute name).
+        """
         if not torch.is_grad_enabled() or has_call_hooks(module):
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -554,7 +566,8 @@ def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> l
     calls. Return a list of the tensors in the output that the call made.
 
     Raise :class:`Unlike` if the output contains a view of an operand or an object that is not a plain value, or differs
-    from the output of the first equal call."""
+    from the output of the first equal call.
+    """
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []
     leaves: list[tuple[str, Any]] = []

@@ -42,11 +42,12 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 class Transposed:
     """The transpose of a ``backward`` function. ``backward(g) = B g + c`` maps gradients ``g`` of another function's
     results to gradients of its inputs; ``B`` is a matrix, and ``c`` does not depend on ``g``. The transpose multiplies
-    changes of the inputs by the transpose of ``B``, which gives changes of the results.
+    changes (tangents) of the inputs by the transpose of ``B``, which gives changes of the results.
 
     ``graph``: takes a change of each input, then the tensors ``held``, which ``backward`` reads. It returns
-    ``num_results`` changes of the results, then the parts ``c`` for the inputs with the indices ``constant`` (from 0).
-    ``complete``: whether every change of a result depends on the change of every input, and there is no ``c``."""
+    ``num_results`` changes of the results, then the parts ``c`` for the inputs with the indices ``constant`` (from
+    0). ``complete``: whether every change of a result depends on the change of every input, and there is no ``c``.
+    """
 
     graph: fx.GraphModule
     held: Sequence[Tensor]
@@ -65,12 +66,13 @@ class Transposed:
 def transpose_backward(
     backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
 ) -> Transposed:
-    """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose,
-    which maps changes of the inputs to changes of the results. Raise :class:`NotAffine` if ``backward`` is not a linear
-    function of the gradients plus a part that does not depend on them.
+    """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose, a
+    linear map from changes (tangents) of the inputs to changes of the results. Raise :class:`NotAffine` if ``backward``
+    is not a linear function of the gradients plus a part that does not depend on them.
 
     ``some``: whether autograd may call ``backward`` with ``None`` in place of a gradient of zero. If so, it is also
-    checked that both give the same, and :class:`NotAffine` is raised if they do not."""
+    checked that both give the same, and :class:`NotAffine` is raised if they do not.
+    """
     seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
     changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
     traced = _Traced.of(backward, seeds)
@@ -93,7 +95,8 @@ class _Traced:
 
     ``seeds``: the placeholders of the incoming gradients. ``held``: placeholder -> tensor, for the other tensors that
     it reads. ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: for each node,
-    whether its value depends on the incoming gradients, and whether it is zero if they are."""
+    whether its value depends on the incoming gradients, and whether it is zero if they are.
+    """
 
     graph: fx.Graph
     seeds: list[fx.Node]
@@ -126,17 +129,17 @@ class _Traced:
 
     @property
     def constant(self) -> tuple[int, ...]:
-        """Return the indices, among the gradients that the traced ``backward`` returns, of those that have a part which
-        does not depend on the incoming gradients."""
+        """Return the indices, among the gradients that the traced ``backward`` function returns, of those that have
+        a part which does not depend on the incoming gradients."""
         return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
 
     def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
-        """Multiply ``changes``, one tensor for each input of a function, by the transpose of the matrix of its
-        ``backward``. Return a list of the products, one for each result of the function. For each index in
-        :attr:`constant`, it is followed by the part of the gradient of this input that does not depend on the incoming
-        gradients.
+        """Multiply ``changes``, one tensor for each input of a function, by the transpose of the matrix ``B`` of its
+        ``backward``, which computes ``backward(g) = B g + c``. Return a list of the products, one for each result of
+        the function; then, for each index in :attr:`constant`, the part ``c`` of the gradient of this input.
 
-        ``seeds``: tensors of the shapes and dtypes of the incoming gradients."""
+        ``seeds``: tensors of the shapes and dtypes of the incoming gradients ``g``.
+        """
         grads = [g.detach().requires_grad_() for g in seeds]
         env: dict[fx.Node, Any] = {**self.held, **dict(zip(self.seeds, grads, strict=True))}
         for node in self.graph.nodes:
@@ -161,7 +164,8 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
     zero.
 
     ``seeds``: tensors of the shapes and dtypes of the incoming gradients. ``whole``: the graph of ``backward`` for a
-    call with all gradients given."""
+    call with all gradients given.
+    """
     numbers = range(len(seeds))
     if len(seeds) > _MOST_RESULTS:
         raise NotAffine("takes None for some of many gradients", _MATERIALIZE)
@@ -195,7 +199,8 @@ class _Expressions:
         Identifiers are equal for equal computations; ``None`` stands for a result of zero.
 
         ``names``: an integer for each incoming gradient, in order, that identifies it. ``zeros``: placeholders of
-        incoming gradients that are assumed to be zero."""
+        incoming gradients that are assumed to be zero.
+        """
         held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
         parts = parts_of(traced.graph, zeros, held_zero)
         env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.held.items()}
@@ -220,7 +225,8 @@ class _AtZero:
     """Computes the values that nodes in the graph of a ``backward`` function have if all incoming gradients are zero.
 
     ``parts``: for each node, whether its value depends on the incoming gradients, and whether it is zero if they are.
-    ``env``: node -> value, for other incoming gradients; values that do not depend on the gradients are used."""
+    ``env``: node -> value, for other incoming gradients; values that do not depend on the gradients are used.
+    """
 
     def __init__(self, parts: Mapping[fx.Node, AffinePart], env: Mapping[fx.Node, Any]) -> None:
         self.parts = parts
@@ -280,7 +286,8 @@ def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node
     incoming gradients are zero; return ``None`` if there is none.
 
     ``parts``: for each node of the graph of a ``backward`` function, how its value depends on the incoming gradients,
-    and whether it is zero if they are."""
+    and whether it is zero if they are.
+    """
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
     wanted = node.meta["val"]
@@ -353,7 +360,8 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
 
     ``grad``: the gradient of the convolution's result. ``x``, ``weight``: its operands. ``bias_sizes``: the shape of
     its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
-    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
+    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted.
+    """
     *geometry, output_mask = how
     if list(output_mask) != [True, False, False]:
         return NotImplemented

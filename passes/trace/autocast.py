@@ -106,9 +106,8 @@ def autocast_on() -> Asked | None:
 
 @contextmanager
 def _disable_torch_autocast() -> Iterator[None]:
-    """Return a context in which torch itself casts no operands. Autocast is switched on again afterwards where it was
-    on.
-    """
+    """Return a context in which torch's own autocast is off, so that torch casts no operands. At its end, autocast
+    is on again where it was on before."""
     on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     for device in on:
         torch.set_autocast_enabled(device, False)

@@ -563,7 +563,8 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
     ``in_dims`` is not used; ``torch.func`` passes 0."""
 
     def mapped(*args: Any) -> Any:
-        """Call a function once for each index along dim 0 of ``args`` and return its results, stacked."""
+        """Call the function that was given to ``torch.vmap`` once for each index along dim 0 of the tensors in
+        ``args``, and return its results, stacked."""
         leaves, spec = pytree.tree_flatten(args)
         rows = [func(*pytree.tree_unflatten([x[i] for x in leaves], spec)) for i in range(leaves[0].shape[0])]
         parts = [pytree.tree_flatten(row) for row in rows]

@@ -142,8 +142,8 @@ class Journal(TorchFunctionMode):
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 
     def _keep_foreign_tensor(self, tensor: Tensor) -> int:
-        """Store a reference to a tensor that neither is an operand nor was made by the recorded call, so that its
-        ``id`` is not given to another object, and return the ``id``."""
+        """Store a reference to ``tensor``, which is neither an operand of the recorded call nor made by it, so that
+        its ``id`` is not given to another object. Return the ``id``."""
         self._held.append(tensor)
         return id(tensor)
 

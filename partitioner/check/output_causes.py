@@ -19,9 +19,11 @@ _MOST_ROWS = 4096  # rows of an output that are compared with all rows of the pl
 
 
 def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int) -> Cause:
-    """Return the likely cause of the difference of an output or loss.
+    """Return the likely cause why an output or the loss of a distributed model is wrong; it has the kind ``unknown`` if
+    no test explains the difference.
 
-    ``expected``: that of the plain model. ``given``: those of the ranks that have one.
+    ``expected``: the tensor of the plain model (the user's model on one process). ``given``: the tensors of the ranks
+    that have it. ``world_size``: number of ranks.
     """
     wide = expected.shape[-1] if expected.dim() else 0
     wider = [g for g in given if g.dim() == expected.dim() and g.dim() and g.shape[-1] > wide]
@@ -44,8 +46,8 @@ def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int
 
 
 def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list[int] | None:
-    """Return for each of ``count`` blocks of ``given`` along ``dim`` the equal block of ``expected``; ``None`` if a
-    block has none.
+    """Return in which order ``given`` has the blocks of ``expected``: for each of ``count`` equal blocks along ``dim``,
+    the index of the equal block of ``expected``. Return ``None`` if a block has none.
     """
     blocks = expected.chunk(count, dim)
     order = [next((i for i, b in enumerate(blocks) if _is_equal(g, b)), -1) for g in given.chunk(count, dim)]
@@ -80,8 +82,9 @@ def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]
 
 
 def find_reduced_precision(outcomes: Sequence[RankOutcome]) -> Cause | None:
-    """Return the cause that a module has computed in a narrower type than float64; ``None`` if none has. ``outcomes``:
-    for each rank, what the distributed model computed, with the outputs of its modules."""
+    """Return the cause that a module computed its output in another type than float64, such as under mixed precision;
+    ``None`` if none did. ``outcomes``: for each rank, what the distributed model computed, with the outputs of its
+    modules."""
     for outcome in outcomes:
         for name, calls in outcome.modules.items():
             narrow = next((call.dtype for call in calls if call.dtype != torch.float64), None)

@@ -101,8 +101,8 @@ class MeshCandidate:
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
 
     def parts(self, global_batch: int) -> int:
-        """Return the number of microbatches of the whole batch, over all ranks of ``dp``. ``global_batch``: samples of
-        the batch."""
+        """Return the number of microbatches into which the whole batch is divided, over all ranks of ``dp`` together.
+        ``global_batch``: samples of the batch."""
         return global_batch // self.microbatch_size
 
     @property
@@ -148,8 +148,8 @@ class MeshCandidate:
 
     @property
     def _optional_axes(self) -> list[tuple[str, int, int]]:
-        """Return, as (name, value, default), the mesh axes and options that the text of a candidate mentions only if
-        they are not at their default."""
+        """Return, as tuples (name, value, default), the mesh axes and options that the text of a candidate mentions
+        only if they are not at their default."""
         shard = ("dp_shard", self.dp_shard, 0)
         return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
 

@@ -186,8 +186,9 @@ def _list_name_stems(name: str) -> list[str]:
 
 
 def explain_validation_error(error: ValidationError, known: Sequence[str], noun: str = "constraint") -> str:
-    """Return the first error of a pydantic validation as one sentence: the option, what is expected, and what was
-    given. ``known``: the valid option names. ``noun``: what the sentence calls an option."""
+    """Return the first error in ``error``, the exception of a failed pydantic validation, as one sentence: the option,
+    what is expected, and what was given. ``known``: the valid option names. ``noun``: what the sentence calls an
+    option."""
     first = error.errors()[0]
     name, got = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":

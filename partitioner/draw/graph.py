@@ -151,8 +151,8 @@ def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: 
 
 
 def _short_of(tip: Point, start: Point) -> Point:
-    """Return the point at which the line of an arrow ends, a little inside the arrow head. ``tip``: the tip of the
-    head. ``start``: a point of the line before it.
+    """Return the point (x, y) in pixels at which the line of an arrow ends, a little inside the arrow head. ``tip``:
+    the tip of the head. ``start``: a point of the line before it.
     """
     dx, dy = start[0] - tip[0], start[1] - tip[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
@@ -397,9 +397,9 @@ class _GraphScene:
         return max(44.0, *(text_width(label, _LABEL) + 24 for label in labels))
 
     def draw_hand_over(self, parent: ET.Element, index: int, left: float, right: float, y: float) -> None:
-        """Draw the arrows between a panel and the next one in the row: activations forward and, below, gradients
-        backward. ``index``: index of the panel. ``left``, ``right``: x coordinates between which the arrows are drawn.
-        ``y``: that of the upper arrow.
+        """Draw the arrows between a panel and the next one in the row into ``parent``: activations forward and, below,
+        gradients backward. ``index``: index of the panel. ``left``, ``right``: x coordinates between which the arrows
+        are drawn. ``y``: that of the upper arrow.
         """
         stages = self.find_neighbour_stages(index)
         assert stages is not None

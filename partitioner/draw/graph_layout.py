@@ -317,8 +317,8 @@ def _step_towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
 
 
 def _draw_wire_label(parent: ET.Element, x: float, y: float, wire: Wire) -> None:
-    """Draw the label of ``wire`` with its centre at ``x`` and its baseline at ``y``. An outline in the colour of the
-    background keeps it legible where lines cross it.
+    """Draw the label of ``wire`` into ``parent``, with its centre at ``x`` and its baseline at ``y``, in pixels. An
+    outline in the colour of the background keeps it legible where lines cross it.
     """
     element = draw_text(parent, x, y, wire.label, size=_LABEL_SIZE, anchor="middle")
     element.set("class", f"{element.get('class')} s-canvas")

@@ -110,9 +110,9 @@ def plan_buckets(
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
     def done(gradient: Gradient) -> tuple[int, int]:
-        """Return a sort key for the time at which a gradient is complete: (index of the last action that adds to it, in
-        the rank's order of forwards and backwards; minus the position of the block call that adds last). Backwards run
-        calls from the last position to the first."""
+        """Return a sort key for the time at which ``gradient`` is complete: (index of the last action that adds to it,
+        in the rank's order of forwards and backwards; minus the position of the block call, such as a layer, that adds
+        last). A backward runs the calls from the last position to the first."""
         times = [(last[stage.chunk_of(i)], -i) for i in adds.get(gradient.state, ())]
         return max(times, default=(0, 0))
 
@@ -120,8 +120,9 @@ def plan_buckets(
     filling: dict[object, list[Gradient]] = {}
 
     def close(key: object) -> None:
-        """Turn the gradients collected in ``filling`` under ``key`` into one bucket: append it to ``buckets``, and
-        remove the key from ``filling``."""
+        """Turn the gradients that were collected under ``key`` into one bucket. ``filling`` (key -> gradients) and
+        ``buckets`` (the list of finished buckets) belong to the enclosing function: the bucket is appended to
+        ``buckets``, and the key is removed from ``filling``."""
         content = filling.pop(key)
         action, position = done(content[-1])
         sharded = bool(content[0].sharded)

@@ -446,8 +446,8 @@ def sharing_text(plan: Plan) -> str:
 
 def _format_expert_sharding(plan: Plan, ranks: int) -> str:
     """Return a clause that says over how many ranks the parameters, gradients and optimizer states of experts are
-    sharded. Only ranks with the same experts can share them. It is empty if the number is ``ranks``, the number of
-    ranks for all other parameters, or if experts are not distributed.
+    sharded in ``plan``. Only ranks with the same experts can share them. The clause is empty if the number is
+    ``ranks``, the number of ranks for all other parameters, or if experts are not distributed over ranks.
     """
     chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
     parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)

@@ -115,8 +115,8 @@ def block_weights(
 ) -> list[Weight]:
     """Return the parameters that ``call``, a call of ``block``, reads, in order, each with its layout over
     tensor-parallel ranks. ``states``: all parameters and buffers of the program by name. ``gathered``: whether each
-    data-parallel rank holds only a piece of a parameter and gathers the whole before use (ZeRO-3), which the texts then
-    say."""
+    data-parallel rank holds only a piece of a parameter and gathers all of it before use (ZeRO-3); the description of a
+    sharded parameter then says so."""
     weights = []
     for placeholder, name in zip(block.states, call.states, strict=True):
         state = states[name]

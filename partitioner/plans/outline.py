@@ -26,9 +26,9 @@ from partitioner.units import bytes_text
 
 
 def group_notes(calls: CallGroup) -> list[str]:
-    """Return short texts for pictures on what is unusual about the calls of a group: they are recomputed in backward
-    (whole or in part), run before the pipeline starts, or are computed by each stage that reads their results instead
-    of being sent."""
+    """Return short texts for pictures on what is unusual about ``calls``, a group of block calls (such as layers): they
+    are recomputed in backward (all of them or in part), run before the pipeline starts, or are computed by each stage
+    that reads their results instead of being sent."""
     notes = (
         ("recomputed in backward", calls.recomputed),
         ("recomputed in part in backward", calls.selective),
@@ -46,8 +46,8 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def kept_bytes(program: Program, state: str) -> int:
-    """Return the bytes of a parameter or buffer that a rank holds during the whole step. With ZeRO-3 this is the rank's
-    piece of it, otherwise its tensor-parallel shard. ``state``: name of the parameter or buffer.
+    """Return the bytes that a rank holds of a parameter or buffer of ``program`` during the whole step: with ZeRO-3 the
+    bytes of the rank's piece, otherwise those of its tensor-parallel shard. ``state``: name of the parameter or buffer.
     """
     sizes = state_sizes(program, state)
     return sizes.piece if program.zero == 3 else sizes.part
@@ -71,8 +71,9 @@ class ExchangeTotal:
 
 
 def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTotal]:
-    """Return the totals of the bucket transfers of ``stage`` in one step. A key is (collective, axes joined by ``×``,
-    what is moved), such as ``("all_reduce", "dp×cp", "gradients")``."""
+    """Return the totals of the transfers of gradient and parameter buckets (tensors that are communicated together)
+    that each rank of ``stage``, a pipeline stage of ``program``, makes in one step. A key is (collective, axes joined
+    by ``×``, what is moved), such as ``("all_reduce", "dp×cp", "gradients")``."""
     transfers = Counter[tuple[int, str, tuple[str, ...]]]()
     for instruction, times in count_repetitions(stage.instructions):
         if instruction.op in BUCKET_OPS and instruction.bucket is not None:
@@ -92,8 +93,9 @@ def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTo
 
 
 def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tuple[str, ...]) -> tuple[Exchange, int]:
-    """Return two values on one transfer of ``bucket``, a group of parameters or gradients that are communicated
-    together: a tuple (collective, mesh axes joined by ``×``, what is moved), and the bytes of the transfer on one rank.
+    """Return two values on one transfer of ``bucket``, a group of parameters or gradients of ``program`` that are
+    communicated together: a tuple (collective, mesh axes joined by ``×``, what is moved), and the bytes of the transfer
+    on one rank.
 
     ``op``: the instruction that transfers: ``GATHER`` (parameters), ``SCATTER`` or ``REDUCE`` (gradients). ``axes``:
     the mesh axes named in the instruction; empty: the axes over which the bucket is usually transferred.
@@ -303,8 +305,8 @@ def _count_repeats(names: Sequence[Any], start: int, period: int) -> int:
 
 
 def path_range(paths: Sequence[str]) -> str:
-    """Return the module paths of consecutive calls as one text, from the first to the last: ``model.layers.0–7``. If
-    the two differ in more than one part, both are written in full."""
+    """Return ``paths``, the module paths of consecutive calls, as one text from the first to the last:
+    ``model.layers.0–7``. If the two differ in more than one part, both are written in full."""
     first, last = paths[0], paths[-1]
     if first == last:
         return first

@@ -290,8 +290,9 @@ class _ByPlace(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Return the result of ``scaled_dot_product_attention`` with these arguments, where dropout draws from a random
-        stream of its own. ``options``: its keyword arguments ``scale`` and ``enable_gqa``.
+        """Return the result of ``scaled_dot_product_attention`` of ``query``, ``key`` and ``value`` with these
+        arguments, where dropout draws from a random stream of its own. ``options``: its keyword arguments ``scale`` and
+        ``enable_gqa``.
         """
         scale: float | None = options.get("scale")
         if options.get("enable_gqa", False):

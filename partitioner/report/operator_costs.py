@@ -89,8 +89,9 @@ def _format_stages(numbers: list[int]) -> str:
 def _list_block_costs(
     plan: Plan, block: Block, device: DeviceType, train: bool, common: OperatorCost
 ) -> Iterator[OperatorCost]:
-    """Yield the predicted cost of each operator of ``block`` on ``device``. ``train``: whether backward is included.
-    ``common``: an entry whose ``stages``, ``block`` and ``calls`` all results have.
+    """Yield the predicted cost of each operator of ``block``, a piece of the model in ``plan`` such as a decoder layer,
+    on ``device``. ``train``: whether backward is included. ``common``: an entry whose ``stages``, ``block`` and
+    ``calls`` all results have.
     """
     paths = {node["name"]: node.get("path", "") for node in plan.program.blocks[block.name].nodes}
     names, learned = set(block.states), learned_nodes(block)

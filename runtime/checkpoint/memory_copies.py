@@ -599,7 +599,7 @@ def remove_line_token(checkpoints: Path, rank: int) -> None:
     """Remove the file with the token of valid in-memory copies from the folder ``checkpoints``, so that none is
     restored any more.
 
-    Only rank 0 removes it; on other ranks this does nothing.
+    ``rank``: number of this rank. Only rank 0 removes the file; on other ranks this does nothing.
     """
     if rank == 0:
         (checkpoints / LINE).unlink(missing_ok=True)

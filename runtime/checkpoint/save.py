@@ -441,11 +441,11 @@ def agreed_target(
 def pieces_of(
     rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
 ) -> tuple[list[ShardPiece], list[ShardPiece]]:
-    """Return the pieces (rectangular parts) of weights and optimizer state that this rank writes, in two lists.
+    """Return the rectangular parts of weights and optimizer state that this rank writes to a checkpoint, in two lists.
 
-    The first list has pieces that may change at any time, the second those that change only in an optimizer step.
-    ``states``: name -> this rank's shard. ``optimizer``: the states of the optimizers; ``None``: there are none to
-    write.
+    The first list has parts that may change at any time, the second those that change only in an optimizer step.
+    ``rank``: the program of this rank. ``states``: name -> this rank's shard. ``optimizer``: the states of the
+    optimizers; ``None``: there are none to write.
     """
     saved = saved_states(rank.program)
     mine = written_by(rank, saved)
@@ -462,16 +462,16 @@ def pieces_of(
 
 
 def saved_states(program: Program) -> list[str]:
-    """Return the names of the parameters and buffers that a checkpoint has: weights, and buffers that a step
-    updates.
+    """Return the names of the parameters and buffers of ``program`` that a checkpoint has: weights, and buffers that a
+    step updates.
     """
     kept = set(weight_states(program)) | set(updated_states(program))
     return [n for n in program.states if n in kept]
 
 
 def weight_states(program: Program) -> list[str]:
-    """Return the names of the parameters and buffers that some pipeline stage reads, without those whose values are
-    stored in the plan itself.
+    """Return the names of the parameters and buffers of ``program`` that some pipeline stage reads, without those whose
+    values are stored in the plan itself.
     """
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 

@@ -149,7 +149,8 @@ def process_name(process: int, name: str, place: int) -> list[Event]:
 def make_complete_event(
     name: str, category: str, process: int, start: float, end: float, args: Mapping[str, Any], thread: int = 0
 ) -> Event:
-    """Return a trace event with a start and an end, which are given in seconds; the format stores microseconds.
+    """Return an event of the Trace Event Format with a beginning and an end. ``start``, ``end``: times in seconds; the
+    format stores microseconds.
 
     ``name``, ``category``: the event's label and its category, as text. ``process`` and ``thread``: numbers in the
     trace. ``args``: further data to store in the event.

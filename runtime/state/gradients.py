@@ -524,9 +524,9 @@ class RankGradients:
 
 def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
     """Return the parameters or buffers ``states`` grouped by the ranks on different pipeline stages that share them:
-    ranks -> names.
+    tuple of ranks -> names. ``rank``: the program of this rank.
 
-    The ranks are those on the tensor's stages whose other mesh coordinates equal this rank's, in ascending order.
+    The ranks are those on the tensor's stages whose other mesh coordinates equal this rank's, in order of the stages.
     """
     groups: dict[tuple[int, ...], list[str]] = {}
     for state in states:

@@ -67,7 +67,8 @@ class Weights(Protocol):
     def names(self) -> list[str]: ...
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``.
+        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has. ``layout``: how
+        the tensor is cut among these ranks, such as along which dim.
 
         The caller must not write to it.
         """
@@ -171,8 +172,8 @@ class FileWeights:
         return shape, _TYPES[stored]
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``.
-        Only this part is read from the file.
+        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has. ``layout``: how
+        the tensor is cut among these ranks, such as along which dim. Only this part is read from the file.
         """
         with self._lock:
             paired = self._is_paired(name)
@@ -299,8 +300,8 @@ Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 
 def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
-    """Return the weights in what the user passed: a module, a dict of tensors, a path of safetensors files, or
-    :class:`Weights`.
+    """Return ``source``, the weights that the user passed (a module, a dict of tensors, a path of safetensors files, or
+    :class:`Weights`), as an object from which shards of tensors can be read.
 
     ``wanted``: the names that a plan reads. Weights saved from a compiled or wrapped model, such as
     ``_orig_mod.layers.0.weight``, are renamed to these. Raise :class:`WeightsError` for another source, or if a file

@@ -91,8 +91,8 @@ class Board:
         self._post_file(rank, "failure", content)
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
-        """Write the local network addresses of the connections of ``rank``, such as ``127.0.0.1:4000``, to its status
-        file.
+        """Write ``addresses``, the local network addresses of the connections of ``rank``, such as ``127.0.0.1:4000``,
+        to its status file.
         """
         self._post_file(rank, "addresses", {"own": addresses})
 

@@ -337,9 +337,10 @@ _watches = itertools.count()  # the same on all ranks: they enter each watch tog
 
 
 def _mirror_of(engine: Engine, folder: Path) -> Mirror | None:
-    """Return the object that copies this host's status files in ``folder`` to other hosts.
+    """Return the object that copies this host's status files in ``folder`` to other hosts, and theirs to this host.
 
-    Only the rank with ``LOCAL_RANK`` 0 has one; return ``None`` on other ranks.
+    Only the rank with ``LOCAL_RANK`` 0 has one; return ``None`` on other ranks. ``engine``: the engine of this rank,
+    which knows the ranks on this host.
     """
     env, number = os.environ, next(_watches)
     if env.get("LOCAL_RANK") != "0":

@@ -502,7 +502,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
 
 def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: int) -> dict[int, int]:
-    """Return the pipeline stage of each block call that ``stage_of`` fixes (index of the call -> index of the stage).
+    """Return the pipeline stage of each block call (use of a piece of the model, such as a decoder layer) that
+    ``stage_of`` fixes: index of the call -> index of the stage.
 
     ``stage_of``: stage by module path prefix; negative stages count from the end. ``paths``: the module path of each
     call, in order of execution. ``num_stages``: number of stages. The longest matching prefix decides. Raise

@@ -88,8 +88,8 @@ def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
 
 def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) -> SearchSpace:
     """Return the mesh candidates that a search for the job of ``plan`` would consider under ``constraints``, as a
-    search space. ``limits``: properties of the model from the plan's certificate, such as the number of block calls and
-    the sequence length.
+    search space. ``limits``: properties of the model from the plan's certificate, such as the sequence length and the
+    number of block calls (such as layers) that stages can divide.
     """
     return SearchSpace(
         plan.topology,
@@ -259,8 +259,8 @@ def _matches_asked(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
 def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
     """Return whether ``candidate`` has ``value`` for the constraint ``name``.
 
-    Two constraints count as satisfied where they have no effect: ``zero``, if only one rank has each state, and ``etp``
-    of 1 or ``None``, without expert parallelism.
+    Two constraints count as satisfied where they have no effect: ``zero`` (any value), if ``dp`` and ``cp`` have one
+    rank, so that ZeRO has nothing to shard; and ``etp`` of 1 or ``None``, without expert parallelism.
     """
     mesh = candidate.mesh
     alone = {"zero": mesh.get("dp", 1) * mesh.get("cp", 1) == 1, "etp": mesh.get("ep", 1) == 1 and value in (1, None)}

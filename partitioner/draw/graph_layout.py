@@ -46,7 +46,7 @@ Point = tuple[float, float]
 class DotLayout:
     """Describes positions of boxes and of the edges between them, in pixels with y downwards. ``boxes``: name of a box
     -> its top left corner (x, y). ``edges``: (name of the source box, name of the target box) -> the Bézier control
-    points of the edge. ``width`` and ``height``: the size of the whole.
+    points of the edge. ``width`` and ``height``: the size of the area that all of them take up.
     """
 
     boxes: dict[str, Point]

@@ -158,8 +158,9 @@ def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
 
 
 def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
-    """Yield the instructions of one forward action: loads, receives, block calls and the send. ``job``: the calls and
-    transfers of the rank. ``index``: index of ``action`` in the rank's order."""
+    """Yield the instructions of ``action``, a forward of one microbatch: loads of inputs, receives, block calls (such
+    as layers) and the send. ``job``: the calls and transfers of the pipeline rank. ``index``: index of the action in
+    the rank's order."""
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
@@ -177,9 +178,9 @@ def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruc
 
 
 def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
-    """Yield the instructions of one backward action: receives, block calls, the send, and the bucket reductions that
-    start in it. ``job``: the calls, transfers and buckets of the rank. ``index``: index of ``action`` in the rank's
-    order."""
+    """Yield the instructions of ``action``, a backward of one microbatch: receives, block calls (such as layers), the
+    send, and the bucket reductions that start in it. ``job``: the calls, transfers and buckets of the pipeline rank.
+    ``index``: index of the action in the rank's order."""
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}

@@ -421,8 +421,9 @@ def _calls_text(group: CallGroup) -> str:
 
 
 def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
-    """Yield lines that list the weights of each type of block by the way in which they are sharded. A type that occurs
-    on several stages is listed once. ``whole``: the overview of a program.
+    """Yield lines that list the weights of each type of block (a repeated piece of the model, such as a decoder layer)
+    by the way in which they are sharded. A type that occurs on several stages is listed once. ``whole``: the overview
+    of a program.
     """
     seen: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for stage in whole.stages:

@@ -127,10 +127,10 @@ def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
 
 
 def _of_call(block: Block, cost: CallCost, device: DeviceType, train: bool) -> tuple[Seconds, Seconds]:
-    """Return two dicts, kind of operator -> seconds, for the forward and the backward of one call of ``block``.
-    ``cost``: the predicted seconds of the whole call on ``device``. What exceeds the sum of the operators is time in
-    which the device waits for the host to launch them, listed as a kind of its own. ``train``: whether there is a
-    backward.
+    """Return two dicts, kind of operator -> seconds, for the forward and the backward of one call of ``block``, a piece
+    of the model such as a decoder layer. ``cost``: the predicted seconds of the whole call on ``device``. What exceeds
+    the sum of the operators is time in which the device waits for the host to launch them, listed as a kind of its own.
+    ``train``: whether there is a backward.
     """
     asked = asked_by(block, train).kernels
     found: tuple[Seconds, Seconds] = defaultdict(float), defaultdict(float)

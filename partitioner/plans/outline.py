@@ -123,12 +123,12 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Collectives of one kind on one rank, added up. Those inside block calls are counted for one microbatch, transfers
-    of parameter or gradient buckets for one step.
+    """Collectives of one kind on one rank, added up. Collectives inside block calls (such as layers) are counted for
+    one microbatch, transfers of parameter or gradient buckets for one step.
 
     ``op``: the collective, such as ``all_reduce``. ``axis``: the mesh axis, or several joined by ``×``. ``count``:
-    number of collectives. ``num_bytes``: bytes of all together. ``even``: whether all have the same size. For transfers
-    of buckets, ``what`` says what is moved, such as ``gradients``, and ``buckets`` is the number of different buckets.
+    number of collectives. ``num_bytes``: their total bytes. ``even``: whether all have the same size. For transfers of
+    buckets, ``what`` says what is moved, such as ``gradients``, and ``buckets`` is the number of different buckets.
     """
 
     op: str
@@ -141,9 +141,9 @@ class CollectiveTotal:
     buckets: int = 0
 
     def amount(self, calls: int = 1) -> str:
-        """Return the number and the size of these collectives in one block call as text: ``2 × 32 MiB`` if all have one
-        size, ``24 MiB in 3`` if sizes differ. ``calls``: number of block calls over which the collectives are spread
-        evenly; if they do not divide evenly, the text gives the total of all calls."""
+        """Return the number and the size of these collectives in one block call (such as a layer) as text:
+        ``2 × 32 MiB`` if all have one size, ``24 MiB in 3`` if sizes differ. ``calls``: number of block calls over
+        which the collectives are spread evenly; if they do not divide evenly, the text gives the total of all calls."""
         if self.count % calls:
             return f"{self.count} in {calls} calls, {bytes_text(self.num_bytes)}"
         count, total = self.count // calls, self.num_bytes / calls
@@ -152,16 +152,17 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class CallGroup:
-    """Consecutive block calls of one stage in which a sequence of blocks is repeated.
+    """Consecutive block calls (uses of pieces of the model, such as decoder layers) of one stage in which a sequence of
+    blocks is repeated.
 
-    ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range ``[start,
-    stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``: the same as
-    text for reports, such as ``layers.* + norm``. ``count``: number of repetitions. ``paths``: the module paths of the
-    calls as text. ``collectives``: totals over all calls of the group, for one rank and one microbatch. ``weights``:
-    the parameters of one repetition.
+    ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range
+    ``[start, stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``:
+    these names as text for reports, such as ``layers.* + norm``. ``count``: number of repetitions. ``paths``: the
+    module paths of the calls as text. ``collectives``: totals over all calls of the group, for one rank and one
+    microbatch. ``weights``: the parameters of one repetition.
 
-    ``num_parameters``: elements of the whole parameters. ``parameter_bytes``: bytes that one rank holds of them.
-    ``recomputed``, ``selective``: whether the backward recomputes the whole calls, or a part of them. ``prologue``:
+    ``num_parameters``: elements of the parameters before sharding. ``parameter_bytes``: bytes that one rank holds of
+    them. ``recomputed``, ``selective``: whether the backward recomputes all of each call, or a part. ``prologue``:
     whether the calls run before the pipeline starts. ``everywhere``: whether each stage that reads the results computes
     them for itself.
     """
@@ -235,10 +236,10 @@ class TiedWeight:
 class StageOutline:
     """Summary of what each rank of one pipeline stage holds, computes and transfers.
 
-    ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls, as groups of repeated blocks.
-    ``num_calls``: number of block calls. ``num_parameters``: elements of the whole parameters. ``parameter_bytes``:
-    bytes that one rank holds of them. ``reductions``: transfers of gradient and parameter buckets in one step.
-    ``loads``: paths of the model inputs that it reads.
+    ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls (such as layers), as groups in
+    which a sequence of blocks is repeated. ``num_calls``: number of block calls. ``num_parameters``: elements of the
+    parameters before sharding. ``parameter_bytes``: bytes that one rank holds of them. ``reductions``: transfers of
+    gradient and parameter buckets in one step. ``loads``: paths of the model inputs that it reads.
     """
 
     index: int
@@ -255,9 +256,9 @@ class StageOutline:
 class Outline:
     """Summary of a program for pictures and reports.
 
-    ``stages``: a summary of each pipeline stage. ``flows``: values that groups of block calls pass to each other.
-    ``links``: what stages send to each other for one microbatch. ``ties``: parameters that several groups of calls
-    read. ``num_parameters``: elements of all parameters of the model.
+    ``stages``: a summary of each pipeline stage. ``flows``: values that groups of block calls (such as layers) pass to
+    each other. ``links``: what stages send to each other for one microbatch. ``ties``: parameters that several groups
+    of calls read. ``num_parameters``: elements of all parameters of the model.
     """
 
     stages: tuple[StageOutline, ...]
@@ -320,8 +321,8 @@ def path_range(paths: Sequence[str]) -> str:
 
 
 def chunk_starts(stage: Stage) -> list[int]:
-    """Return the positions, from 0, of those block calls of the pipeline stage ``stage`` with which its virtual stages
-    begin, in increasing order.
+    """Return the positions, from 0, of those block calls (such as layers) of the pipeline stage ``stage`` with which
+    its virtual stages begin, in increasing order.
     """
     starts: set[int] = set()
     fresh = True
@@ -442,9 +443,9 @@ class _Outliner:
         return block_weights(self.program.blocks[call.block], call, self.program.states, gathered)
 
     def sum_collective_traffic(self, stage: int, calls: range) -> tuple[CollectiveTotal, ...]:
-        """Return the totals of the collectives in some block calls, one entry for each combination of collective, mesh
-        axis and direction, for one rank and one microbatch. ``stage``: index of the stage. ``calls``: positions of the
-        calls in it. Collectives of recomputed forwards count as backward, too.
+        """Return the totals of the collectives in some block calls (such as layers), one entry for each combination of
+        collective, mesh axis and direction, for one rank and one microbatch. ``stage``: index of the stage. ``calls``:
+        positions of the calls in it. Collectives of recomputed forwards count as backward, too.
         """
         sizes: dict[tuple[str, str, Direction], list[int]] = {}
         for i in calls:
@@ -459,7 +460,8 @@ class _Outliner:
         return tuple(CollectiveTotal(*key, len(all_), sum(all_), len(set(all_)) == 1) for key, all_ in sizes.items())
 
     def list_call_collectives(self, call: Any) -> tuple[BlockCollective, ...]:
-        """Return the collectives of one block call, forward and backward. ``call``: an entry of a stage's calls."""
+        """Return the collectives of one block call (such as a layer) of the program: those of its forward, then those
+        of its backward. ``call``: the call, an entry of the list of calls of a stage."""
         program = self.program
         train = program.objective == "train"
         grads = tuple(train and program.states[s].requires_grad for s in call.states) + tuple(

@@ -319,7 +319,8 @@ _DROPPING: dict[str, Callable[..., Tensor]] = {
 def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
     """Return the arguments of a call of a function with dropout, as a dict by parameter name; ``None`` if they switch
     dropout off (probability 0, or no training), so that PyTorch's own function can run. ``replacement``: the method
-    that computes the function in this file. ``args``, ``kwargs``: arguments of the call."""
+    that would replace PyTorch's function, which has the parameter names. ``args``, ``kwargs``: arguments of the
+    call."""
     names = list(inspect.signature(replacement).parameters)[1:]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     if "train" in bound:

@@ -208,10 +208,10 @@ class FirstProgram:
         """Return the fastest program for ``job`` that keeps the mesh, the stages and the sharding of the training
         program.
 
-        ``name``: the program's name. ``purpose``: ``"step"`` for a training step; otherwise it runs forward alone.
-        ``padding``: how smaller batches are padded to the program's batch shape; ``None`` if they are not padded.
-        ``inputs``: layouts over ``tp`` of inputs that are not whole on every rank, by value name. Raise
-        :class:`PlanError` if no such program exists.
+        ``name``: the program's name. ``job``: the planning problem, with the model and its inputs. ``purpose``:
+        ``"step"`` for a training step; otherwise it runs forward alone. ``padding``: how smaller batches are padded to
+        the program's batch shape; ``None`` if they are not padded. ``inputs``: name of an input -> its layout over
+        ``tp``, for inputs that are sharded; others are replicated. Raise :class:`PlanError` if no such program exists.
         """
         chosen, first = self.found.chosen, self.found.program
         assert first is not None

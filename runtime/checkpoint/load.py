@@ -222,8 +222,9 @@ def load_checkpoint(
 
 
 def _read_training(found: CheckpointMatch) -> dict[str, Any]:
-    """Return the saved data other than tensors of the checkpoint ``found``. Raise :class:`DamagedCheckpointError` if a
-    part of it is missing or has another type.
+    """Return the saved data of the checkpoint ``found`` other than tensors, as a dict that has the keys ``steps``,
+    ``seed``, ``scale`` and ``extra`` and the states of random generators under ``random``. Raise
+    :class:`DamagedCheckpointError` if a part of it is missing or has another type.
     """
     training = unpack_plain_data((found.folder / TRAINING).read_bytes())
     if wrong := find_wrong_state(training):

@@ -79,8 +79,8 @@ class SlotName(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """Parse the name of the file ``path``; return ``None`` if it is no file with an in-memory copy of a training
-        state.
+        """Return the rank, the step and the identity in the name of the file ``path``; ``None`` if it is no file with
+        an in-memory copy of a training state.
         """
         if found := _NAME.fullmatch(path.name):
             return cls(found[1], int(found[2]), int(found[3]))

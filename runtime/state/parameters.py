@@ -80,8 +80,8 @@ class StackedWeights:
         return [*(n for n in self.weights.names() if n not in self._parts), *self.stacks]
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``; ``None`` if it does not exist, or if it is a stack of
-        parameters that differ in shape or type.
+        """Return the pair (shape, dtype) of the tensor ``name``; ``None`` if it does not exist, or if it is a stack of
+        parameters that differ in shape or dtype.
         """
         if name not in self.stacks:
             return self.weights.spec(name)

@@ -62,7 +62,7 @@ class Weights(Protocol):
     origin: str
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``; ``None`` if there is no such tensor."""
+        """Return the pair (shape, dtype) of the tensor ``name``; ``None`` if there is no such tensor."""
 
     def names(self) -> list[str]: ...
 
@@ -154,8 +154,8 @@ class FileWeights:
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``; ``None`` if there is no such tensor. Raise
-        :class:`WeightsError` for an unknown type.
+        """Return the pair (shape, dtype) of the tensor ``name``; ``None`` if there is no such tensor. Raise
+        :class:`WeightsError` for a type that torch does not have.
         """
         if name not in self._files:
             return None
@@ -246,8 +246,8 @@ class ModuleWeights(TensorWeights):
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``, or of the module's attribute ``name`` if that is a number;
-        ``None`` if there is neither.
+        """Return the pair (shape, dtype) of the tensor ``name``, or of the module's attribute ``name`` if that is a
+        number; ``None`` if there is neither.
         """
         if name not in self.tensors:
             number = number_of(self._module, name)
@@ -322,8 +322,8 @@ def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers of ``module`` under all of their names, also those that ``state_dict`` leaves
-    out.
+    """Return all parameters and buffers of ``module`` as name -> tensor, under all of their names, also those that
+    ``state_dict`` leaves out.
 
     Wrappers, such as the one of ``torch.compile``, are removed first.
     """
@@ -368,7 +368,8 @@ def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Return the map from tensors to file names in the file ``index`` of a folder of safetensors files.
+    """Return which file has each tensor in a folder of safetensors files (name of the tensor -> name of the file), from
+    the file ``index`` of this folder.
 
     Raise :class:`WeightsError` if it cannot be read, or if it names files outside of its folder.
     """

@@ -24,17 +24,20 @@ from partitioner.runtime.watch.host_mirror import ranks_named
 
 @dataclass(frozen=True)
 class RankState:
-    """The known state of a rank at one time.
+    """The known state of a rank at one time, from the status files that it writes.
 
     Args:
-        stage: index of its pipeline stage. ``moment``: phase, step and current action.
+        stage: index of its pipeline stage.
+        moment: the phase, the step and the current action that it reported.
         index: index of its current instruction, which ``spot`` describes; ``None`` outside of the program.
         idle_s: seconds since its last progress.
         silent_s: seconds since its last heartbeat.
         here: whether it runs on this host.
-        alive: whether its process runs; true if it is on another host. ``stopped``: whether a signal has stopped it.
-        place: the position that it has reported, if it is still current.
-        failure: the failure that it has reported. ``failed_at``: its time, in seconds of the time of day.
+        alive: whether its process runs; true if it is on another host.
+        stopped: whether a signal has stopped its process.
+        place: the position in the model that it has reported, if it is still current.
+        failure: the failure that it has reported.
+        failed_at: the time of this failure, in seconds of the time of day.
         lost: the ranks to which it lost the connection when it failed.
         stage_index: index of the instruction in the list of its stage, if ranks skip parts of the list.
     """

@@ -150,11 +150,11 @@ _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class RelaxationRequest:
-    """A job as the user requested it: the cluster, the constraints, and ``global_batch``, its samples (``None``: those
-    of the inputs).
+    """A job as the user requested it: the cluster ``topology``, the ``constraints``, and ``global_batch``, its samples
+    (``None``: those of the inputs).
 
-    ``prepare``: function that returns the job to plan for (topology, constraints, global batch), which may be changed
-    ones.
+    ``prepare``: function that returns the job as the planner needs it, given a topology, constraints and a global
+    batch. It is also called with changed ones, to plan changed jobs.
     """
 
     topology: Topology

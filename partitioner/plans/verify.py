@@ -182,8 +182,8 @@ def verify(
 
 
 def counters_of(program: Program, model: nn.Module) -> list[str]:
-    """Return the names of those states of ``program`` that are Python numbers in the model's modules, such as a step
-    counter, and that forward changes, so that they are compared too."""
+    """Return the names of those parameters and buffers of ``program`` that are Python numbers in the modules of
+    ``model``, such as a step counter, and that forward changes, so that a verification compares them, too."""
     held = dict(model.named_buffers(remove_duplicate=False))
     changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
     return [name for name in changed if number_of(model, name) is not None]

@@ -161,9 +161,9 @@ def _convert_table(table: Table, caption: str) -> ET.Element:
 
 
 def build_pair_list(rows: Iterable[Sequence[str]], caption: str) -> ET.Element:
-    """Return an HTML table without column titles. ``rows``: a name, which becomes the row's heading, then the values.
-    If a row has several values, one that consists of ``█`` characters only becomes a bar of proportional length.
-    ``caption``: a hidden title.
+    """Return an HTML table without column titles. ``rows``: for each row a name, which becomes the row's heading, then
+    the values. If a row has several values, one that consists of ``█`` characters only becomes a bar of proportional
+    length. ``caption``: a hidden title.
     """
     body = build_element("tbody")
     for name, *values in rows:

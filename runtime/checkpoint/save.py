@@ -337,8 +337,8 @@ class Saver:
         _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
-        """Warn on rank 0 if the state was just saved, after ``steps`` batches, but the next batch adds to accumulated
-        gradients.
+        """Warn on rank 0 if the last checkpoint lacks gradients that training needs: it was saved after ``steps``
+        batches, and the next batch adds to gradients that were accumulated before.
 
         A checkpoint has no gradients, so training that resumes from it would lose them. ``gradients``: the accumulated
         gradients; there is no warning if all of them are zero.

@@ -159,8 +159,8 @@ class OptimizerState:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def of_own_shape(self, name: str, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, an optimizer state of the parameter ``name``, has dims and another shape than the
-        parameter.
+        """Return whether ``tensor``, an optimizer state of the parameter ``name``, has dims and another shape than this
+        rank's part of the parameter, so that it cannot be sharded in the same way.
         """
         return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 

@@ -38,7 +38,8 @@ def sum_parts(parts: Tensor, dim: int) -> Tensor:
 
 
 def resolve_conjugation(x: Tensor) -> Tensor:
-    """Return ``x`` with pending lazy conjugation and negation applied, so that its memory has its values."""
+    """Return a tensor equal to ``x`` whose memory contains these values: pending lazy conjugation and negation are
+    applied."""
     return x.resolve_conj().resolve_neg() if x.is_complex() else x
 
 

@@ -64,7 +64,8 @@ from partitioner.runtime.watch.watchdog import Watch
 
 @dataclass(frozen=True)
 class RankResults:
-    """The results of a step that one rank contributes. Replicas of a result are contributed by one rank only.
+    """The results of a step that one rank contributes. A result that several ranks have is contributed by one of them
+    only.
 
     Args:
         loss: the loss of the global batch; ``None`` if the program has none.
@@ -100,8 +101,8 @@ class Run:
 
 
 def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankResults:
-    """Return the results of the last step that the rank of ``engine`` contributes. Replicas are contributed by one rank
-    only.
+    """Return the results of the last step that the rank of ``engine`` contributes. A result that several ranks have is
+    contributed by one of them only.
 
     ``outputs`` and ``grads``: whether to include the model's results and the gradients.
     """

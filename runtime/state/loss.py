@@ -126,11 +126,11 @@ class LossSum:
 
 
 def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int | None:
-    """Return the index in a rank's list ``instructions`` of the backward instruction after which a rank passes the loss
-    on to other stages; ``None`` if there is none.
+    """Return the index in ``instructions``, the list of one rank, of the backward instruction after which the rank
+    passes the loss on to other pipeline stages; ``None`` if there is none.
 
-    If the loss comes from the pipeline stage ``source``, that is the backward of the last gradient from there. If this
-    rank computes the loss (``None``), it is the first backward after all forwards.
+    If the rank receives the loss from the pipeline stage ``source``, that is the backward that uses the last gradient
+    from there. If the rank computes the loss (``source`` is ``None``), it is the first backward after all forwards.
     """
     wanted = ("F", None) if source is None else ("RECV_B", source)
     last: Instruction | None = None

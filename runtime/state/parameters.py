@@ -372,8 +372,8 @@ class MasterParameters:
     def _get_shard(self, name: str) -> Tensor:
         """Return the tensor on the device with which the rank computes, for the parameter or buffer ``name``.
 
-        For a parameter that is on the device only for part of a step, that is a placeholder, which has the parameter's
-        shape but the memory of one element.
+        For a parameter that is on the device only for part of a step, that is a placeholder, which has the shape of
+        this rank's shard but the memory of one element.
         """
         state = self._rank.program.states[name]
         if name in self._gone and not state.zero_axes:  # of its shape, without its memory
@@ -382,7 +382,9 @@ class MasterParameters:
         return self._cast_to_compute_dtype(name) if name in self._names else self.held[name]
 
     def _cast_to_compute_dtype(self, name: str) -> Tensor:
-        """Return the parameter ``name`` on the device, in the type in which the rank computes with it."""
+        """Return the values of the parameter ``name`` that the optimizer updates, on the device and in the type in
+        which the rank computes. A parameter whose values are in host memory is always copied; another one only if
+        device or type differ."""
         dtype = dtype_of(self._rank.program.states[name].dtype)
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 

@@ -88,8 +88,8 @@ class CauseFinder:
         return self._describe_unknown(name) if cause is None else cause
 
     def expected(self, name: str) -> Tensor:
-        """Return the right gradient of the parameter ``name``, that of the plain model, as a flat tensor; zeros if it
-        has no gradient."""
+        """Return the right gradient of the parameter ``name``, that of the plain model (the user's model on one
+        process), as a flat tensor; zeros if it has no gradient."""
         grad = self.plain.grads[name]
         return torch.zeros(self.plain.weights[name].numel()) if grad is None else grad.flatten()
 

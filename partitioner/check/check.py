@@ -117,7 +117,8 @@ def check_layout(
 
 def _run_alone(single: LocalRanks, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
     """Return ``function(*arguments)``, run in the only process of the pool ``single``. Raise :class:`CheckSetupError`
-    if the user's function or the plain model fails. ``timeout``: seconds after which the process is ended.
+    if the user's function, or the user's model before it is distributed, fails. ``timeout``: seconds after which the
+    process is ended.
     """
     try:
         return single.call(function, *arguments, timeout=timeout)[0]

@@ -117,8 +117,8 @@ def _find_elements(flat: Tensor, elements: Tensor, values: Tensor, order: Tensor
     """Return two tensors of the shape of ``flat``: the index in ``elements`` of each of its values, and a mask of the
     values that occur there (where the mask is false, the index has no meaning).
 
-    ``flat``: values of a shard. ``elements``: all values of the plain model, in one dim. ``values``, ``order``: these
-    values sorted, and the index of each in ``elements``.
+    ``flat``: values of one rank's shard of a distributed model. ``elements``: all parameter values of the undistributed
+    model, in one dim. ``values``, ``order``: these values sorted, and the index of each in ``elements``.
     """
     first = order[torch.searchsorted(values, flat[:1]).clamp(max=len(values) - 1)]
     if len(flat) and torch.equal(elements[int(first) : int(first) + len(flat)], flat):  # a whole, or rows: no search
@@ -172,8 +172,8 @@ def compare_gradient(plain: PlainResults, name: str, holders: Sequence[HeldEleme
 
 
 def largest_gradient(plain: PlainResults) -> float:
-    """Return the largest absolute element of all gradients in ``plain``, the results of the plain model; 0 without
-    gradients."""
+    """Return the largest absolute element of all gradients in ``plain``, the results of the user's model on one
+    process; 0 without gradients."""
     return max((float(g.abs().max()) for g in plain.grads.values() if g is not None and g.numel()), default=0.0)
 
 
@@ -194,8 +194,9 @@ def compare_loss(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[
 
 
 def compare_output(expected: Tensor, given: Tensor) -> float:
-    """Return the relative error of ``given``, an output of one rank, against ``expected``, that of the plain model, or
-    against the slice of ``expected`` that is nearest to it. Infinite if ``given`` cannot be a slice.
+    """Return the relative error of ``given``, an output of one rank of a distributed model, against ``expected``, the
+    output of the user's model on one process, or against the slice of ``expected`` that is nearest to it. Infinite if
+    ``given`` cannot be a slice.
     """
     if given.dim() != expected.dim() or any(g > e for g, e in zip(given.shape, expected.shape, strict=True)):
         return math.inf

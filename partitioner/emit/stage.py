@@ -82,7 +82,7 @@ class StageJob:
     @cached_property
     def held(self) -> tuple[int, ...]:
         """Return the indices of this rank's virtual stages, counted over all ranks, in increasing order. The ``chunk``
-        of an action of this rank is an index into this tuple.
+        of an action (a forward or backward of one microbatch) of this rank is an index into this tuple.
         """
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
@@ -143,9 +143,9 @@ def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
 
 
 def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
-    """Yield the receive instructions (RECV_F, RECV_B) of a pipeline rank before one of its actions, in the order in
-    which the transfers are sent. ``job``: the transfers of the rank. ``index``: index of the action in the rank's
-    order."""
+    """Yield the receive instructions (RECV_F, RECV_B) of a pipeline rank before one of its actions (forwards and
+    backwards of one microbatch), in the order in which the transfers are sent. ``job``: the transfers of the rank.
+    ``index``: index of the action in the rank's order."""
     for fetch in job.fetches[index]:
         hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
         yield Instruction(

@@ -178,8 +178,8 @@ class CheckpointContent:
     """Everything that one rank has to save to a checkpoint.
 
     Args:
-        moving: pieces of tensors that may change before the optimizer steps.
-        still: pieces of tensors that change only when the optimizer steps.
+        moving: rectangular parts of tensors that may change before the optimizer steps.
+        still: rectangular parts of tensors that change only when the optimizer steps.
         training: state that is equal on all ranks, such as step counters.
         random: this rank's states of random generators.
         own: this rank's states of further objects, such as data loaders, and its optimizers' hyperparameters.
@@ -484,12 +484,12 @@ def _write_rank_part(
     staging: Staging | None,
 ) -> None:
     """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint. Other ranks wait until it is
-    complete.
+    complete. On an error, report it to the other ranks and raise it.
 
-    ``held``: the pieces of tensors to write. ``timeout``: seconds to wait for other ranks. ``staging``: copies the
-    tensors to host memory; the copies, to which ``held`` refers, are finished first. ``None``: ``held`` refers to the
-    tensors themselves. On an error, report it to the other ranks and raise it. ``target``: the paths of the checkpoint.
-    ``content``: everything that this rank saves.
+    ``target``: the paths of the checkpoint. ``content``: everything that this rank saves. ``held``: the rectangular
+    parts of tensors to write. ``timeout``: seconds to wait for other ranks. ``staging``: copies the tensors to host
+    memory; the copies, to which ``held`` refers, are finished first. ``None``: ``held`` refers to the tensors
+    themselves.
     """
     from partitioner.runtime.checkpoint.dcp_files import pack_record, write_shards
 

@@ -141,8 +141,8 @@ def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
 
 
 def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return the tensor of ``shape`` whose flattened elements are in ``pieces``, in order, the last ones perhaps with
-    padding.
+    """Return the tensor of ``shape`` whose flattened elements are in ``pieces``, the ZeRO pieces of all ranks, in
+    order; the last ones may have padding.
     """
     import torch  # where tensors are: what only reads a program does without
 

@@ -95,7 +95,7 @@ class Board:
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
         """Write ``addresses``, the local network addresses of the connections of ``rank``, such as ``127.0.0.1:4000``,
-        to its status file.
+        to the file in which the rank tells other processes what it does.
         """
         self._post_file(rank, "addresses", {"own": addresses})
 
@@ -124,7 +124,8 @@ class Board:
         return None
 
     def states(self) -> list[RankState]:
-        """Return the states of all ranks that have started to write status files, in ascending order."""
+        """Return the states of all ranks that have started to write status files (what they do, and whether they have
+        failed), in ascending order of ranks."""
         for path in self.folder.glob("rank-*.times"):
             rank = int(path.stem.split("-")[1])
             if rank not in self._recordings:
@@ -144,8 +145,8 @@ class Board:
         return self._recordings
 
     def _read_rank_state(self, rank: int) -> RankState:
-        """Return the state of ``rank`` according to its status files. Raise ``FileNotFoundError`` if it has removed
-        them.
+        """Return the state of ``rank`` (what it does, and whether it has failed) according to the status files that it
+        writes. Raise ``FileNotFoundError`` if it has removed them.
         """
         recording = self._recordings[rank]
         about, moment = recording.about, recording.moment()
@@ -187,8 +188,8 @@ class Board:
         return ranks_named(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
 
     def _read_file(self, rank: int, kind: str) -> dict[str, Any] | None:
-        """Return the contents of the status file ``kind``, such as "failure", of ``rank``; ``None`` if it does not
-        exist.
+        """Return the contents of the file with the status of ``rank`` of the kind ``kind``, such as "failure", as JSON
+        data; ``None`` if it does not exist or cannot be read.
         """
         with contextlib.suppress(OSError, ValueError):
             content: dict[str, Any] = json.loads((self.folder / f"rank-{rank}.{kind}").read_text())

@@ -42,7 +42,8 @@ class TraceSpan:
 
 
 def measured_steps(folder: str | Path) -> list[MeasuredStep]:
-    """Return the times of the last step of each rank, from the flight records in ``folder``.
+    """Return the times of the last step of each rank, from the files (flight records) in ``folder`` in which the ranks
+    recorded them.
 
     Raise :class:`LaunchError` unless all ranks have completed the same step.
     """

@@ -249,9 +249,9 @@ class BackgroundWorker(Generic[K, R]):
         return cast(C, key)
 
     def _find_next_free(self, among: Container[Any] | None = None) -> int | None:
-        """Return the index, in the list of all keys, of the next key whose computation neither this nor the forked
-        process has begun, of those in ``among`` (``None``: of all); ``None`` if there is none. Announced keys come
-        first.
+        """Return the index, in the list of all keys, of the next key whose computation has begun neither in this
+        process nor in the forked one; ``None`` if there is none. ``among``: only these keys are considered; ``None``:
+        all. Keys whose results were announced to be needed come first.
         """
         free = np.flatnonzero(self._marks == _FREE)
         ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()

@@ -17,8 +17,9 @@ Split = Literal["", "rows", "within"]  # how tp shards the experts' work: as is 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
     """Return how the matrix products of experts are divided over the ranks of the mesh axis ``tp``: ``"rows"`` (each
-    rank has whole experts and processes other tokens) or ``"within"`` (the ranks share each expert). Return ``""`` if
-    one of the axes has a single rank, or if the runtime cannot execute this number ``etp``.
+    rank has all weights of its experts and processes other tokens than the other ranks) or ``"within"`` (the ranks
+    share each expert). Return ``""`` if one of the axes has a single rank, or if the runtime cannot execute this number
+    ``etp``.
 
     ``tp``, ``ep``: numbers of ranks of tensor and expert parallelism. ``etp``: ranks that share one expert; 0 means
     ``tp``.
@@ -101,8 +102,8 @@ class MeshCandidate:
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
 
     def parts(self, global_batch: int) -> int:
-        """Return the number of microbatches of the whole batch, over all ranks of ``dp``. ``global_batch``: samples of
-        the batch."""
+        """Return the number of microbatches into which the whole batch is divided, over all ranks of ``dp`` together.
+        ``global_batch``: samples of the batch."""
         return global_batch // self.microbatch_size
 
     @property
@@ -134,8 +135,9 @@ class MeshCandidate:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """Return a cache key that is equal for two candidates if one rank computes the same block graphs in both: they
-        may differ in microbatches, schedule and pipeline stages.
+        """Return a cache key that is equal for two candidates if one rank computes the same graphs of blocks (repeated
+        pieces of the model, such as decoder layers) in both: they may differ in microbatches, schedule and pipeline
+        stages.
         """
         return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
@@ -148,8 +150,8 @@ class MeshCandidate:
 
     @property
     def _optional_axes(self) -> list[tuple[str, int, int]]:
-        """Return, as (name, value, default), the mesh axes and options that the text of a candidate mentions only if
-        they are not at their default."""
+        """Return, as tuples (name, value, default), the mesh axes and options that the text of a candidate mentions
+        only if they are not at their default."""
         shard = ("dp_shard", self.dp_shard, 0)
         return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
 

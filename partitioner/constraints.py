@@ -255,8 +255,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def leaves_schedule(self) -> bool:
-        """Return whether the user left the schedule free and did not ask for a larger search (``ahead``). The search
-        then tries 1F1B and ZB-1P on every mesh, and all other schedules only on the best meshes.
+        """Return whether the user fixed neither the schedule nor the number of virtual stages, and did not request a
+        larger search (the constraint ``ahead``). The search then tries 1F1B and ZB-1P on every mesh, and all other
+        schedules only on the best meshes.
         """
         return self.schedule is None and self.virtual_stages is None and not self.ahead
 
@@ -276,9 +277,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def meaning(self) -> Constraints:
-        """Return constraints with only those fields that decide what is computed; all other fields have their defaults.
-        These are ``couple`` and ``microbatch_size`` if samples interact (as in batch norm) within a microbatch;
-        otherwise none.
+        """Return constraints with only those fields that change the results of a step and not just its speed; all other
+        fields have their defaults. These are ``couple`` and ``microbatch_size`` if samples interact (as in batch norm)
+        only within a microbatch; otherwise none.
         """
         if self.couple == "batch":
             return Constraints()
@@ -501,7 +502,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
 
 def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: int) -> dict[int, int]:
-    """Return the pipeline stage of each block call that ``stage_of`` fixes (index of the call -> index of the stage).
+    """Return the pipeline stage of each block call (use of a piece of the model, such as a decoder layer) that
+    ``stage_of`` fixes: index of the call -> index of the stage.
 
     ``stage_of``: stage by module path prefix; negative stages count from the end. ``paths``: the module path of each
     call, in order of execution. ``num_stages``: number of stages. The longest matching prefix decides. Raise

@@ -19,8 +19,8 @@ class TopologyError(PartitionError):
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a job without a plan that gives it one. ``constraints``, ``topology`` and ``global_batch`` (in
-    samples; ``None``: that of the inputs) are the arguments of ``partition`` for the changed job.
+    """A changed version of a job that has no plan; the changed job has one. ``constraints``, ``topology`` and
+    ``global_batch`` (in samples; ``None``: that of the inputs) are the arguments of ``partition`` for the changed job.
 
     ``text``: what was changed, for a message. ``planned_only``: techniques of the new plan that the runtime of this
     version cannot execute, by name; empty if it can execute the plan.

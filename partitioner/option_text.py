@@ -149,8 +149,8 @@ _OPTIONS: dict[str, str] = {
 
 
 def _by_name() -> dict[str, str]:
-    """Return how an option of other libraries is written in this project (lower-case name of the option -> text with
-    ``{value}`` for its value)."""
+    """Return how options of other libraries are written in this project, as a dict: name of the option in lower case ->
+    text such as ``tp={value}``, where ``{value}`` stands for the option's value."""
     found = {word: f"{axis}={{value}}" for axis, words in _AXES.items() for word in words.split()}
     for written, words in (*_OPTIONS.items(), *_ELSEWHERE.items()):
         found |= dict.fromkeys(words.split(), written)
@@ -186,8 +186,9 @@ def _list_name_stems(name: str) -> list[str]:
 
 
 def explain_validation_error(error: ValidationError, known: Sequence[str], noun: str = "constraint") -> str:
-    """Return the first error of a pydantic validation as one sentence: the option, what is expected, and what was
-    given. ``known``: the valid option names. ``noun``: what the sentence calls an option."""
+    """Return the first error in ``error``, the exception of a failed pydantic validation, as one sentence: the option,
+    what is expected, and what was given. ``known``: the valid option names. ``noun``: what the sentence calls an
+    option."""
     first = error.errors()[0]
     name, got = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":

@@ -63,8 +63,8 @@ class StageEstimate(Data):
 
     @property
     def again(self) -> str:
-        """Return the number of block calls of the stage whose activations are recomputed in backward as text, such as
-        ``3 recomputed``; ``""`` if nothing is recomputed.
+        """Return, as text such as ``3 recomputed``, the number of block calls (such as layers) of the stage whose
+        activations are recomputed in backward; ``""`` if nothing is recomputed.
         """
         if not self.recomputed:
             return f"{self.in_part or ''} recomputed in part".strip() if self.selective else ""

@@ -41,7 +41,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a number of seconds as text with three significant digits in s, ms, µs or ns, such as ``12.3 ms``."""
+    """Return ``seconds`` as text with three significant digits in s, ms, µs or ns, such as ``12.3 ms``."""
     if seconds == 0:
         return "0 s"
     scale, unit = next((s for s in _SECONDS if abs(seconds) >= s[0] * 0.9995), _SECONDS[-1])
@@ -49,8 +49,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Return a count as text with a suffix k, M, B or T, such as ``8.03 B`` for 8,030,261,248. Counts below 10,000 are
-    written in full."""
+    """Return ``count`` as text with a suffix k, M, B or T, such as ``8.03 B`` for 8,030,261,248. Counts below 10,000
+    are written in full."""
     for scale, unit in _COUNTS:
         if abs(count) >= scale * 0.9995 and count >= 10_000:
             return f"{format_digits(count / scale)} {unit}"
@@ -79,8 +79,8 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def format_plural(count: int, noun: str, many: str = "") -> str:
-    """Return a count with its noun, such as ``1 rank`` or ``2 ranks``. ``many``: the plural, if it is not the noun with
-    an s.
+    """Return ``count`` with its ``noun``, such as ``1 rank`` or ``2 ranks``. ``many``: the plural, if it is not the
+    noun with an s.
     """
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
@@ -119,8 +119,8 @@ def format_plain_text(parts: Iterable[RenderableType]) -> str:
 
 
 def format_html_figures(title: str, rows: Iterable[tuple[str, str]], more: str = "") -> str:
-    """Return a title and a table in HTML, for notebooks. ``rows``: (name, value) of each row of the table. ``more``:
-    HTML that follows the table."""
+    """Return a table in HTML with the heading ``title``, for notebooks. ``rows``: (name, value) of each row of the
+    table. ``more``: HTML that follows the table."""
     body = "".join(
         f'<tr><th scope="row" style="text-align:left;font-weight:normal;opacity:.75">{escape(name)}</th>'
         f'<td style="text-align:left">{escape(value)}</td></tr>'

@@ -422,9 +422,10 @@ class _RelaxationSearch:
 
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
-    """Return the mesh candidates of ``space``. ``given_up``: name -> value of the fixed constraints that may change. If
-    ``tp`` is among them and larger than the sizes that the search tries by itself, candidates with other such large
-    sizes are included. If ``cp`` is among them and above 1, candidates with other sizes of ``cp`` are included.
+    """Return the mesh candidates of ``space``, the space of a search. ``given_up``: name -> value of the fixed
+    constraints that may change. If ``tp`` is among them and larger than the sizes that the search tries by itself,
+    candidates with other such large sizes are included. If ``cp`` is among them and above 1, candidates with other
+    sizes of ``cp`` are included.
     """
     sizes = list_divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank

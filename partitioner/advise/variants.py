@@ -30,9 +30,9 @@ _FEW_PINS = 7
 
 
 def pins_of(constraints: Constraints) -> list[str]:
-    """Return the names of the constraints that the user fixed, of those that decide the mesh, the microbatch size, the
-    schedule, recomputation or the ZeRO stage, followed by ``stage_of:<module>`` for each module whose pipeline stage is
-    fixed.
+    """Return the names of the constraints that the user fixed in ``constraints``, of those that decide the mesh, the
+    microbatch size, the schedule, recomputation or the ZeRO stage, followed by ``stage_of:<module>`` for each module
+    whose pipeline stage is fixed.
     """
     *others, zero, dp_shard = OF_POINT
     fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
@@ -41,7 +41,8 @@ def pins_of(constraints: Constraints) -> list[str]:
 
 
 def fixed_of(constraints: Constraints) -> list[str]:
-    """Return the names of all constraints that the user fixed and that may be given up to make a plan possible.
+    """Return the names of all constraints that the user fixed in ``constraints`` and that may be given up to make a
+    plan possible.
 
     Left out are ``couple``, which changes what is computed, ``ahead``, which only makes the search consider more
     layouts, and a ``memory_margin`` of at most the default, because freeing it would leave less memory.
@@ -87,9 +88,9 @@ def relax_pins(constraints: Constraints, pins: Sequence[str]) -> Constraints:
 
 
 def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate) -> bool:
-    """Return whether ``candidate`` differs from the user's value of the constraint ``pin``. Always true for constraints
-    that a candidate does not have, such as recomputation and the stages of modules, since these are freed instead of
-    changed.
+    """Return whether ``candidate`` differs from the user's value of the constraint ``pin``. ``constraints``: the
+    choices that the user fixed. The result is true for constraints that a candidate does not have, such as
+    recomputation and the stages of modules, since these are freed instead of changed.
     """
     return not hasattr(candidate, pin) or getattr(candidate, pin) != getattr(constraints, pin)
 
@@ -118,7 +119,8 @@ def format_given_pin(constraints: Constraints, pin: str) -> str:
 
 
 def kinds_text(kinds: Sequence[str]) -> str:
-    """Return the kinds of data in host memory as the user could write them: ``optimizer+activations`` or ``none``."""
+    """Return ``kinds``, kinds of data in host memory, as the user could write them: ``optimizer+activations`` or
+    ``none``."""
     return "+".join(kinds) or "none"
 
 
@@ -148,11 +150,11 @@ _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class RelaxationRequest:
-    """A job as the user requested it: the cluster, the constraints, and ``global_batch``, its samples (``None``: those
-    of the inputs).
+    """A job as the user requested it: the cluster ``topology``, the ``constraints``, and ``global_batch``, its samples
+    (``None``: those of the inputs).
 
-    ``prepare``: function that returns the job to plan for (topology, constraints, global batch), which may be changed
-    ones.
+    ``prepare``: function that returns the job as the planner needs it, given a topology, constraints and a global
+    batch. It is also called with changed ones, to plan changed jobs.
     """
 
     topology: Topology

@@ -88,8 +88,8 @@ def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
 
 def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) -> SearchSpace:
     """Return the mesh candidates that a search for the job of ``plan`` would consider under ``constraints``, as a
-    search space. ``limits``: properties of the model from the plan's certificate, such as the number of block calls and
-    the sequence length.
+    search space. ``limits``: properties of the model from the plan's certificate, such as the sequence length and the
+    number of block calls (such as layers) that stages can divide.
     """
     return SearchSpace(
         plan.topology,
@@ -134,8 +134,8 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
-    """Return the reason, as a clause, if a value in ``asked`` (name -> value) is only searched if the user fixes it;
-    ``None`` if it would be searched anyway.
+    """Return the reason why the search did not try the constraints ``asked`` (name -> value), as a clause, if one of
+    their values is only searched when the user fixes it; ``None`` if all are searched anyway.
     """
     pinned, limits = plan.constraints, plan.certificate.limits
     widest = widest_searched(plan.topology, pinned)
@@ -218,8 +218,9 @@ def why_not(
 
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
-    """Return the answer that follows from the certificate's table of candidates; ``None`` if the table has no candidate
-    with the constraints ``asked`` (name -> value).
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), as far as
+    it follows from the table of candidates in the plan's certificate; ``None`` if the table has no candidate with these
+    constraints.
     """
     if not set(asked) <= set(OF_POINT):
         return None
@@ -259,8 +260,8 @@ def _matches_asked(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
 def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
     """Return whether ``candidate`` has ``value`` for the constraint ``name``.
 
-    Two constraints count as satisfied where they have no effect: ``zero``, if only one rank has each state, and ``etp``
-    of 1 or ``None``, without expert parallelism.
+    Two constraints count as satisfied where they have no effect: ``zero`` (any value), if ``dp`` and ``cp`` have one
+    rank, so that ZeRO has nothing to shard; and ``etp`` of 1 or ``None``, without expert parallelism.
     """
     mesh = candidate.mesh
     alone = {"zero": mesh.get("dp", 1) * mesh.get("cp", 1) == 1, "etp": mesh.get("ep", 1) == 1 and value in (1, None)}
@@ -278,9 +279,9 @@ def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
 def _explain_slower(
     plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), other: Plan | None = None
 ) -> WhyNot:
-    """Return the answer that compares the plan with ``best``, the best candidate under the constraints ``asked`` (name
-    -> value). ``marks``: further sentences for the answer. ``other``: the plan of ``best``, if the job was planned
-    again with these constraints; otherwise ``None``.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value): a
+    comparison of the plan with ``best``, the best candidate that has them. ``marks``: further sentences for the answer.
+    ``other``: the plan of ``best``, if the job was planned again with these constraints; otherwise ``None``.
     """
     assert best.step_time is not None
     chosen = plan.estimate
@@ -312,10 +313,10 @@ def _explain_slower(
 def _explain_bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
-    """Return the answer for constraints ``asked`` (name -> value) if the search has lower bounds on the step times of
-    their layouts, but has not worked out all of them. ``rows``: all candidates with these constraints. ``solved``: the
-    one with the shortest computed step time, or ``None``. ``least``: the smallest lower bound of the others, in
-    seconds.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if the
+    search has computed step times or lower bounds for the candidates that have them, but not the step times of all.
+    ``rows``: all candidates with these constraints. ``solved``: the one with the shortest computed step time, or
+    ``None``. ``least``: the smallest lower bound of the others, in seconds.
     """
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
@@ -356,9 +357,9 @@ def _count_layouts_text(count: int) -> str:
 
 
 def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
-    """Return the answer for constraints ``asked`` (name -> value) with which no candidate has a plan. ``rows``: all
-    candidates with these constraints. The answer describes the one that lacks the least memory or, if none lacks
-    memory, gives their reasons.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if no
+    candidate that has them has a plan. ``rows``: all candidates with these constraints. The answer describes the one
+    that lacks the least memory or, if none lacks memory, gives their reasons.
     """
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
@@ -396,9 +397,9 @@ def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraint
 def _answer_by_planning(
     plan: Plan, asked: Mapping[str, Any], model: nn.Module, inputs: Any, loss: Callable[..., Any] | None
 ) -> WhyNot:
-    """Return the answer after planning the job again with the constraints ``asked`` (name -> value). ``model``,
-    ``inputs``, ``loss``: as given to ``partition``. Raise :class:`InputsError` if the model's parameters are not the
-    plan's.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), after
+    planning the job again with them. ``model``, ``inputs``, ``loss``: as given to ``partition``. Raise
+    :class:`InputsError` if the model's parameters are not the plan's.
     """
     from partitioner.api import partition
 
@@ -450,8 +451,8 @@ def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
 
 
 def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer for constraints ``asked`` (name -> value) whose candidates are among the worst of the search,
-    of which the certificate gives only the number.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if all
+    candidates that have them are among the worst of the search, of which the plan's certificate stores only the number.
     """
     left = plan.certificate.left
     count = f"{sum(left.values()):,}"
@@ -463,8 +464,9 @@ def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer for constraints ``asked`` (name -> value) that no candidate in the certificate has, as far as
-    it follows without the model: that they are impossible, or why the search did not try them.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if no
+    candidate in the plan's certificate has them. It says what follows without the model: that the constraints are
+    impossible, or why the search did not try them.
     """
     merged = _merge_asked_constraints(plan, asked)
     try:

@@ -28,12 +28,13 @@ _PERMUTED_ELEMENTS = 1_000_000  # of the largest gradient in which permuted bloc
 
 @dataclass(frozen=True)
 class Cause:
-    """A likely cause of differences.
+    """A likely cause why results of a distributed model differ from those of the plain model, the user's model on one
+    process.
 
     Attributes:
-        kind: identifier, such as ``unsummed``; the page of the command explains each.
-        text: what was found, in a sentence.
-        detail: a further sentence, which may differ within one cause; empty if there is none.
+        kind: identifier, such as ``unsummed``; the documentation of ``partitioner check`` explains each.
+        text: what was found, in a sentence. Results with equal ``kind`` and ``text`` are reported together.
+        detail: a further sentence on one result; it is not compared. Empty if there is none.
     """
 
     kind: str
@@ -45,12 +46,13 @@ UNKNOWN = Cause("unknown", "no known relation to the results of the plain model 
 
 
 class CauseFinder:
-    """The numbers of a check, and the tests that are applied to a gradient that differs.
+    """Finds the likely cause why the gradient of a parameter in a distributed model differs from that in the plain
+    model (the user's model on one process).
 
     Args:
-        plain: results of the plain model.
-        parts: parts of the plain gradients.
-        placed: the elements that each rank holds.
+        plain: results of the plain model: outputs, loss and gradients.
+        parts: the terms of which the plain gradients are sums, such as the gradient through each sample.
+        placed: which elements of the plain parameters each rank holds, and their gradients there.
         world_size: number of ranks.
         differing: names of the parameters whose gradients differ.
     """
@@ -70,7 +72,8 @@ class CauseFinder:
         self.differing = differing
 
     def explain_gradient(self, name: str) -> Cause:
-        """Return the likely cause of the difference of the gradient of the plain parameter ``name``."""
+        """Return the likely cause why the gradient of the parameter ``name`` (its name in the plain model, the user's
+        model on one process) is wrong on some rank. The cause has the kind ``unknown`` if no test explains it."""
         tests: tuple[Callable[[str], Cause | None], ...] = (
             self._find_unheld,
             self._find_missing,
@@ -85,12 +88,14 @@ class CauseFinder:
         return self._describe_unknown(name) if cause is None else cause
 
     def expected(self, name: str) -> Tensor:
-        """Return the flat gradient of the plain parameter ``name``."""
+        """Return the right gradient of the parameter ``name``, that of the plain model (the user's model on one
+        process), as a flat tensor; zeros if it has no gradient."""
         grad = self.plain.grads[name]
         return torch.zeros(self.plain.weights[name].numel()) if grad is None else grad.flatten()
 
     def is_close(self, one: Tensor, other: Tensor, scale: float) -> bool:
-        """Return whether two tensors are equal but for rounding. ``scale``: largest element of the whole gradient."""
+        """Return whether ``one`` and ``other`` have the same shape and are equal but for rounding. ``scale``: largest
+        absolute element of the whole gradient, to which the rounding error is relative."""
         if one.shape != other.shape:
             return False
         least = max(scale, 1e-6 * self.largest)
@@ -101,7 +106,9 @@ class CauseFinder:
         return largest_gradient(self.plain)
 
     def _describe_unknown(self, name: str) -> Cause:
-        """Return the unknown cause, with how alike the gradient of the first rank and the right one are."""
+        """Return the cause ``unknown`` for the wrong gradient of the parameter ``name``. Its detail says how the
+        gradient on the first rank compares with the right one: the cosine of the angle between both and the ratio of
+        their norms, or that it is not finite."""
         holder = next((h for h in self.placed.holders[name] if h.gradient is not None), None)
         if holder is None or holder.gradient is None:
             return UNKNOWN
@@ -191,7 +198,8 @@ class CauseFinder:
 
     @cached_property
     def _local_norms(self) -> dict[int, float]:
-        """Rank -> L2 norm of the right gradients, before clipping, of the elements that the rank holds."""
+        """Return, by rank, the L2 norm of the right gradients (before clipping) of those elements of all parameters
+        that the rank holds."""
         squares = dict.fromkeys(range(self.world_size), 0.0)
         for name, whole in self.parts.grads.items():
             for holder in self.placed.holders[name]:
@@ -199,7 +207,8 @@ class CauseFinder:
         return {rank: math.sqrt(square) for rank, square in squares.items()}
 
     def _find_factor(self, name: str) -> Cause | None:
-        """Test whether every rank has a constant multiple of the right gradient."""
+        """Return the cause if the gradient of the parameter ``name`` on every rank is a constant multiple of the right
+        one; the factor may differ by rank. ``None`` if it is not."""
         expected = self.expected(name)
         scale = float(expected.abs().max())
         factors: dict[int, float] = {}
@@ -221,7 +230,8 @@ class CauseFinder:
         return name_factor(values[-1], self.world_size)
 
     def _find_unsummed(self, name: str) -> Cause | None:
-        """Test whether the gradients of ranks that hold the same elements give the right one, summed or averaged."""
+        """Return the cause if the gradient of the parameter ``name`` was not reduced: the sum, the mean or a multiple
+        of the sum over ranks that hold the same elements gives the right gradient. ``None`` if none of them does."""
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
         expected = self.expected(name)
         scale = float(expected.abs().max())
@@ -252,8 +262,9 @@ class CauseFinder:
         return None
 
     def _describe_shares(self, name: str, holders: Sequence[HeldElements]) -> str:
-        """Return a sentence on which samples or parts of the sequence the gradient of each rank is made of; empty if
-        that cannot be told.
+        """Return a sentence that says which samples, or which parts of the sequence, contribute to the gradient of the
+        parameter ``name`` on each rank. Return an empty text if this cannot be determined or all ranks have the same
+        ones. ``holders``: the elements of the parameter on each rank, with their gradients.
         """
         if not self.parts.labels or self.plain.weights[name].numel() < 2 * len(self.parts.labels):
             return ""
@@ -275,7 +286,9 @@ class CauseFinder:
         return f"At {name}, each rank has only its own samples ({told})."
 
     def _find_swapped(self, name: str) -> Cause | None:
-        """Test whether a rank has the right gradient of other elements than its own."""
+        """Return the cause if each rank with a wrong gradient of the parameter ``name`` has the right gradient of the
+        elements of another rank instead. If not, return the cause if only the order of blocks is wrong, and ``None``
+        otherwise."""
         expected = self.expected(name)
         scale = float(expected.abs().max())
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
@@ -300,7 +313,8 @@ class CauseFinder:
         return Cause("swapped", f"shards are in a wrong order of ranks: of the gradient, {'; '.join(moved)}")
 
     def _find_permuted(self, name: str) -> Cause | None:
-        """Test whether the gradient of a rank is right but for the order of equal blocks of one dim."""
+        """Return the cause if the gradient of the parameter ``name`` is right but for the order of equal blocks along
+        one dim; ``None`` if it is not. Numbers of 2 to 64 blocks are tried."""
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
         shape = self.plain.weights[name].shape
         expected = self.expected(name)
@@ -322,8 +336,12 @@ class CauseFinder:
         return None
 
     def _match_blocks(self, given: Tensor, expected: Tensor, dim: int, count: int, scale: float) -> list[int] | None:
-        """Return for each of ``count`` blocks of ``given`` along ``dim`` the block of ``expected`` that it equals, or
-        ``None`` if there is none. Blocks that the rank does not hold are skipped."""
+        """Return in which order a gradient has the blocks of the right gradient: for each of ``count`` equal blocks of
+        ``given`` along ``dim``, the index of the equal block of ``expected``. Return ``None`` if a block has none.
+
+        ``given``: the gradient on one rank, NaN where the rank holds no elements; blocks of NaN are skipped.
+        ``expected``: the right gradient, of the same shape. ``scale``: largest absolute element of the right gradient,
+        to which the rounding error is relative."""
         blocks = expected.chunk(count, dim)
         order = []
         for block in given.chunk(count, dim):
@@ -336,7 +354,8 @@ class CauseFinder:
         return order
 
     def _find_reweighted(self, name: str) -> Cause | None:
-        """Test whether the gradient is a weighted sum over samples or tokens in which not all weights are 1."""
+        """Return the cause if the gradient of the parameter ``name`` is a weighted sum of the gradients through the
+        samples or tokens of the batch, in which not all weights are 1; ``None`` if it is not."""
         ranks = sorted({h.rank for h in self.placed.holders[name]})
         fits = {rank: self._fit_pieces(rank) for rank in ranks}
         found = {rank: weights for rank, weights in fits.items() if weights is not None}
@@ -353,8 +372,9 @@ class CauseFinder:
         return Cause("reweighted", f"the gradient of each rank is another weighted sum of parts of the batch ({told})")
 
     def _fit_pieces(self, rank: int) -> dict[tuple[int, int], float] | None:
-        """Return the weight of each piece of the batch in the gradients of ``rank`` that differ; ``None`` if they are
-        no weighted sum of pieces."""
+        """Return the weights with which the pieces of the batch contribute to all differing gradients of ``rank``:
+        (sample, part of the sequence) -> weight, 1 if right. ``None`` if the gradients are no weighted sum of the
+        gradients through the pieces. The result is cached."""
         if rank not in self._fits:
             self._fits[rank] = self._solve_weights(rank, self.differing)
         return self._fits[rank]
@@ -364,8 +384,9 @@ class CauseFinder:
         return {}
 
     def _solve_weights(self, rank: int, names: Sequence[str]) -> dict[tuple[int, int], float] | None:
-        """Return the weight of each piece of the batch in the gradients ``names`` of ``rank``, by least squares;
-        ``None`` if these are no weighted sum of the pieces.
+        """Return the weights with which the pieces of the batch contribute to the gradients of the parameters ``names``
+        on ``rank``: (sample, part of the sequence) -> weight, 1 if right. They are computed by least squares. ``None``
+        if the gradients are no weighted sum of the gradients through the pieces.
         """
         columns, targets = [], []
         for name in names:
@@ -389,8 +410,9 @@ class CauseFinder:
 
 
 def name_factor(factor: float, world_size: int, what: str = "gradient") -> Cause | None:
-    """Return the cause of a constant ``factor`` between a result and the right one; ``None`` if it is 1. ``what``: the
-    result in the text.
+    """Return the cause why a result is ``factor`` times the right one, such as a sum over ranks where the mean is
+    right; ``None`` if the factor is 1. ``world_size``: number of ranks. ``what``: name of the result in the text, such
+    as ``output``.
     """
     if abs(factor - 1.0) < CLOSE:
         return None
@@ -408,7 +430,8 @@ def _is_same_fit(one: Mapping[tuple[int, int], float], other: Mapping[tuple[int,
 
 
 def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> Cause | None:
-    """Return the cause of wrong ``weights`` of the pieces of the batch: (sample, chunk) -> weight, 1 if right."""
+    """Return the cause why pieces of the batch contribute to gradients with wrong ``weights``; ``None`` if all are 1.
+    ``weights``: (sample, part of the sequence) -> weight, 1 if right. ``world_size``: number of ranks."""
     samples = sorted({sample for sample, _ in weights})
     by_sample = {s: [w for (sample, _), w in weights.items() if sample == s] for s in samples}
     if all(max(w) - min(w) < 1e-6 for w in by_sample.values()):
@@ -439,10 +462,12 @@ def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> 
 
 
 def _split_equal_weights(means: Mapping[int, float], world_size: int) -> int | None:
-    """Return the number of means whose mean was taken, or ``None``.
+    """Return how many means were averaged, if the weights of samples (or parts of the sequence) in a gradient show that
+    it is a mean of means; ``None`` if they do not.
 
-    If n groups of the batch have the shares f of all targets, the mean of their means gives each the weight 1 / (n f).
-    The shares add up to 1, so the inverse weights of the groups add up to n.
+    If n groups of the batch have the fractions f of all targets, the mean of their means gives each the weight 1 / (n
+    f). The fractions add up to 1, so the inverse weights of the groups add up to n. ``means``: index of the sample or
+    part -> its weight. ``world_size`` is not used.
     """
     keys = list(means)
     weights = torch.tensor([means[k] for k in keys], dtype=torch.float64)
@@ -460,8 +485,9 @@ def _split_equal_weights(means: Mapping[int, float], world_size: int) -> int | N
 
 
 def list_groupings(ranks: Sequence[int], world_size: int) -> list[list[list[int]]]:
-    """Return the ways to group ``ranks`` over which a reduction may be missing: neighbouring ranks, or ranks at equal
-    distances, in groups of each size that divides ``world_size``; then all ranks.
+    """Return the ways to divide ``ranks`` into groups over which a reduction may be missing. Each way is a list of
+    groups, each a list of ranks. A group has neighbouring ranks, or ranks at equal distances, and any size that divides
+    ``world_size`` (the number of all ranks). The last way is one group of all ``ranks``.
     """
     found = []
     for size in range(2, world_size):
@@ -475,7 +501,8 @@ def list_groupings(ranks: Sequence[int], world_size: int) -> list[list[list[int]
 
 
 def fit_factor(given: Tensor | None, right: Tensor) -> float | None:
-    """Return the least-squares factor between two tensors; ``None`` if there is none."""
+    """Return the factor f for which f times ``right`` is nearest to ``given`` (both one-dimensional) by least squares;
+    ``None`` if ``given`` is ``None`` or not finite, or ``right`` is zero."""
     if given is None or not bool(given.isfinite().all()):
         return None
     square = float(right @ right)
@@ -483,7 +510,8 @@ def fit_factor(given: Tensor | None, right: Tensor) -> float | None:
 
 
 def _format_factor(value: float) -> str:
-    """Return a number as text: a fraction if it is one with small terms."""
+    """Return ``value`` as text: a fraction such as ``1/4`` if it equals one with a denominator of at most 64, otherwise
+    six significant digits."""
     if abs(value) < 1e-9:
         return "0"
     near = Fraction(value).limit_denominator(64)
@@ -493,7 +521,7 @@ def _format_factor(value: float) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as text, such as ``ranks 0-2, 5``."""
+    """Return ``ranks`` as text, such as ``ranks 0-2, 5``."""
     numbers = sorted(set(ranks))
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {_format_ranges(numbers)}"
 
@@ -503,7 +531,7 @@ def _format_groups(groups: Sequence[Sequence[int]]) -> str:
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text with ranges, such as ``0-2, 5``."""
+    """Return ``numbers``, integers in ascending order, as text with ranges, such as ``0-2, 5``."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

@@ -33,12 +33,13 @@ from partitioner.runtime.launch.process_pool import LocalRanks
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """Results that differ from those of the plain model for one cause.
+    """Results of a distributed model that differ from those of the plain model (the user's model on one process) for
+    one cause.
 
     Attributes:
         kind: identifier of the cause, such as ``unsummed``, ``untied`` or ``unknown``.
         cause: what was found, in a sentence.
-        names: what differs: ``loss``, ``output <path>`` or ``grad <name>``.
+        names: the results that differ: ``loss``, ``output <path>`` or ``grad <name>``.
         error: largest relative error among them; infinite if something is missing.
     """
 
@@ -54,12 +55,13 @@ class LayoutDifference:
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """The comparison of a distributed model with the plain model.
+    """The comparison of a distributed model with the plain model, which is the user's model on one process.
 
     Attributes:
-        ok: whether everything is equal.
+        ok: whether outputs, loss and gradients are equal.
         errors: relative error by name: ``loss``, ``output <path>``, ``grad <name>``.
-        differences: what differs, by cause; the causes with most names first.
+        differences: the results that differ, grouped by cause. Unknown causes come last, and before them causes that
+            follow from others; otherwise causes with the most results come first.
         world_size: number of ranks.
         loss_is: how the ranks' losses give the loss: ``equal``, ``mean``, ``sum``, or ``none`` if none was returned.
     """
@@ -114,8 +116,9 @@ def check_layout(
 
 
 def _run_alone(single: LocalRanks, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
-    """Return ``function(*arguments)``, run in the process of ``single``. Raise :class:`CheckSetupError` if the user's
-    function or the plain model cannot be run.
+    """Return ``function(*arguments)``, run in the only process of the pool ``single``. Raise :class:`CheckSetupError`
+    if the user's function, or the user's model before it is distributed, fails. ``timeout``: seconds after which the
+    process is ended.
     """
     try:
         return single.call(function, *arguments, timeout=timeout)[0]
@@ -127,7 +130,11 @@ def _run_alone(single: LocalRanks, function: Callable[..., Any], *arguments: Any
 
 
 def _compare(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[dict[str, float], PlacedShards, str]:
-    """Return the relative error by name, the elements that each rank holds, and how the losses of ranks are reduced."""
+    """Return three results of comparing a distributed model with the plain model (the user's model on one process): the
+    relative error by name (``loss``, ``output <path>``, ``grad <name>``); the elements of the plain parameters that
+    each rank holds; and how the ranks' losses give the loss (``equal``, ``mean``, ``sum`` or ``none``).
+
+    ``plain``: results of the plain model. ``outcomes``: results of each rank of the distributed model."""
     placed = place_shards(plain, outcomes)
     errors: dict[str, float] = {}
     loss, loss_is = compare_loss(plain, outcomes)
@@ -150,9 +157,12 @@ def _compare(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[dict
 def _explain(
     finder: CauseFinder, plain: PlainResults, outcomes: Sequence[RankOutcome], wrong: dict[str, float], foreign: bool
 ) -> list[LayoutDifference]:
-    """Return the differences in ``wrong`` (name -> error), grouped by cause; what follows from others comes last.
+    """Return the differences between a distributed model and the plain model (the user's model on one process), grouped
+    by cause. Differences that follow from others, and then those without a known cause, come last.
 
-    ``foreign``: whether ranks have weights that the plain model does not have.
+    ``finder``: finds the cause of a wrong gradient. ``plain``: results of the plain model. ``outcomes``: results of
+    each rank. ``wrong``: name of each result that differs -> relative error. ``foreign``: whether ranks have weights
+    that the plain model does not have.
     """
     causes: dict[str, Cause] = {}
     for name in wrong:
@@ -181,11 +191,13 @@ def _explain(
 
 
 def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong: Cause | None, foreign: bool) -> None:
-    """Replace unknown causes in ``causes`` (name -> cause) where they can follow from another difference.
+    """Replace unknown causes in ``causes`` where they can follow from another difference between the distributed and
+    the plain model (the user's model on one process).
 
-    A wrong output makes the loss and gradients wrong. A gradient that is wrong on its way back from the loss makes
-    those of the parameters used before it wrong. ``first_wrong``: the module with the first wrong output, if any.
-    ``foreign``: whether ranks have weights that the plain model does not have.
+    A wrong output makes the loss and gradients wrong. A gradient that is wrong on its way back from the loss makes the
+    gradients of parameters that forward uses before it wrong. ``causes``: name of a result that differs -> cause;
+    changed in place. ``plain``: results of the plain model. ``first_wrong``: the cause that names the first module with
+    a wrong output, if any. ``foreign``: whether ranks have weights that the plain model does not have.
     """
     results = [name for name in causes if not name.startswith("grad ")]
     if first_wrong is not None:
@@ -208,8 +220,9 @@ def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong:
 
 
 def _compare_replicas(placed: PlacedShards) -> list[LayoutDifference]:
-    """Return the difference that ranks which hold the same elements have other gradients, if there is one. Dropout is
-    active, and everything is equal without it.
+    """Return a list with one difference if ranks that hold the same elements of a parameter have different gradients of
+    them; else an empty list. This is called for a step with dropout, when all results are equal without dropout.
+    ``placed``: the elements that each rank holds, with their gradients.
     """
     names = []
     for name, holders in placed.holders.items():
@@ -227,8 +240,11 @@ def _compare_replicas(placed: PlacedShards) -> list[LayoutDifference]:
 
 
 def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: PlacedShards) -> list[LayoutDifference]:
-    """Return differences that no gradient shows: ranks that made another model, weights that are not the plain model's,
-    and padding that gets a gradient.
+    """Return differences that no gradient shows: ranks whose function made another model or other inputs, weights that
+    are not those of the plain model (the user's model on one process), and padding that gets a gradient.
+
+    ``plain``: results of the plain model. ``outcomes``: results of each rank. ``placed``: the elements that each rank
+    holds, with those that the plain model does not have.
     """
     found = []
     others = [o.rank for o in outcomes if o.digest != plain.digest]
@@ -257,7 +273,8 @@ def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: 
 
 
 def _locate_function(function: Callable[[], Any] | str) -> str:
-    """Return ``FILE.py:FUNCTION`` for a function of a file."""
+    """Return the text ``FILE.py:FUNCTION`` by which other processes can import ``function``; such a text is returned
+    unchanged. Raise :class:`CheckSetupError` if ``function`` is not at the top level of a file."""
     if isinstance(function, str):
         return function
     name, where = getattr(function, "__qualname__", ""), inspect.getsourcefile(function)

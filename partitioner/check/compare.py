@@ -27,13 +27,14 @@ _ROUNDING_SCALE = 1e-3  # a gradient below this share of the largest one is comp
 
 @dataclass(frozen=True)
 class HeldElements:
-    """The elements of one plain parameter that one distributed parameter of a rank holds.
+    """The elements of one parameter of the plain model (the user's model on one process) that one parameter of the
+    distributed model holds on one rank.
 
     Attributes:
         rank: the rank.
-        name: name of the distributed parameter.
-        index: flat index of each element in the plain parameter.
-        gradient: gradient of each element; ``None`` if there is none.
+        name: name of the parameter in the distributed model.
+        index: index of each element in the flattened plain parameter, shape ``[elements]``.
+        gradient: gradient of each element, shape ``[elements]``; ``None`` if there is none.
     """
 
     rank: int
@@ -44,10 +45,11 @@ class HeldElements:
 
 @dataclass(frozen=True)
 class ForeignElements:
-    """Elements of a distributed parameter whose values do not occur in the plain model, such as padding rows.
+    """Elements of a parameter of a distributed model whose values do not occur in the plain model (the user's model on
+    one process), such as padding rows.
 
     Attributes:
-        rank, name: the rank and the distributed parameter.
+        rank, name: the rank, and the name of the parameter in the distributed model.
         count, total: number of such elements, and of all elements of the parameter.
         beside: name of the plain parameter to which the other elements belong; ``None`` if there are none.
         largest_gradient: largest absolute gradient of such an element.
@@ -63,14 +65,21 @@ class ForeignElements:
 
 @dataclass(frozen=True)
 class PlacedShards:
-    """All elements that the ranks hold: plain name -> holders, and the elements that are not the plain model's."""
+    """Where the ranks of a distributed model hold the elements of the plain model (the user's model on one process).
+
+    ``holders``: name of a plain parameter -> its elements on each rank that holds some. ``foreign``: elements on ranks
+    that do not occur in the plain model."""
 
     holders: dict[str, list[HeldElements]]
     foreign: list[ForeignElements] = field(default_factory=list)
 
 
 def place_shards(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> PlacedShards:
-    """Return which elements of the plain model every rank holds."""
+    """Return which elements of the parameters of the plain model (the user's model on one process) every rank of the
+    distributed model holds, and the elements that are not from the plain model. Elements are recognised by their
+    values, which are all different.
+
+    ``plain``: results and weights of the plain model. ``outcomes``: results and shards of each rank."""
     names = list(plain.weights)
     sizes = [plain.weights[n].numel() for n in names]
     ends = torch.tensor([0, *itertools.accumulate(sizes)])
@@ -105,9 +114,11 @@ def place_shards(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Placed
 
 
 def _find_elements(flat: Tensor, elements: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the place in ``elements`` of each value of ``flat``, and whether it occurs there.
+    """Return two tensors of the shape of ``flat``: the index in ``elements`` of each of its values, and a mask of the
+    values that occur there (where the mask is false, the index has no meaning).
 
-    ``values``, ``order``: the sorted ``elements`` and their places.
+    ``flat``: values of one rank's shard of a distributed model. ``elements``: all parameter values of the undistributed
+    model, in one dim. ``values``, ``order``: these values sorted, and the index of each in ``elements``.
     """
     first = order[torch.searchsorted(values, flat[:1]).clamp(max=len(values) - 1)]
     if len(flat) and torch.equal(elements[int(first) : int(first) + len(flat)], flat):  # a whole, or rows: no search
@@ -119,7 +130,12 @@ def _find_elements(flat: Tensor, elements: Tensor, values: Tensor, order: Tensor
 def _take_given_gradient(
     plain: PlainResults, firsts: dict[str, str], rank: int, shard: RankShard
 ) -> tuple[str, HeldElements]:
-    """Return the plain name and the elements of a whole gradient that the user's step returned by name."""
+    """Return the name in the plain model (the user's model on one process) and the elements of a whole gradient that
+    the user's step returned under this name, instead of as ``.grad`` of a parameter. Raise :class:`CheckSetupError` for
+    an unknown name or a wrong shape.
+
+    ``plain``: results of the plain model. ``firsts``: any name of a parameter -> its first name. ``rank``: the rank
+    that returned the gradient. ``shard``: the gradient with its name."""
     name, gradient = firsts.get(str(shard.of)), shard.gradient
     assert gradient is not None
     if name is None or gradient.shape != plain.weights[name].shape:
@@ -133,8 +149,9 @@ def _take_given_gradient(
 
 
 def compare_gradient(plain: PlainResults, name: str, holders: Sequence[HeldElements]) -> float:
-    """Return the largest relative error of the gradient of the plain parameter ``name`` on any rank; infinite if an
-    element is held by no rank or a gradient is missing.
+    """Return the largest relative error of the gradient of the parameter ``name`` on any rank; infinite if no rank
+    holds some element, or if a gradient is missing. ``plain``: results of the plain model (the user's model on one
+    process). ``holders``: the elements of the parameter on each rank, with their gradients.
     """
     expected = plain.grads[name]
     flat = None if expected is None else expected.flatten()
@@ -155,13 +172,15 @@ def compare_gradient(plain: PlainResults, name: str, holders: Sequence[HeldEleme
 
 
 def largest_gradient(plain: PlainResults) -> float:
-    """Return the largest absolute element of all gradients of the plain model."""
+    """Return the largest absolute element of all gradients in ``plain``, the results of the user's model on one
+    process; 0 without gradients."""
     return max((float(g.abs().max()) for g in plain.grads.values() if g is not None and g.numel()), default=0.0)
 
 
 def compare_loss(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[float, str]:
-    """Return the relative error of the loss, and how the ranks' losses give the loss: ``equal``, ``mean`` or ``sum``
-    over the ranks; ``none`` if no rank returned one.
+    """Return two values: the relative error of the loss, and how the ranks' losses give the loss: ``equal``, ``mean``
+    or ``sum`` over the ranks. The way with the least error is chosen. ``(0, "none")`` if no rank returned a loss.
+    ``plain``: results of the plain model (the user's model on one process). ``outcomes``: results of each rank.
     """
     losses = [o.loss for o in outcomes if o.loss is not None]
     if not losses:
@@ -175,8 +194,9 @@ def compare_loss(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[
 
 
 def compare_output(expected: Tensor, given: Tensor) -> float:
-    """Return the relative error of one output of a rank: the whole output, or the best matching slice of it. Infinite
-    if ``given`` is no slice.
+    """Return the relative error of ``given``, an output of one rank of a distributed model, against ``expected``, the
+    output of the user's model on one process, or against the slice of ``expected`` that is nearest to it. Infinite if
+    ``given`` cannot be a slice.
     """
     if given.dim() != expected.dim() or any(g > e for g, e in zip(given.shape, expected.shape, strict=True)):
         return math.inf
@@ -189,7 +209,9 @@ _MOST_SLICES = 256  # that are compared with an output
 
 
 def _slices_with_element(whole: Tensor, part: Tensor, scale: float) -> list[Tensor]:
-    """Return the slices of ``whole`` that have the shape of ``part`` and its largest element in the same place."""
+    """Return those slices of ``whole`` with the shape of ``part`` in which the largest element of ``part`` occurs at
+    the same place as in ``part``; at most 256. ``scale``: largest absolute element of ``whole``, to which the rounding
+    error is relative."""
     if part.numel() == 0 or part.dim() == 0:
         return []
     place = torch.unravel_index(part.abs().argmax(), part.shape)
@@ -200,7 +222,8 @@ def _slices_with_element(whole: Tensor, part: Tensor, scale: float) -> list[Tens
 
 
 def _aligned_slices(whole: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Return the slices of ``whole`` with the given shape whose offsets are multiples of it."""
+    """Return the slices of ``whole`` with the shape ``shape`` whose offset in each dim is a multiple of the slice's
+    size there; at most 256."""
     ranges = [range(0, w - s + 1, max(s, 1)) for w, s in zip(whole.shape, shape, strict=True)]
     return [_cut_slice(whole, offset, shape) for offset in itertools.islice(itertools.product(*ranges), _MOST_SLICES)]
 

@@ -19,9 +19,11 @@ _MOST_ROWS = 4096  # rows of an output that are compared with all rows of the pl
 
 
 def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int) -> Cause:
-    """Return the likely cause of the difference of an output or loss.
+    """Return the likely cause why an output or the loss of a distributed model is wrong; it has the kind ``unknown`` if
+    no test explains the difference.
 
-    ``expected``: that of the plain model. ``given``: those of the ranks that have one.
+    ``expected``: the tensor of the plain model (the user's model on one process). ``given``: the tensors of the ranks
+    that have it. ``world_size``: number of ranks.
     """
     wide = expected.shape[-1] if expected.dim() else 0
     wider = [g for g in given if g.dim() == expected.dim() and g.dim() and g.shape[-1] > wide]
@@ -44,8 +46,8 @@ def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int
 
 
 def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list[int] | None:
-    """Return for each of ``count`` blocks of ``given`` along ``dim`` the equal block of ``expected``; ``None`` if a
-    block has none.
+    """Return in which order ``given`` has the blocks of ``expected``: for each of ``count`` equal blocks along ``dim``,
+    the index of the equal block of ``expected``. Return ``None`` if a block has none.
     """
     blocks = expected.chunk(count, dim)
     order = [next((i for i, b in enumerate(blocks) if _is_equal(g, b)), -1) for g in given.chunk(count, dim)]
@@ -53,10 +55,10 @@ def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list
 
 
 def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
-    """Return which module has the first wrong output, in the order in which the modules return, and what is wrong with
-    it; ``None`` if no module's output can be told to be wrong. ``plain``: the results of the user's model on one
-    process, with the output of each module. ``outcomes``: for each rank, what the distributed model computed, with the
-    outputs of its modules.
+    """Return which module of a distributed model has the first wrong output, in the order in which the modules return,
+    and what is wrong with it; ``None`` if no module's output can be told to be wrong. ``plain``: the results of the
+    plain model (the user's model on one process), with the output of each module. ``outcomes``: for each rank, what the
+    distributed model computed, with the outputs of its modules.
 
     The output of a rank is right if it is a part of the plain output, or if the sum over a group of ranks is.
     """
@@ -80,8 +82,9 @@ def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]
 
 
 def find_reduced_precision(outcomes: Sequence[RankOutcome]) -> Cause | None:
-    """Return the cause that a module has computed in a narrower type than float64; ``None`` if none has. ``outcomes``:
-    for each rank, what the distributed model computed, with the outputs of its modules."""
+    """Return the cause that a module computed its output in another type than float64, such as under mixed precision;
+    ``None`` if none did. ``outcomes``: for each rank, what the distributed model computed, with the outputs of its
+    modules."""
     for outcome in outcomes:
         for name, calls in outcome.modules.items():
             narrow = next((call.dtype for call in calls if call.dtype != torch.float64), None)
@@ -107,9 +110,10 @@ def _match_name(plain: PlainResults, name: str) -> str:
 
 
 def _is_right(expected: Sequence[Tensor], given: dict[int, list[Tensor]], world_size: int) -> bool:
-    """Return whether the outputs of one module on the ranks are right: each is a part of an output of the plain model,
-    or their sum over a group of ranks is. ``expected``: the module's outputs in the plain model, one for each call.
-    ``given``: rank -> the module's outputs on it, one for each call. ``world_size``: number of ranks."""
+    """Return whether the outputs of one module on the ranks are right: each is a part of an output of the plain model
+    (the user's model on one process), or their sum over a group of ranks is. ``expected``: the module's outputs in the
+    plain model, one for each call. ``given``: rank -> the module's outputs on it, one for each call. ``world_size``:
+    number of ranks."""
     if all(any(_is_part(whole, part) for whole in expected) for calls in given.values() for part in calls):
         return True
     if len({tuple(call.shape for call in calls) for calls in given.values()}) > 1:
@@ -135,8 +139,8 @@ def _is_part(whole: Tensor, part: Tensor) -> bool:
 
 def _name_bias(plain: PlainResults, name: str, given: dict[int, list[Tensor]]) -> Cause | None:
     """Return the cause that the module ``name`` has added its bias more than once, or not at all; ``None`` if neither
-    explains its outputs. ``plain``: the results of the plain model, with the outputs and biases of modules. ``given``:
-    rank -> the module's outputs on it, one for each call."""
+    explains its outputs. ``plain``: the results of the plain model (the user's model on one process), with the outputs
+    and biases of modules. ``given``: rank -> the module's outputs on it, one for each call."""
     bias, expected = plain.biases.get(name), plain.modules[name]
     calls = [call for found in given.values() for call in found]
     if bias is None or len(expected) != 1 or any(call.shape != expected[0].shape for call in calls):

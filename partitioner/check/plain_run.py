@@ -26,17 +26,18 @@ _MAX_PIECE_ELEMENTS = 1 << 26  # 512 MiB for the gradients through all pieces
 
 @dataclass(frozen=True)
 class PlainResults:
-    """What the plain model computes on one process, and the weights it has.
+    """What the plain model (the user's model on one process) computes in one step, and its weights.
 
     Attributes:
-        weights: parameter name -> value, in the order of use by forward. A tied parameter has its first name only.
-        grads: name -> gradient; ``None`` if the loss does not depend on the parameter.
-        outputs: path in the output -> tensor.
+        weights: parameter name -> value, in the order in which forward uses them. A tied parameter has only its first
+            name.
+        grads: parameter name -> gradient; ``None`` if the loss does not depend on the parameter.
+        outputs: path in the model's result -> tensor.
         loss: the loss, as a tensor without dims.
-        aliases: name -> all names of a parameter.
-        uses_random: whether the results depend on the random generator, because of dropout.
+        aliases: first name of a parameter -> all of its names.
+        uses_random: whether the loss depends on the seed of the random generators, because of dropout.
         digest: hash of weights and inputs as the user's function made them.
-        clip_norm: largest norm of the gradients, if they were clipped.
+        clip_norm: largest L2 norm of all gradients, if they were clipped; else ``None``.
         modules: module name -> its output at each call, in the order in which modules returned.
         biases: module name -> its bias.
     """
@@ -54,7 +55,7 @@ class PlainResults:
 
 
 class ModuleTrace:
-    """The outputs of modules while their forward runs, until :meth:`close`.
+    """Records the outputs of ``modules`` and all modules inside them while their forward runs, until :meth:`close`.
 
     Attributes:
         outputs: module name -> the output at each call, in the order in which modules returned. Modules that return
@@ -81,21 +82,21 @@ class ModuleTrace:
             self.outputs.setdefault(name, []).append(local.detach().clone())
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Stop recording: remove the forward hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 
 
 @dataclass(frozen=True)
 class GradientParts:
-    """Parts of which the gradients of the plain model, before clipping, are sums.
+    """The terms of which the gradients of the plain model (the user's model on one process), before clipping, are sums.
 
     Attributes:
-        labels: (sample, chunk) of each piece of the batch. Chunks are equal parts of dim 1 of the output, counted from
-            0; there is one chunk if the output has fewer than 3 dims.
-        pieces: parameter name -> tensor (pieces, elements): the gradient through each piece of the output.
-        uses: name of a tied parameter -> each of its names -> gradient through the use under this name.
-        grads: name -> whole gradient before clipping.
+        labels: (sample, part) of each piece of the batch, as indices from 0. The parts are equal parts of dim 1 of the
+            output; there is one if the output has fewer than 3 dims.
+        pieces: parameter name -> tensor of shape ``[pieces, elements]``: the gradient through each piece of the output.
+        uses: first name of a tied parameter -> each of its names -> gradient through the use under this name.
+        grads: parameter name -> gradient before clipping.
     """
 
     labels: list[tuple[int, int]]
@@ -105,7 +106,7 @@ class GradientParts:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Mode in which dropout changes nothing, so that results can be compared."""
+    """A torch function mode in which dropout changes nothing, so that results of different runs can be compared."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -134,7 +135,9 @@ _DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
 
 
 def run_plain(target: str) -> PlainResults:
-    """Run one step of the plain model of the setup ``target`` on this process, without dropout."""
+    """Run one step of the plain model (the user's model on one process), without dropout, and return its results.
+    ``target``: the function that returns the model, as ``FILE.py:FUNCTION``. Raise :class:`CheckSetupError` if the loss
+    is not finite."""
     setup, digest = load_setup(target)
     model = setup.plain
     seed_generators(0)
@@ -169,10 +172,12 @@ def run_plain(target: str) -> PlainResults:
 
 
 def split_gradients(target: str, num_ranks: int) -> GradientParts:
-    """Compute the parts of the gradients of the plain model of the setup ``target``, without dropout.
+    """Return the terms of which the gradients of the plain model (the user's model on one process), without dropout,
+    are sums: the gradients through pieces of the batch, and through each use of a tied parameter.
 
-    A piece is one sample, or one of ``num_ranks`` chunks of dim 1 of a sample. There are no pieces if the output has no
-    batch dim, or more than 64 samples.
+    ``target``: the function that returns the model, as ``FILE.py:FUNCTION``. A piece is one sample, or one of
+    ``num_ranks`` equal parts of dim 1 of a sample. There are no pieces if the output has no batch dim, or if there
+    would be more than 64.
     """
     setup, _ = load_setup(target)
     with WithoutDropout():
@@ -184,8 +189,12 @@ def split_gradients(target: str, num_ranks: int) -> GradientParts:
 def _gradients_by_piece(
     setup: Setup, num_ranks: int
 ) -> tuple[list[tuple[int, int]], dict[str, Tensor], dict[str, Tensor]]:
-    """Return the labels of the pieces, the gradients through each piece, and the whole gradients (see
-    :class:`GradientParts`)."""
+    """Return three values for the plain model (the user's model on one process) in ``setup``: the label of each piece
+    of the batch, (sample, part of dim 1); parameter name -> gradients through each piece, shape ``[pieces, elements]``;
+    and parameter name -> whole gradient.
+
+    A piece is a sample, or one of ``num_ranks`` equal parts of a sample along dim 1 of the output. Without pieces, the
+    first two are empty."""
     named = dict(_trained(setup.plain))
     output = run_model(setup.plain, setup.inputs)
     loss = loss_of(output, setup.loss)
@@ -216,7 +225,9 @@ def _gradients_by_piece(
 
 
 def _keep_piece(gradient: Tensor, sample: int, chunk: int, chunks: int) -> Tensor:
-    """Return ``gradient`` with zeros outside of one sample and one of ``chunks`` equal parts of dim 1."""
+    """Return a copy of ``gradient``, that of a model output, with zeros everywhere but in one piece of the batch.
+    ``sample``: index of the piece in dim 0. ``chunk``: its index among ``chunks`` equal parts of dim 1. An output with
+    fewer than 3 dims is not divided: it belongs to ``chunk`` 0."""
     kept = torch.zeros_like(gradient)
     if chunks == 1 or gradient.dim() < 3:
         if chunk == 0:
@@ -228,7 +239,9 @@ def _keep_piece(gradient: Tensor, sample: int, chunk: int, chunks: int) -> Tenso
 
 
 def _gradients_by_use(setup: Setup) -> dict[str, dict[str, Tensor]]:
-    """Return the gradient of each tied parameter through each of its uses: name -> name of the use -> gradient."""
+    """Return the gradient of each tied parameter through each of its uses: first name of the parameter -> name of the
+    use -> gradient. ``setup``: the plain model (the user's model on one process) with its inputs and loss. Empty if no
+    parameter is tied."""
     groups = {name: names for name, names in _alias_groups(setup.plain).items() if len(names) > 1}
     if not groups:
         return {}
@@ -248,7 +261,8 @@ def _gradients_by_use(setup: Setup) -> dict[str, dict[str, Tensor]]:
 
 
 def _depends_on_seed(target: str) -> bool:
-    """Return whether two runs of the plain model with different random numbers have different losses."""
+    """Return whether two runs of the plain model (the user's model on one process) with different seeds of the random
+    generators have different losses. ``target``: the function that returns the model, as ``FILE.py:FUNCTION``."""
     losses = []
     for seed in (1, 2):
         setup, _ = load_setup(target)
@@ -259,7 +273,8 @@ def _depends_on_seed(target: str) -> bool:
 
 
 def _alias_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Return the first name of each parameter -> all of its names."""
+    """Return all names of each parameter of ``model``: first name -> list of all names. A tied parameter has
+    several."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

@@ -23,13 +23,14 @@ from partitioner.runtime.engine.batches import leaves_by_path
 
 @dataclass(frozen=True)
 class RankShard:
-    """The elements of one distributed parameter that a rank holds.
+    """The elements of one parameter of a distributed model that one rank holds.
 
     Attributes:
-        name: name in the distributed module.
-        weight: values of the elements before the step.
-        gradient: their gradient; ``None`` if there is none.
-        of: name in the plain model, if ``weight`` is that whole parameter by the user's word; else ``None``.
+        name: name in the distributed model.
+        weight: values of the elements before the step; ``None`` for a gradient that the user's step returned by name.
+        gradient: gradient of the elements; ``None`` if there is none.
+        of: for such a gradient, the name of the parameter in the plain model (the user's model on one process); else
+            ``None``.
     """
 
     name: str
@@ -40,15 +41,15 @@ class RankShard:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank computed.
+    """What one rank of a distributed model computed in one step.
 
     Attributes:
         rank: its number.
-        digest: hash of the plain model's weights and inputs on this rank.
+        digest: hash of the weights and inputs that the user's function made on this rank.
         loss: the loss that the step returned, or ``None``.
-        outputs: path in the output -> tensor.
-        shards: the parameters of this rank.
-        modules: module name -> its output at each call, if they were kept.
+        outputs: path in the model's result -> tensor.
+        shards: the elements of each parameter that this rank holds, with their gradients.
+        modules: module name -> its output at each call, if they were recorded.
     """
 
     rank: int
@@ -60,9 +61,10 @@ class RankOutcome:
 
 
 def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOutcome:
-    """Distribute the model of the setup ``target`` on this rank, run one step, and return what it computed.
+    """Distribute the user's model on this rank, run one step, and return what this rank computed.
 
-    ``dropout``: whether dropout is active. ``trace``: whether to keep the outputs of all modules.
+    ``target``: the function that returns the model and says how it is distributed, as ``FILE.py:FUNCTION``.
+    ``dropout``: whether dropout is active. ``trace``: whether to record the outputs of all modules.
     """
     setup, digest = load_setup(target)
     seed_generators(0)
@@ -98,9 +100,9 @@ def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOut
 
 @contextmanager
 def _unwrapped_groups_for_ddp() -> Iterator[None]:
-    """Let ``DistributedDataParallel`` use a process group whose collectives are not verified.
+    """Return a context in which ``DistributedDataParallel`` uses a process group whose collectives are not verified.
 
-    torch 2.13 ends the process by a segmentation fault if ``DistributedDataParallel`` is made on a Gloo group under
+    torch 2.13 ends the process by a segmentation fault if ``DistributedDataParallel`` is created on a Gloo group under
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: its logger takes the verifying group for another class.
     """
     make = nn.parallel.DistributedDataParallel.__init__
@@ -121,7 +123,9 @@ def _unwrapped_groups_for_ddp() -> Iterator[None]:
 
 
 def _run_step(setup: Setup, distributed: Any, modules: list[nn.Module]) -> StepResult:
-    """Run the user's step, or the default one, and return its results."""
+    """Run one training step on this rank, and return its results: the user's ``setup.step`` or, without one, forward
+    and backward of the only module on the whole batch. ``distributed``: what ``setup.distribute`` returned.
+    ``modules``: the modules in it."""
     if setup.step is None:
         if len(modules) != 1:
             raise CheckSetupError(
@@ -142,7 +146,8 @@ def _run_step(setup: Setup, distributed: Any, modules: list[nn.Module]) -> StepR
 
 
 def _call_users(function: Any, *arguments: Any) -> Any:
-    """Call a function of the user. Raise :class:`UserCodeError` if it fails; lost connections stay as they are."""
+    """Return ``function(*arguments)``, a call of the user's code. Convert exceptions of programming errors, such as
+    ``TypeError``, to :class:`UserCodeError`; others, such as lost connections, are raised unchanged."""
     try:
         return function(*arguments)
     except (TypeError, AttributeError, KeyError, IndexError, AssertionError, NotImplementedError) as error:
@@ -151,7 +156,9 @@ def _call_users(function: Any, *arguments: Any) -> Any:
 
 
 def _read_shards(module: nn.Module, weights: Mapping[str, Tensor]) -> list[RankShard]:
-    """Return the shards of this rank. ``weights``: name -> elements of this rank before the step."""
+    """Return the elements that this rank holds of each parameter of ``module``, with their gradients. ``weights``: name
+    -> values of these elements before the step; parameters that are not in it are left out. Raise
+    :class:`CheckSetupError` if a gradient has another shape than its parameter."""
     found = []
     for name, parameter in module.named_parameters():
         if name not in weights:
@@ -173,7 +180,7 @@ def _read_shards(module: nn.Module, weights: Mapping[str, Tensor]) -> list[RankS
 
 
 def _local_part(tensor: Tensor) -> Tensor:
-    """Return the elements of ``tensor`` that this rank holds."""
+    """Return the elements of ``tensor`` that this rank holds: its shard of a ``DTensor``, all of another tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 

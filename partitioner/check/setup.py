@@ -111,7 +111,7 @@ def load_setup(target: str) -> tuple[Setup, str]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the random generators of torch, Python and, if it is loaded, NumPy."""
+    """Set the seed of the random generators of torch, Python and, if it is imported, NumPy to ``seed``."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:

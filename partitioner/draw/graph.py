@@ -151,8 +151,8 @@ def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: 
 
 
 def _short_of(tip: Point, start: Point) -> Point:
-    """Return the point at which the line of an arrow ends, a little inside the arrow head. ``tip``: the tip of the
-    head. ``start``: a point of the line before it.
+    """Return the point (x, y) in pixels at which the line of an arrow ends, a little inside the arrow head. ``tip``:
+    the tip of the head. ``start``: a point of the line before it.
     """
     dx, dy = start[0] - tip[0], start[1] - tip[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
@@ -187,7 +187,7 @@ def group_card(calls: CallGroup) -> Card:
 def _format_amount(op: str, axis: str, direction: str, collectives: Sequence[CollectiveTotal]) -> str:
     """Return how much a collective transfers as text, ``–`` if it does not occur. ``op``: kind of collective, such as
     ``all_reduce``. ``axis``: name of the mesh axis. ``direction``: ``forward`` or ``backward``. ``collectives``: the
-    totals of one sequence of blocks.
+    totals of one sequence of blocks (such as decoder layers).
     """
     found = next((m for m in collectives if (m.op, m.axis, m.direction) == (op, axis, direction)), None)
     return found.amount() if found else "–"
@@ -215,8 +215,8 @@ def short_name(name: str) -> str:
 
 
 def group_tooltip(calls: CallGroup) -> str:
-    """Return the tooltip of ``calls``, a sequence of repeated blocks, one fact per line: the range of its calls in the
-    stage, its collectives with their bytes, and the shape and sharding of each weight.
+    """Return the tooltip of ``calls``, a sequence of repeated blocks (such as decoder layers), one fact per line: the
+    range of its calls in the stage, its collectives with their bytes, and the shape and sharding of each weight.
     """
     lines = [f"{calls.title} × {calls.count}: calls {calls.start} to {calls.stop - 1} of the stage"]
     for moved in calls.collectives:
@@ -311,15 +311,16 @@ def clusters_of(whole: Outline) -> list[StageCluster]:
 
 
 def _build_likeness_key(stage: StageOutline) -> object:
-    """Return a key for ``stage`` that is equal for two stages if they are drawn as one panel: their blocks, collectives
-    and parameter bytes.
+    """Return a key for ``stage``, the overview of a pipeline stage, that is equal for two stages if they are drawn as
+    one panel: their blocks (such as decoder layers), collectives and parameter bytes are equal.
     """
     groups = [(g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed, g.selective) for g in stage.groups]
     return groups, stage.reductions, stage.parameter_bytes
 
 
 class _GraphScene:
-    """Draws the graph of ``plan``. ``whole``: the overview of its program: stages, blocks and transfers."""
+    """Draws the graph of ``plan``. ``whole``: the overview of its program: stages, their blocks (such as decoder
+    layers) and transfers."""
 
     def __init__(self, plan: Plan, whole: Outline) -> None:
         self.plan = plan
@@ -397,9 +398,9 @@ class _GraphScene:
         return max(44.0, *(text_width(label, _LABEL) + 24 for label in labels))
 
     def draw_hand_over(self, parent: ET.Element, index: int, left: float, right: float, y: float) -> None:
-        """Draw the arrows between a panel and the next one in the row: activations forward and, below, gradients
-        backward. ``index``: index of the panel. ``left``, ``right``: x coordinates between which the arrows are drawn.
-        ``y``: that of the upper arrow.
+        """Draw the arrows between a panel and the next one in the row into ``parent``: activations forward and, below,
+        gradients backward. ``index``: index of the panel. ``left``, ``right``: x coordinates between which the arrows
+        are drawn. ``y``: that of the upper arrow.
         """
         stages = self.find_neighbour_stages(index)
         assert stages is not None

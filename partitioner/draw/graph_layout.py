@@ -46,7 +46,7 @@ Point = tuple[float, float]
 class DotLayout:
     """Describes positions of boxes and of the edges between them, in pixels with y downwards. ``boxes``: name of a box
     -> its top left corner (x, y). ``edges``: (name of the source box, name of the target box) -> the Bézier control
-    points of the edge. ``width`` and ``height``: the size of the whole.
+    points of the edge. ``width`` and ``height``: the size of the area that all of them take up.
     """
 
     boxes: dict[str, Point]
@@ -317,8 +317,8 @@ def _step_towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
 
 
 def _draw_wire_label(parent: ET.Element, x: float, y: float, wire: Wire) -> None:
-    """Draw the label of ``wire`` with its centre at ``x`` and its baseline at ``y``. An outline in the colour of the
-    background keeps it legible where lines cross it.
+    """Draw the label of ``wire`` into ``parent``, with its centre at ``x`` and its baseline at ``y``, in pixels. An
+    outline in the colour of the background keeps it legible where lines cross it.
     """
     element = draw_text(parent, x, y, wire.label, size=_LABEL_SIZE, anchor="middle")
     element.set("class", f"{element.get('class')} s-canvas")

@@ -192,16 +192,16 @@ class _MemoryChart:
         return root
 
     def _far_note(self) -> str:
-        """Return a sentence with the usable memory of a device for the subtitle, if the line that marks it lies above
-        the picture because it is much larger than the peak; otherwise an empty text.
+        """Return a sentence with the usable memory of a device, for the subtitle of the picture. The line that marks
+        this memory is then not visible, because it is far above the peak. Return an empty text if the line is visible.
         """
         if not self.far:
             return ""
         return f" Usable are {bytes_text(min(self.rooms))}, far beyond the scale."
 
     def _host_note(self) -> str:
-        """Return sentences on the bytes in host memory and on disk, which are not drawn; an empty text if there are
-        none.
+        """Return sentences on the plan's bytes in host memory and on disk, which are not drawn; an empty text if there
+        are none.
         """
         text = host_text(self.plan)
         disk = disk_text(self.plan)
@@ -211,12 +211,12 @@ class _MemoryChart:
         return f"{picture_title(self.plan)}: memory over the step"
 
     def x(self, seconds: float) -> float:
-        """Return the x coordinate of a time, given in seconds from the start of the simulated step."""
+        """Return the x coordinate in pixels of the time ``seconds`` from the start of the simulated step."""
         return self.left + _WIDTH * seconds / self.total
 
     def draw_time_axis(self, root: ET.Element, top: float, bottom: float) -> None:
-        """Draw labelled vertical lines at round times and at the end of the step. ``top``, ``bottom``: y coordinates at
-        which the rows of all stages begin and end.
+        """Draw labelled vertical lines at round times and at the end of the step into ``root``. ``top``, ``bottom``: y
+        coordinates at which the rows of all stages begin and end.
         """
         step = tick_step(self.step, int(_WIDTH / 110))
         times = [i * step for i in range(math.ceil(self.step / step - 1e-9)) if self.step - i * step > 0.4 * step]
@@ -226,9 +226,9 @@ class _MemoryChart:
             draw_text(root, x, bottom + 20, seconds_text(time), size=11, fill="muted", anchor="middle", bold=last)
 
     def draw_stage_row(self, root: ET.Element, stage: int, top: float, kinds: Sequence[str]) -> None:
-        """Draw the memory of one stage over the step: its name, grid lines, an area for each of ``kinds`` of memory
-        from the bottom up, the peak, and tooltips. ``stage``: index of the stage. ``top``: y coordinate of the row's
-        upper edge.
+        """Draw the memory of one stage over the step into ``root``: its name, grid lines, an area for each of ``kinds``
+        of memory from the bottom up, the peak, and tooltips. ``stage``: index of the stage. ``top``: y coordinate of
+        the row's upper edge.
         """
         ranks, ground = self.list_stage_ranks(stage), top + self.height
         draw_text(root, _MARGIN, top + 14, f"Stage {stage}", size=13, bold=True)
@@ -277,9 +277,9 @@ class _MemoryChart:
     def draw_kind_area(
         self, root: ET.Element, kind: str, stage: int, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
-        """Draw the area of one kind of memory with its tooltip. ``kind``: its name, such as ``gradients``. ``stage``:
-        index of the pipeline stage. ``floor``, ``roof``: bytes at the lower and upper edge of the area, for each column
-        of pixels. ``ground``: y coordinate of 0 bytes.
+        """Draw the area of one kind of memory with its tooltip into ``root``. ``kind``: its name, such as
+        ``gradients``. ``stage``: index of the pipeline stage. ``floor``, ``roof``: bytes at the lower and upper edge of
+        the area, for each column of pixels. ``ground``: y coordinate of 0 bytes.
         """
         colour, meaning = self.kinds[kind]
         most = max(level.sizes.get(kind, 0) for level in self.stages[stage])
@@ -321,8 +321,8 @@ class _MemoryChart:
 
     def draw_peak_mark(self, root: ET.Element, stage: int, top: float, ground: float) -> None:
         """Draw a dot at the peak of a stage's memory, a dashed line at the usable memory, and both as text at the
-        right. ``stage``: index of the pipeline stage. ``top``, ``ground``: y coordinates of the row's upper edge and of
-        0 bytes.
+        right, into ``root``. ``stage``: index of the pipeline stage. ``top``, ``ground``: y coordinates of the row's
+        upper edge and of 0 bytes.
         """
         room, fullest = self.rooms[stage], self.peaks[stage]
         right = self.left + _WIDTH + 10
@@ -349,9 +349,9 @@ class _MemoryChart:
             )  # fmt: skip
 
     def draw_tooltip_areas(self, root: ET.Element, columns: Sequence[MemoryLevel], top: float) -> None:
-        """Draw transparent rectangles, each over a few columns of pixels. Their tooltips show the bytes by kind at the
-        time of most memory within these columns. ``columns``: the memory in each column. ``top``: y coordinate of the
-        row's upper edge.
+        """Draw transparent rectangles into ``root``, each over a few columns of pixels. Their tooltips show the bytes
+        by kind at the time of most memory within these columns. ``columns``: the memory in each column. ``top``: y
+        coordinate of the row's upper edge.
         """
         wide = int(_HIT / _COLUMN)
         for start in range(0, len(columns), wide):

@@ -344,8 +344,9 @@ def _wrap_words(content: str, size: float, width: float) -> list[str]:
 
 
 def draw_header(parent: ET.Element, header: Header, width: float) -> float:
-    """Draw ``header`` at the top of a picture of ``width`` pixels, with line breaks where needed. Return the y
-    coordinate at which it ends. The group that contains the header has this number as its attribute ``data-bottom``.
+    """Draw ``header`` at the top of the picture ``parent``, with line breaks where needed. ``width``: of the picture,
+    in pixels. Return the y coordinate at which the header ends. The group that contains the header has this number as
+    its attribute ``data-bottom``.
     """
     parent = draw_group(parent, name=HEADER_CLASS)
     draw_text(parent, _MARGIN, 32, header.title, size=17, bold=True)

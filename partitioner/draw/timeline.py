@@ -119,9 +119,9 @@ def draw_plan_timeline(plan: Plan) -> str:
 
 
 def _in_step(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
-    """Return ``bars`` scaled to the step time of ``plan``, with the optimizer's update appended, and sentences on
-    differences between the simulation and the step time. ``bars``: the instructions of the simulated step. They are
-    returned unscaled if steps overlap, or if a time is 0.
+    """Return two values: ``bars`` scaled so that the simulated step takes the step time of ``plan``, with the
+    optimizer's update appended; and sentences on the difference between the two times. ``bars``: the instructions of
+    the simulated step. They are returned unscaled if consecutive steps overlap, or if one of the times is 0.
     """
     step, gradients = plan.estimate.step_time, max((b.end for b in bars), default=0.0)
     whole, update = simulated_seconds(plan, gradients)
@@ -174,8 +174,8 @@ def draw_timeline(
 
 
 def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = None) -> list[float]:
-    """Return, for each pipeline stage in order, the fraction of the step in which it computes nothing. ``bars``: the
-    instructions of all stages. ``total``: seconds of the step; ``None``: until the end of the last bar.
+    """Return, for each pipeline stage of ``program`` in order, the fraction of the step in which it computes nothing.
+    ``bars``: the instructions of all stages. ``total``: seconds of the step; ``None``: until the end of the last bar.
     """
     bars = list(bars)
     total = total or max((b.end for b in bars), default=0.0)
@@ -292,8 +292,9 @@ class _TimelineChart:
         return root
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
-        """Draw a bracket with the number of repetitions above the first of the several equal periods of ``fold``, and
-        two dashed lines where the others are left out. ``top``, ``bottom``: y coordinates of the edges of the rows.
+        """Draw into ``root`` a bracket with the number of repetitions above the first of the several equal periods of
+        ``fold``, and two dashed lines where the others are left out. ``top``, ``bottom``: y coordinates of the edges of
+        the rows.
         """
         start, _ = fold.hidden
         words = f"× {fold.times:,}"
@@ -327,8 +328,8 @@ class _TimelineChart:
         return max(0, bisect_right(self.chunks[bar.stage], calls[0]) - 1) if calls else 0
 
     def draw_time_axis(self, root: ET.Element, top: float, bottom: float) -> None:
-        """Draw labelled vertical lines at round times and at the end of the step. ``top``, ``bottom``: y coordinates of
-        their ends.
+        """Draw labelled vertical lines at round times and at the end of the step into ``root``. ``top``, ``bottom``: y
+        coordinates of their ends.
         """
         step = tick_step(self.scale.shown, max(2, int(self.width / 110)))
         times = [i * step for i in range(math.ceil(self.total / step - 1e-9))]
@@ -347,8 +348,8 @@ class _TimelineChart:
             draw_text(root, x, bottom + 20, words, size=11, fill="muted", anchor="middle", bold=time == self.total)
 
     def draw_stage_row(self, root: ET.Element, stage: int, top: float) -> None:
-        """Draw the row of one pipeline stage: its name and ranks, the boxes of its instructions, and its fraction of
-        idle time. ``stage``: index of the stage. ``top``: y coordinate of the row's upper edge.
+        """Draw the row of one pipeline stage into ``root``: its name and ranks, the boxes of its instructions, and its
+        fraction of idle time. ``stage``: index of the stage. ``top``: y coordinate of the row's upper edge.
         """
         several = "rank" if "–" not in self.ranks[stage] and "," not in self.ranks[stage] else "ranks"
         draw_text(root, _MARGIN, top + 12, f"Stage {stage}", size=13, bold=True)

@@ -88,8 +88,8 @@ class TimeScale:
         return self.shown / max(1.0, self.width - self.gap * len(self.folds))
 
     def x(self, seconds: float) -> float:
-        """Return the x coordinate of a time, given in seconds from the start of the step. A time that is not drawn has
-        the coordinate of the left edge of the gap in its place.
+        """Return the x coordinate in pixels of the time ``seconds`` from the start of the step. A time that is not
+        drawn has the coordinate of the left edge of the gap in its place.
         """
         x, last = self.left, self.left
         for number, (start, stop) in enumerate(self.segments):
@@ -147,10 +147,10 @@ def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
 
 
 def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:
-    """Yield pairs of a list of anchors and a tuple of strides, from which the search for repeated periods starts.
-    Anchors are bars at which a period may begin, such as the first forward of each microbatch, in order of time. A
-    period runs from one anchor to the next but ``stride - 1``. ``bars``: the forward and backward computations of one
-    pipeline stage. ``num_stages``: number of pipeline stages.
+    """Yield pairs of a list of anchors and a tuple of strides, from which the search for repeated periods of a timeline
+    starts. Anchors are bars (instructions) at which a period may begin, such as the first forward of each microbatch,
+    in order of time. With a stride of n, a period runs from one anchor to the n-th anchor after it. ``bars``: the
+    forward and backward computations of one pipeline stage. ``num_stages``: number of pipeline stages.
     """
     for ops in ("F", "BI"):
         every = sorted((b for b in bars if b.instruction.op in ops), key=lambda b: b.start)
@@ -165,9 +165,10 @@ def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[
 def _equal_periods(
     ordered: Sequence[Drawn], anchors: Sequence[Drawn], stride: int, folds: Sequence[Fold]
 ) -> Iterator[Fold]:
-    """Yield, as folds, the places where at least four consecutive periods are equal. ``ordered``: the bars of all
-    stages by start. ``anchors``: bars at which a period may begin, in order. ``stride``: number of anchors in one
-    period. ``folds``: the repeated parts that were found before; periods that overlap what they hide are skipped.
+    """Yield each part of a timeline in which at least four consecutive periods are equal. ``ordered``: the bars
+    (instructions) of all stages, by start. ``anchors``: bars at which a period may begin, in order of time. ``stride``:
+    a period runs from one anchor to the anchor this many positions later. ``folds``: the repeated parts that were found
+    before. Periods that overlap a part that is not drawn because of these are skipped.
     """
     begins = anchors[::stride]
     spans = [(a.start, b.start) for a, b in pairwise(begins)]
@@ -211,10 +212,11 @@ Picture = list[tuple[tuple[int, str, int, int, int], float, float]]
 
 
 def _build_period_picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture:
-    """Return one period in a form in which periods are compared: sorted tuples (key, start in seconds, duration in
-    seconds), one for each of ``bars``. A key has the stage, the kind of instruction, and the microbatch, the index of
-    the layer and the index of the gradient bucket. The last three are relative to ``anchor``, the instruction at which
-    the period begins, or to the lowest bucket in it.
+    """Return one period of a timeline in a form in which periods are compared: sorted tuples (key, start in seconds,
+    duration in seconds), one for each of ``bars``, the instructions of the period. A key has the stage, the kind of
+    instruction, and the microbatch, the index of the layer and the index of the gradient bucket. Microbatch and layer
+    are relative to ``anchor``, the instruction at which the period begins, and the bucket to the lowest bucket in the
+    period.
     """
     microbatch, (call, _) = anchor.microbatch or 0, anchor.calls or (0, 0)
     bucket = min((b.instruction.bucket for b in bars if b.instruction.bucket is not None), default=0)

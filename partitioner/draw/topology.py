@@ -302,7 +302,7 @@ class _TopologyScene:
 
     def list_key_figures(self, links: LinkTable) -> list[tuple[str, str]]:
         """Return pairs (name, value) for the header of the picture: numbers of devices and nodes, types of devices,
-        mesh and step time or price.
+        mesh and step time or price. ``links``: the table of links below the header.
         """
         topology = self.topology
         found = [("devices", f"{topology.num_devices:,}"), ("nodes", f"{topology.num_nodes:,}")]
@@ -519,7 +519,8 @@ class _TopologyScene:
         return self.topology.devices[cluster.boxes[place].start].name
 
     def format_box_tooltip(self, box: DeviceBox) -> str:
-        """Return the tooltip of a box: the device's name, type and memory, what is unusual about it, and its rank."""
+        """Return the tooltip of ``box``, a box for one or several devices: the device's name, type and memory, what is
+        unusual about it, and its rank."""
         device = self.topology.devices[box.start]
         lines = [f"{device.name}: {device.kind}, {bytes_text(device.usable)} not reserved"]
         if box.stop - box.start > 1:
@@ -559,8 +560,9 @@ def _shorten_ranges(words: str, longest: int = 30) -> str:
 def _place_clusters(
     clusters: Sequence[NodeCluster], width: float, top: float
 ) -> tuple[list[tuple[NodeCluster, float, float]], float]:
-    """Return the clusters with the x and y coordinates of their top left corners, row by row, and the y coordinate of
-    the end of the last row. ``width``: pixels of a row. ``top``: y coordinate of the first row.
+    """Return ``clusters``, groups of equal nodes, with the x and y coordinates in pixels of their top left corners, row
+    by row, and the y coordinate of the end of the last row. ``width``: pixels of a row. ``top``: y coordinate of the
+    first row.
     """
     placed = []
     x, y, tallest = _MARGIN, top, 0.0

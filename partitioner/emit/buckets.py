@@ -110,9 +110,9 @@ def plan_buckets(
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
     def done(gradient: Gradient) -> tuple[int, int]:
-        """Return a sort key for the time at which a gradient is complete: (index of the last action that adds to it, in
-        the rank's order of forwards and backwards; minus the position of the block call that adds last). Backwards run
-        calls from the last position to the first."""
+        """Return a sort key for the time at which ``gradient`` is complete: (index of the last action that adds to it,
+        in the rank's order of forwards and backwards; minus the position of the block call, such as a layer, that adds
+        last). A backward runs the calls from the last position to the first."""
         times = [(last[stage.chunk_of(i)], -i) for i in adds.get(gradient.state, ())]
         return max(times, default=(0, 0))
 
@@ -120,8 +120,9 @@ def plan_buckets(
     filling: dict[object, list[Gradient]] = {}
 
     def close(key: object) -> None:
-        """Turn the gradients collected in ``filling`` under ``key`` into one bucket: append it to ``buckets``, and
-        remove the key from ``filling``."""
+        """Turn the gradients that were collected under ``key`` into one bucket. ``filling`` (key -> gradients) and
+        ``buckets`` (the list of finished buckets) belong to the enclosing function: the bucket is appended to
+        ``buckets``, and the key is removed from ``filling``."""
         content = filling.pop(key)
         action, position = done(content[-1])
         sharded = bool(content[0].sharded)
@@ -134,9 +135,9 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key for ``gradient`` that is equal for gradients that may share a bucket. They have equal mesh axes,
-        number format, stages and reading block calls; under ZeRO-2 and ZeRO-3 the same virtual stages must add to them,
-        too.
+        """Return a key for ``gradient`` that is equal for gradients that may share a bucket. Their mesh axes, number
+        formats and stages are equal, and the same block calls (such as layers) read their parameters; under ZeRO-2 and
+        ZeRO-3 the same virtual stages must add to them, too.
         """
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
@@ -189,7 +190,8 @@ def follow_buckets(
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
     """Return a key that sorts points of a rank's schedule by time. ``ready``: the point, as (index of an action in the
-    rank's order, position of a block call in the stage). A backward runs the calls from the last position to the first.
+    rank's order of forwards and backwards, position in the stage of a block call, such as a layer). A backward runs the
+    calls from the last position to the first.
     """
     return ready[0], -ready[1]
 

@@ -64,9 +64,10 @@ def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[l
 
 
 def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
-    """Return the pair (pipeline rank that receives it, transfer) for what the action ``action`` of the pipeline rank
-    ``rank`` sends; ``None`` if it sends nothing. ``routes``: the values that are sent between virtual stages.
-    ``virtual``: the virtual stage of the action, counted over all ranks. ``train``: whether gradients are sent.
+    """Return the pair (pipeline rank that receives it, transfer) for what ``action``, a forward or backward of one
+    microbatch, of the pipeline rank ``rank`` sends; ``None`` if it sends nothing. ``routes``: the values that are sent
+    between virtual stages. ``virtual``: the virtual stage of the action, counted over all ranks. ``train``: whether
+    gradients are sent.
     """
     if action.kind == "F":
         hop = virtual + 1

@@ -75,8 +75,8 @@ class Layouts:
       ``ep``.
     - ``grad_axes``: the mesh axes over which a parameter's gradient is a partial sum after the last backward; a missing
       name has none.
-    - ``batch_dims``: the dimension of each model input that is split over microbatches and ``dp``; a missing name or
-      ``None`` is read whole.
+    - ``batch_dims``: the dimension of each model input that is split over microbatches and ``dp``; an input whose name
+      is missing, or whose dimension is ``None``, is not split.
     - ``batch``: how the microbatches' results of a model output are combined: concatenated on a dimension (``S<dim>``),
       summed (``P``), or equal (``R``, the default).
     """
@@ -459,7 +459,7 @@ def _build_gradient(
 ) -> Gradient:
     """Return the description of the gradient of the parameter ``name`` on one rank. ``state``: shape, dtype and layout
     of the parameter. ``trained``: whether it has a gradient. ``sizes``: number of ranks by mesh axis. ``readers``:
-    positions of the stage's block calls that read it, kept only if ZeRO shards it."""
+    positions of the stage's block calls (such as layers) that read it, kept only if ZeRO shards it."""
     shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
     shape = local_shape(Layout.parse(state.layout), shape, sizes["tp"])
     tied = state.stages if len(state.stages) > 1 else ()
@@ -491,9 +491,9 @@ def _find_gradient_additions(here: StageCalls, flow: GradientFlow) -> dict[str, 
 
 
 def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> StageFlow:
-    """Return, for each block call of a pipeline rank, the values whose gradients its backward reads, those whose
-    gradients it computes, and whether it has a backward. ``here``: the calls of the rank. ``flow``: gradients of the
-    whole model."""
+    """Return, for each block call (such as a layer) of a pipeline rank, the names of the values whose gradients its
+    backward reads, those whose gradients it computes, and whether it has a backward. ``here``: the calls of the rank.
+    ``flow``: which calls of ``model`` compute and read which gradients."""
     return StageFlow(
         takes=tuple(tuple(v for v in model.calls[i].outputs if v in flow.values) for i in here.calls),
         gives=tuple(flow.inputs[i] for i in here.calls),
@@ -502,9 +502,9 @@ def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> Sta
 
 
 def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
-    """Return the shape, dtype and layouts of each input of ``model`` and each output of its block calls, and whether a
-    gradient flows to it (name of the value -> description). ``layouts``: layouts of the values over the mesh. ``flow``:
-    which values have gradients.
+    """Return the shape, dtype and layouts of each input of ``model`` and each output of its block calls (such as
+    layers), and whether a gradient flows to it (name of the value -> description). ``layouts``: layouts of the values
+    over the mesh. ``flow``: which values have gradients.
     """
     names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
     return {

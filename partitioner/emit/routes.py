@@ -56,10 +56,10 @@ class StageCalls:
 class Routes:
     """The pipeline rank of each virtual stage, and the values that are sent between virtual stages.
 
-    ``ranks[k]``: the rank of virtual stage ``k``. ``stages``: the block calls of each rank. ``arriving[k]``: names of
-    the values that virtual stage ``k`` receives from ``k - 1``. ``returning[k]``: those of them whose gradients are
-    sent back. ``home``: for each value that is a model output, the loss or the new value of a buffer (by name), the
-    rank that provides it.
+    ``ranks[k]``: the rank of virtual stage ``k``. ``stages``: the block calls (such as layers) of each rank.
+    ``arriving[k]``: names of the values that virtual stage ``k`` receives from ``k - 1``. ``returning[k]``: names of
+    the values in ``arriving[k]`` whose gradients are sent back. ``home``: for each value that is a model output, the
+    loss or the new value of a buffer (by name), the rank that provides it.
     """
 
     ranks: tuple[int, ...]

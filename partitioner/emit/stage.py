@@ -82,7 +82,7 @@ class StageJob:
     @cached_property
     def held(self) -> tuple[int, ...]:
         """Return the indices of this rank's virtual stages, counted over all ranks, in increasing order. The ``chunk``
-        of an action of this rank is an index into this tuple.
+        of an action (a forward or backward of one microbatch) of this rank is an index into this tuple.
         """
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
@@ -143,9 +143,9 @@ def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
 
 
 def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
-    """Yield the receive instructions (RECV_F, RECV_B) of a pipeline rank before one of its actions, in the order in
-    which the transfers are sent. ``job``: the transfers of the rank. ``index``: index of the action in the rank's
-    order."""
+    """Yield the receive instructions (RECV_F, RECV_B) of a pipeline rank before one of its actions (forwards and
+    backwards of one microbatch), in the order in which the transfers are sent. ``job``: the transfers of the rank.
+    ``index``: index of the action in the rank's order."""
     for fetch in job.fetches[index]:
         hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
         yield Instruction(
@@ -158,8 +158,9 @@ def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
 
 
 def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
-    """Yield the instructions of one forward action: loads, receives, block calls and the send. ``job``: the calls and
-    transfers of the rank. ``index``: index of ``action`` in the rank's order."""
+    """Yield the instructions of ``action``, a forward of one microbatch: loads of inputs, receives, block calls (such
+    as layers) and the send. ``job``: the calls and transfers of the pipeline rank. ``index``: index of the action in
+    the rank's order."""
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
@@ -177,9 +178,9 @@ def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruc
 
 
 def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
-    """Yield the instructions of one backward action: receives, block calls, the send, and the bucket reductions that
-    start in it. ``job``: the calls, transfers and buckets of the rank. ``index``: index of ``action`` in the rank's
-    order."""
+    """Yield the instructions of ``action``, a backward of one microbatch: receives, block calls (such as layers), the
+    send, and the bucket reductions that start in it. ``job``: the calls, transfers and buckets of the pipeline rank.
+    ``index``: index of the action in the rank's order."""
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
@@ -206,8 +207,8 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Yield the pieces ``(start, end)`` into which a range of block calls (such as layers) is split, the last piece
     first. ``start``, ``end``: the range ``[start, end)`` of positions in the stage. ``cuts``: positions at which a new
-    piece begins. ``runs``: for each call of the stage, whether it has a backward. There is no cut where no call of the
-    range before it has a backward."""
+    piece begins. ``runs``: for each call of the stage, whether it has a backward. A cut is ignored if none of the calls
+    before it in the range has a backward."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
         yield cut, here

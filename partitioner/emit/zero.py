@@ -98,8 +98,8 @@ def _find_read_buckets(
     instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: Sequence[int]
 ) -> frozenset[int]:
     """Return the numbers of the buckets whose sharded parameters ``instruction`` reads. ``needs``: for each block call
-    of the stage, the numbers of the buckets that it reads. ``runs``: for each call, whether it has a backward.
-    ``calls``: positions in the stage of the calls that the instruction runs."""
+    (such as a layer) of the stage, the numbers of the buckets that it reads. ``runs``: for each call, whether it has a
+    backward. ``calls``: positions in the stage of the calls that the instruction runs."""
     backward = instruction.op in _BACKWARD
     return frozenset().union(*(needs[p] for p in calls if runs[p] or not backward))
 
@@ -111,8 +111,9 @@ def _gathered_by_call(
     bucket one computation before the one that reads its parameters, and a FREE after the computation, unless the next
     one reads them, too.
 
-    ``needs``: for each block call of the stage, the numbers of the buckets whose sharded parameters it reads. ``runs``:
-    for each call, whether it has a backward. ``prologue``: positions of the calls that run before the pipeline starts.
+    ``needs``: for each block call (such as a layer) of the stage, the numbers of the buckets whose sharded parameters
+    it reads. ``runs``: for each call, whether it has a backward. ``prologue``: positions of the calls that run before
+    the pipeline starts.
     """
     places, reads = [], []
     for index, i in enumerate(instructions):
@@ -141,8 +142,8 @@ def _gathered_by_call(
 
 def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with one GATHER (all-gather) of the parameters of each
-    bucket at the start of the step (ZeRO-1 and ZeRO-2). Forwards are split before a block call that reads a bucket that
-    no earlier call reads, so that they do not wait for all gathers.
+    bucket at the start of the step (ZeRO-1 and ZeRO-2). Forwards are split before a block call (such as a layer) that
+    reads a bucket that no earlier call reads, so that they do not wait for all gathers.
 
     ``needs``: for each block call of the stage, the numbers of the buckets whose sharded parameters it reads.
     ``prologue``: positions in the stage of the calls that run before the pipeline starts.

@@ -181,8 +181,9 @@ def _describe_shape(padding: BatchPadding | None) -> str:
 
 
 def _hosted_unasked(plan: Plan) -> str:
-    """Return a text to append to a line on memory: that ``plan`` does not fit into device memory without the offload
-    that the search chose. Empty if it fits without offload, or if the user requested the offload.
+    """Return a text to append to a line on memory, which says that ``plan`` fits into device memory only with the
+    offload that the search chose. Return an empty text if it fits without offload, or if the user requested the
+    offload.
     """
     return f": fits only {format_offload(plan)}" if plan.lacking and plan.offload else ""
 
@@ -410,8 +411,8 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
 
 
 def _calls_text(group: CallGroup) -> str:
-    """Return a sequence of repeated blocks as text, such as ``16 × layer (model.layers.0–15)``: number, names, module
-    paths and notes.
+    """Return ``group``, a sequence of repeated blocks (such as decoder layers), as text like
+    ``16 × layer (model.layers.0–15)``: number, names, module paths and notes.
     """
     times = f"{group.count} × " if group.count > 1 else ""
     name = group.title
@@ -420,8 +421,9 @@ def _calls_text(group: CallGroup) -> str:
 
 
 def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
-    """Yield lines that list the weights of each type of block by the way in which they are sharded. A type that occurs
-    on several stages is listed once. ``whole``: the overview of a program.
+    """Yield lines that list the weights of each type of block (a repeated piece of the model, such as a decoder layer)
+    by the way in which they are sharded. A type that occurs on several stages is listed once. ``whole``: the overview
+    of a program.
     """
     seen: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for stage in whole.stages:

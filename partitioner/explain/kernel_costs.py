@@ -42,9 +42,10 @@ _WORDS = {
 
 
 def with_kernel_seconds(plan: Plan) -> Plan:
-    """Return ``plan`` with the fields ``kinds`` and ``exchanges`` of its estimate filled, each only if the explanation
-    of the plan names it: kinds of operators at a low utilisation of the devices, and communication inside layers if it
-    takes a large part of the step."""
+    """Return a copy of ``plan`` whose estimate has up to two more dicts, for the explanation of the plan. ``kinds``:
+    kind of operator -> seconds of one microbatch on the stage that computes longest; it is filled if computation is a
+    large part of the step and the MFU is low. ``exchanges``: purpose -> seconds of a step for communication inside
+    layers; it is filled if this is a large part of the step."""
     estimate = plan.estimate
     total = sum(estimate.breakdown.values())
     if plan.written is None or not total:
@@ -126,10 +127,10 @@ def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
 
 
 def _of_call(block: Block, cost: CallCost, device: DeviceType, train: bool) -> tuple[Seconds, Seconds]:
-    """Return two dicts, kind of operator -> seconds, for the forward and the backward of one call of ``block``.
-    ``cost``: the predicted seconds of the whole call on ``device``. What exceeds the sum of the operators is time in
-    which the device waits for the host to launch them, listed as a kind of its own. ``train``: whether there is a
-    backward.
+    """Return two dicts, kind of operator -> seconds, for the forward and the backward of one call of ``block``, a piece
+    of the model such as a decoder layer. ``cost``: the predicted seconds of the whole call on ``device``. What exceeds
+    the sum of the operators is time in which the device waits for the host to launch them, listed as a kind of its own.
+    ``train``: whether there is a backward.
     """
     asked = asked_by(block, train).kernels
     found: tuple[Seconds, Seconds] = defaultdict(float), defaultdict(float)

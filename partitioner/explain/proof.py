@@ -17,9 +17,10 @@ _SEVERAL = "several stages on a rank"
 
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the lower bound on the step time in ``certificate``, the proof of optimality, holds for plans of
-    the layout ``candidate``. It does not hold for layouts that were tried after the search, nor for schedules that the
-    search tried on the best meshes only. It always holds for 1F1B, ZB-1P and GPipe, which takes as long as 1F1B.
+    """Return whether ``certificate``, the proof of optimality with a lower bound on the step time, covers plans of the
+    layout ``candidate``. It does not cover layouts that were tried after the search. Of all others it covers those with
+    the schedules 1F1B, ZB-1P and GPipe (which takes as long as 1F1B), and those with other schedules if the search
+    tried these on all meshes.
     """
     return not candidate.beside and _is_schedule_covered(candidate, certificate)
 

@@ -446,8 +446,8 @@ def sharing_text(plan: Plan) -> str:
 
 def _format_expert_sharding(plan: Plan, ranks: int) -> str:
     """Return a clause that says over how many ranks the parameters, gradients and optimizer states of experts are
-    sharded. Only ranks with the same experts can share them. It is empty if the number is ``ranks``, the number of
-    ranks for all other parameters, or if experts are not distributed.
+    sharded in ``plan``. Only ranks with the same experts can share them. The clause is empty if the number is
+    ``ranks``, the number of ranks for all other parameters, or if experts are not distributed over ranks.
     """
     chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
     parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)
@@ -603,8 +603,9 @@ def candidate_counts(certificate: Certificate) -> str:
 
 
 def stage_table(plan: Plan, whole: Outline) -> Padding:
-    """Return a table with one row per pipeline stage of ``plan``: its ranks and blocks, its parameters, its peak
-    memory, and the forward and backward seconds of a step. ``whole``: the overview of the plan's program.
+    """Return a table with one row per pipeline stage of ``plan``: its ranks and blocks (such as decoder layers), its
+    parameters, its peak memory, and the forward and backward seconds of a step. ``whole``: the overview of the plan's
+    program.
     """
     busy = [(stage.forward_s, stage.backward_s) for stage in plan.estimate.stages]
     busy = busy if len(busy) == len(whole.stages) else _simulate_stage_seconds(plan)
@@ -722,8 +723,8 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def collective_table(whole: Outline) -> Padding | None:
-    """Return a table of the bytes that collectives transfer in one call of each type of block, per microbatch; ``None``
-    if there are none. ``whole``: the overview of a program.
+    """Return a table of the bytes that collectives transfer in one call of each type of block (a repeated piece of the
+    model, such as a decoder layer), per microbatch; ``None`` if there are none. ``whole``: the overview of a program.
     """
     made = build_empty_table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
     told: set[tuple[str, ...]] = set()

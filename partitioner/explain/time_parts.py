@@ -86,5 +86,5 @@ def format_time_changes(old: Mapping[str, float], new: Mapping[str, float], most
 
 
 def _format_change(seconds: float) -> str:
-    """Return a difference in seconds as text with a sign, such as ``+145 ms``."""
+    """Return ``seconds``, a difference between two times, as text with a sign, such as ``+145 ms``."""
     return f"{'+' if seconds > 0 else '−'}{seconds_text(abs(seconds))}"

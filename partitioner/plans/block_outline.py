@@ -50,9 +50,10 @@ _FLIPS = {"aten.t.default", "aten.transpose.int", "aten.permute.default"}
 
 @dataclass(frozen=True)
 class BlockCollective:
-    """A collective operation in one call of a block. ``op``: its kind, such as ``all_gather``. ``axis``: the mesh axis
-    over which it runs. ``direction``: ``forward`` or ``backward``. ``num_bytes``: bytes of its operand or its result on
-    one rank, whichever is larger. ``path``: path of the module to which it belongs.
+    """A collective operation in one call of a block (a piece of the model, such as a decoder layer). ``op``: its kind,
+    such as ``all_gather``. ``axis``: the mesh axis over which it runs. ``direction``: ``forward`` or ``backward``.
+    ``num_bytes``: bytes of its operand or its result on one rank, whichever is larger. ``path``: path of the module to
+    which it belongs.
     """
 
     op: str
@@ -64,10 +65,11 @@ class BlockCollective:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter that a call of a block reads, for pictures and reports. ``name``: without the module path of the
-    call. ``shape``: of the whole parameter. ``layout``: how it is divided over the ranks of ``tp`` (or ``ep``): ``R``:
-    each holds all of it; ``S0``: each holds a part along dim 0. ``how``: what this layout means for the operator, in
-    words such as ``column-parallel``. ``trainable``: whether it gets a gradient."""
+    """A parameter that a call of a block (a piece of the model, such as a decoder layer) reads, for pictures and
+    reports. ``name``: without the module path of the call. ``shape``: of the parameter before sharding. ``layout``: how
+    it is divided over the ranks of ``tp`` (or ``ep``): ``R``: each holds all of it; ``S0``: each holds a part along dim
+    0. ``how``: what this layout means for the operator, in words such as ``column-parallel``. ``trainable``: whether it
+    gets a gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,8 +79,9 @@ class Weight:
 
 
 def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCollective, ...]:
-    """Return the collectives of one call of ``block``: those of its forward, then those of its backward. ``grads``: for
-    each placeholder (input of the graph), in order, whether it needs a gradient.
+    """Return the collectives of one call of ``block``, the graph of a piece of the model such as a decoder layer: those
+    of its forward, then those of its backward. ``grads``: for each placeholder (input of the graph), in order, whether
+    it needs a gradient.
     """
     forward: list[BlockCollective] = []
     backward: list[BlockCollective] = []
@@ -113,10 +116,10 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
 def block_weights(
     block: BlockGraph, call: CallData, states: Mapping[str, StateData], gathered: bool = False
 ) -> list[Weight]:
-    """Return the parameters that ``call``, a call of ``block``, reads, in order, each with its layout over
-    tensor-parallel ranks. ``states``: all parameters and buffers of the program by name. ``gathered``: whether each
-    data-parallel rank holds only a piece of a parameter and gathers the whole before use (ZeRO-3), which the texts then
-    say."""
+    """Return the parameters that ``call``, a call of ``block`` (a piece of the model, such as a decoder layer), reads,
+    in order, each with its layout over tensor-parallel ranks. ``states``: all parameters and buffers of the program by
+    name. ``gathered``: whether each data-parallel rank holds only a piece of a parameter and gathers all of it before
+    use (ZeRO-3); the description of a sharded parameter then says so."""
     weights = []
     for placeholder, name in zip(block.states, call.states, strict=True):
         state = states[name]

@@ -167,8 +167,8 @@ def bubble_text(plan: Plan) -> str:
 
 
 def _bubble_figure(plan: Plan) -> tuple[str, str]:
-    """Return a pair for pictures: the label of a figure, and as text the percentage of the step that ranks wait in the
-    pipeline (the bubble). The second text is empty if no rank waits."""
+    """Return a pair of texts for pictures of ``plan``: the label of a figure, and the percentage of the step that ranks
+    wait in the pipeline (the bubble). The second text is empty if no rank waits."""
     shares = waiting_shares(plan)
     if not bubble_text(plan):
         return "bubble", ""
@@ -196,9 +196,9 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
-    """Return two times in seconds: that of a whole simulated step (``gradients_s`` plus the optimizer update), and that
-    of the optimizer update alone. ``gradients_s``: simulated seconds from the start of the step until all gradients are
-    complete."""
+    """Return two times of a step of ``plan`` in seconds: that of the whole simulated step (``gradients_s`` plus the
+    optimizer update), and that of the optimizer update alone. ``gradients_s``: simulated seconds from the start of the
+    step until all gradients are complete."""
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     return gradients_s + update, update
 

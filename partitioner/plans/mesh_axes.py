@@ -39,8 +39,8 @@ class AxisCell:
 
 def axis_text(plan: Plan) -> str:
     """Return a text like ``tp inside a node (nvlink4), dp over ib-ndr (4 nodes)``: the links over which the ranks of
-    each mesh axis communicate, and the number of nodes of one group. If groups of an axis differ, the links are those
-    of the slowest. Empty for a single rank."""
+    each mesh axis of ``plan`` communicate, and the number of nodes of one group. If groups of an axis differ, the links
+    are those of the slowest. Empty for a single rank."""
     of_nodes, devices = plan.topology.node_of, np.array(plan.devices)
     said = []
     for axis, uses in _find_axis_uses(plan).items():
@@ -114,8 +114,8 @@ def _describe_level_joins(level: Level) -> str:
 
 
 def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
-    """Return one row of texts for each kind of link that joins single pairs of devices inside a node: the name of the
-    link, which pairs it connects, its bandwidths per pair, and its latency."""
+    """Return one row of texts for each kind of link of ``topology`` that joins single pairs of devices inside a node:
+    the name of the link, which pairs it connects, its bandwidths per pair, and its latency."""
     rows = []
     for name, matrix in topology.pattern_kinds:
         rates = sorted(set(matrix[matrix > 0].tolist()), reverse=True)
@@ -127,8 +127,9 @@ def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 
 def _own_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
-    """Return one row of texts for each link that the topology describes for a single pair of devices: its name, ``two
-    devices``, its bandwidth and its latency. Only the first links have a row; a last row says how many more there are.
+    """Return one row of texts for each link that ``topology`` describes for a single pair of devices: its name,
+    ``two devices``, its bandwidth and its latency. Only the first links have a row; a last row says how many more there
+    are.
     """
     own = list(topology.own_links.values())
     rows = [
@@ -165,7 +166,8 @@ def _find_axis_uses(plan: Plan) -> dict[str, _Uses]:
 
 
 def _list_axis_groups(plan: Plan, axis: str) -> NDArray[np.int64]:
-    """Return the groups of ranks along the mesh axis ``axis``, as an array with one group of ranks per row."""
+    """Return the groups of ranks of ``plan`` along the mesh axis ``axis``, as an array with one group of ranks per
+    row."""
     return expert_grid(plan.mesh, plan.chosen.etp) if axis == "ep" else rank_grid(plan.mesh, axis)
 
 

@@ -26,9 +26,9 @@ from partitioner.units import bytes_text
 
 
 def group_notes(calls: CallGroup) -> list[str]:
-    """Return short texts for pictures on what is unusual about the calls of a group: they are recomputed in backward
-    (whole or in part), run before the pipeline starts, or are computed by each stage that reads their results instead
-    of being sent."""
+    """Return short texts for pictures on what is unusual about ``calls``, a group of block calls (such as layers): they
+    are recomputed in backward (all of them or in part), run before the pipeline starts, or are computed by each stage
+    that reads their results instead of being sent."""
     notes = (
         ("recomputed in backward", calls.recomputed),
         ("recomputed in part in backward", calls.selective),
@@ -46,8 +46,8 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def kept_bytes(program: Program, state: str) -> int:
-    """Return the bytes of a parameter or buffer that a rank holds during the whole step. With ZeRO-3 this is the rank's
-    piece of it, otherwise its tensor-parallel shard. ``state``: name of the parameter or buffer.
+    """Return the bytes that a rank holds of a parameter or buffer of ``program`` during the whole step: with ZeRO-3 the
+    bytes of the rank's piece, otherwise those of its tensor-parallel shard. ``state``: name of the parameter or buffer.
     """
     sizes = state_sizes(program, state)
     return sizes.piece if program.zero == 3 else sizes.part
@@ -71,8 +71,9 @@ class ExchangeTotal:
 
 
 def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTotal]:
-    """Return the totals of the bucket transfers of ``stage`` in one step. A key is (collective, axes joined by ``×``,
-    what is moved), such as ``("all_reduce", "dp×cp", "gradients")``."""
+    """Return the totals of the transfers of gradient and parameter buckets (tensors that are communicated together)
+    that each rank of ``stage``, a pipeline stage of ``program``, makes in one step. A key is (collective, axes joined
+    by ``×``, what is moved), such as ``("all_reduce", "dp×cp", "gradients")``."""
     transfers = Counter[tuple[int, str, tuple[str, ...]]]()
     for instruction, times in count_repetitions(stage.instructions):
         if instruction.op in BUCKET_OPS and instruction.bucket is not None:
@@ -92,8 +93,9 @@ def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTo
 
 
 def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tuple[str, ...]) -> tuple[Exchange, int]:
-    """Return two values on one transfer of ``bucket``, a group of parameters or gradients that are communicated
-    together: a tuple (collective, mesh axes joined by ``×``, what is moved), and the bytes of the transfer on one rank.
+    """Return two values on one transfer of ``bucket``, a group of parameters or gradients of ``program`` that are
+    communicated together: a tuple (collective, mesh axes joined by ``×``, what is moved), and the bytes of the transfer
+    on one rank.
 
     ``op``: the instruction that transfers: ``GATHER`` (parameters), ``SCATTER`` or ``REDUCE`` (gradients). ``axes``:
     the mesh axes named in the instruction; empty: the axes over which the bucket is usually transferred.
@@ -121,12 +123,12 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Collectives of one kind on one rank, added up. Those inside block calls are counted for one microbatch, transfers
-    of parameter or gradient buckets for one step.
+    """Collectives of one kind on one rank, added up. Collectives inside block calls (such as layers) are counted for
+    one microbatch, transfers of parameter or gradient buckets for one step.
 
     ``op``: the collective, such as ``all_reduce``. ``axis``: the mesh axis, or several joined by ``×``. ``count``:
-    number of collectives. ``num_bytes``: bytes of all together. ``even``: whether all have the same size. For transfers
-    of buckets, ``what`` says what is moved, such as ``gradients``, and ``buckets`` is the number of different buckets.
+    number of collectives. ``num_bytes``: their total bytes. ``even``: whether all have the same size. For transfers of
+    buckets, ``what`` says what is moved, such as ``gradients``, and ``buckets`` is the number of different buckets.
     """
 
     op: str
@@ -139,9 +141,9 @@ class CollectiveTotal:
     buckets: int = 0
 
     def amount(self, calls: int = 1) -> str:
-        """Return the number and the size of these collectives in one block call as text: ``2 × 32 MiB`` if all have one
-        size, ``24 MiB in 3`` if sizes differ. ``calls``: number of block calls over which the collectives are spread
-        evenly; if they do not divide evenly, the text gives the total of all calls."""
+        """Return the number and the size of these collectives in one block call (such as a layer) as text:
+        ``2 × 32 MiB`` if all have one size, ``24 MiB in 3`` if sizes differ. ``calls``: number of block calls over
+        which the collectives are spread evenly; if they do not divide evenly, the text gives the total of all calls."""
         if self.count % calls:
             return f"{self.count} in {calls} calls, {bytes_text(self.num_bytes)}"
         count, total = self.count // calls, self.num_bytes / calls
@@ -150,16 +152,17 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class CallGroup:
-    """Consecutive block calls of one stage in which a sequence of blocks is repeated.
+    """Consecutive block calls (uses of pieces of the model, such as decoder layers) of one stage in which a sequence of
+    blocks is repeated.
 
-    ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range ``[start,
-    stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``: the same as
-    text for reports, such as ``layers.* + norm``. ``count``: number of repetitions. ``paths``: the module paths of the
-    calls as text. ``collectives``: totals over all calls of the group, for one rank and one microbatch. ``weights``:
-    the parameters of one repetition.
+    ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range
+    ``[start, stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``:
+    these names as text for reports, such as ``layers.* + norm``. ``count``: number of repetitions. ``paths``: the
+    module paths of the calls as text. ``collectives``: totals over all calls of the group, for one rank and one
+    microbatch. ``weights``: the parameters of one repetition.
 
-    ``num_parameters``: elements of the whole parameters. ``parameter_bytes``: bytes that one rank holds of them.
-    ``recomputed``, ``selective``: whether the backward recomputes the whole calls, or a part of them. ``prologue``:
+    ``num_parameters``: elements of the parameters before sharding. ``parameter_bytes``: bytes that one rank holds of
+    them. ``recomputed``, ``selective``: whether the backward recomputes all of each call, or a part. ``prologue``:
     whether the calls run before the pipeline starts. ``everywhere``: whether each stage that reads the results computes
     them for itself.
     """
@@ -233,10 +236,10 @@ class TiedWeight:
 class StageOutline:
     """Summary of what each rank of one pipeline stage holds, computes and transfers.
 
-    ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls, as groups of repeated blocks.
-    ``num_calls``: number of block calls. ``num_parameters``: elements of the whole parameters. ``parameter_bytes``:
-    bytes that one rank holds of them. ``reductions``: transfers of gradient and parameter buckets in one step.
-    ``loads``: paths of the model inputs that it reads.
+    ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls (such as layers), as groups in
+    which a sequence of blocks is repeated. ``num_calls``: number of block calls. ``num_parameters``: elements of the
+    parameters before sharding. ``parameter_bytes``: bytes that one rank holds of them. ``reductions``: transfers of
+    gradient and parameter buckets in one step. ``loads``: paths of the model inputs that it reads.
     """
 
     index: int
@@ -253,9 +256,9 @@ class StageOutline:
 class Outline:
     """Summary of a program for pictures and reports.
 
-    ``stages``: a summary of each pipeline stage. ``flows``: values that groups of block calls pass to each other.
-    ``links``: what stages send to each other for one microbatch. ``ties``: parameters that several groups of calls
-    read. ``num_parameters``: elements of all parameters of the model.
+    ``stages``: a summary of each pipeline stage. ``flows``: values that groups of block calls (such as layers) pass to
+    each other. ``links``: what stages send to each other for one microbatch. ``ties``: parameters that several groups
+    of calls read. ``num_parameters``: elements of all parameters of the model.
     """
 
     stages: tuple[StageOutline, ...]
@@ -303,8 +306,8 @@ def _count_repeats(names: Sequence[Any], start: int, period: int) -> int:
 
 
 def path_range(paths: Sequence[str]) -> str:
-    """Return the module paths of consecutive calls as one text, from the first to the last: ``model.layers.0–7``. If
-    the two differ in more than one part, both are written in full."""
+    """Return ``paths``, the module paths of consecutive calls, as one text from the first to the last:
+    ``model.layers.0–7``. If the two differ in more than one part, both are written in full."""
     first, last = paths[0], paths[-1]
     if first == last:
         return first
@@ -318,8 +321,8 @@ def path_range(paths: Sequence[str]) -> str:
 
 
 def chunk_starts(stage: Stage) -> list[int]:
-    """Return the positions, from 0, of those block calls of the pipeline stage ``stage`` with which its virtual stages
-    begin, in increasing order.
+    """Return the positions, from 0, of those block calls (such as layers) of the pipeline stage ``stage`` with which
+    its virtual stages begin, in increasing order.
     """
     starts: set[int] = set()
     fresh = True
@@ -440,9 +443,9 @@ class _Outliner:
         return block_weights(self.program.blocks[call.block], call, self.program.states, gathered)
 
     def sum_collective_traffic(self, stage: int, calls: range) -> tuple[CollectiveTotal, ...]:
-        """Return the totals of the collectives in some block calls, one entry for each combination of collective, mesh
-        axis and direction, for one rank and one microbatch. ``stage``: index of the stage. ``calls``: positions of the
-        calls in it. Collectives of recomputed forwards count as backward, too.
+        """Return the totals of the collectives in some block calls (such as layers), one entry for each combination of
+        collective, mesh axis and direction, for one rank and one microbatch. ``stage``: index of the stage. ``calls``:
+        positions of the calls in it. Collectives of recomputed forwards count as backward, too.
         """
         sizes: dict[tuple[str, str, Direction], list[int]] = {}
         for i in calls:
@@ -457,7 +460,8 @@ class _Outliner:
         return tuple(CollectiveTotal(*key, len(all_), sum(all_), len(set(all_)) == 1) for key, all_ in sizes.items())
 
     def list_call_collectives(self, call: Any) -> tuple[BlockCollective, ...]:
-        """Return the collectives of one block call, forward and backward. ``call``: an entry of a stage's calls."""
+        """Return the collectives of one block call (such as a layer) of the program: those of its forward, then those
+        of its backward. ``call``: the call, an entry of the list of calls of a stage."""
         program = self.program
         train = program.objective == "train"
         grads = tuple(train and program.states[s].requires_grad for s in call.states) + tuple(

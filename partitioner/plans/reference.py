@@ -290,8 +290,9 @@ class _ByPlace(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Return the result of ``scaled_dot_product_attention`` with these arguments, where dropout draws from a random
-        stream of its own. ``options``: its keyword arguments ``scale`` and ``enable_gqa``.
+        """Return the result of ``scaled_dot_product_attention`` of ``query``, ``key`` and ``value`` with these
+        arguments, where dropout draws from a random stream of its own. ``options``: its keyword arguments ``scale`` and
+        ``enable_gqa``.
         """
         scale: float | None = options.get("scale")
         if options.get("enable_gqa", False):
@@ -318,7 +319,8 @@ _DROPPING: dict[str, Callable[..., Tensor]] = {
 def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
     """Return the arguments of a call of a function with dropout, as a dict by parameter name; ``None`` if they switch
     dropout off (probability 0, or no training), so that PyTorch's own function can run. ``replacement``: the method
-    that computes the function in this file. ``args``, ``kwargs``: arguments of the call."""
+    that would replace PyTorch's function, which has the parameter names. ``args``, ``kwargs``: arguments of the
+    call."""
     names = list(inspect.signature(replacement).parameters)[1:]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     if "train" in bound:

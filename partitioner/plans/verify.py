@@ -182,8 +182,8 @@ def verify(
 
 
 def counters_of(program: Program, model: nn.Module) -> list[str]:
-    """Return the names of those states of ``program`` that are Python numbers in the model's modules, such as a step
-    counter, and that forward changes, so that they are compared too."""
+    """Return the names of those parameters and buffers of ``program`` that are Python numbers in the modules of
+    ``model``, such as a step counter, and that forward changes, so that a verification compares them, too."""
     held = dict(model.named_buffers(remove_duplicate=False))
     changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
     return [name for name in changed if number_of(model, name) is not None]
@@ -192,7 +192,7 @@ def counters_of(program: Program, model: nn.Module) -> list[str]:
 def compare(run: Run, reference: Reference, program: Program) -> dict[str, float]:
     """Return the relative error of everything that the model computes: ``loss``, ``output <path>``, ``grad <name>``,
     ``buffer <name>`` or ``parameter <name>`` -> error. ``run``: results of the plan's programs. ``reference``: results
-    of the model.
+    of the model. ``program``: the program that ran, which says what each output and buffer is.
 
     The difference of a gradient is divided by its largest element, or by 1/1000 of the largest element of all gradients
     if that is greater, so that gradients that are zero except for rounding count as equal. Buffers and parameters are

@@ -257,8 +257,9 @@ def fit_overlap(overlaps: Sequence[Overlap]) -> float:
 
 def fit_concurrent(measured: Measurements, cores: int) -> float | None:
     """Return the number of ranks that can compute at full speed at the same time: the number of CPU ``cores``, divided
-    by the factor by which the measurement slows down when all ranks compute instead of one rank per core. ``None`` if
-    this was not measured; it means that all ranks can compute at full speed."""
+    by the factor by which the same work takes longer when all ranks compute than when only one rank per core does.
+    ``measured``: the measured times. Return ``None`` if this was not measured; it means that all ranks can compute at
+    full speed."""
     if not measured.all_s:
         return None
     stretch = statistics.median([a / f for a, f in zip(measured.all_s, measured.few_s, strict=True)])

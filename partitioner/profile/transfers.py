@@ -136,8 +136,8 @@ def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_b
 
 
 def _skip_transfer(_: Callable[[], None]) -> None:
-    """Do nothing with the argument, a function without arguments that would run the transfer. This replaces the
-    transfer on ranks that do not take part in it.
+    """Do nothing. This replaces the function that runs a transfer on ranks that do not take part in it. The argument, a
+    function that runs a computation before the transfer, is not called.
     """
 
 

@@ -141,10 +141,12 @@ class FirstProgram:
 
     def plan_generation(self, name: str, asked: Generate) -> dict[str, FurtherProgram]:
         """Return the two programs that generate tokens, by name: ``"<name> prefill"`` reads a prompt into the key/value
-        caches, ``"<name> decode"`` reads one token of each sample.
+        caches, ``"<name> decode"`` reads one token of each sample. ``asked``: the user's request, with the number of
+        samples and the lengths of prompt and caches in tokens.
 
-        Raise :class:`GenerationError` if the model has no caches, or if the two programs would place them differently,
-        and :class:`PlanError` if one of them does not exist in the layout of the training program.
+        Raise :class:`GenerationError` if the model has no caches, or if the number of samples or the mesh does not
+        allow generation; :class:`LayoutError` if the two programs would place their caches differently; and
+        :class:`PlanError` if one of them does not exist in the layout of the training program.
         """
         model, precision = self.prepared.model, self.prepared.precision
         mesh = self.found.chosen.candidate
@@ -180,10 +182,12 @@ class FirstProgram:
         raise errors[0]
 
     def _plan_with_caches(self, name: str, jobs: Mapping[Purpose, Job], layout: Layout) -> dict[str, FurtherProgram]:
-        """Return the programs of the generation ``name``, whose key/value caches have ``layout`` over ``tp``. ``jobs``:
-        the planning problem for each purpose.
+        """Return the programs of the generation ``name``, by name, whose key/value caches have ``layout`` (sharded by
+        heads or replicated) over the mesh axis ``tp``. ``jobs``: ``prefill`` or ``decode`` -> planning problem of this
+        program.
 
-        Raise :class:`PlanError` if one of them has no plan, and :class:`LayoutError` if it would copy caches.
+        Raise :class:`PlanError` if one of them has no plan, and :class:`LayoutError` if they would place their caches
+        differently, or copy caches instead of writing to them in place.
         """
         found: dict[str, FurtherProgram] = {}
         for purpose, job in jobs.items():
@@ -204,10 +208,10 @@ class FirstProgram:
         """Return the fastest program for ``job`` that keeps the mesh, the stages and the sharding of the training
         program.
 
-        ``name``: the program's name. ``purpose``: ``"step"`` for a training step; otherwise it runs forward alone.
-        ``padding``: how smaller batches are padded to the program's batch shape; ``None`` if they are not padded.
-        ``inputs``: layouts over ``tp`` of inputs that are not whole on every rank, by value name. Raise
-        :class:`PlanError` if no such program exists.
+        ``name``: the program's name. ``job``: the planning problem, with the model and its inputs. ``purpose``:
+        ``"step"`` for a training step; otherwise it runs forward alone. ``padding``: how smaller batches are padded to
+        the program's batch shape; ``None`` if they are not padded. ``inputs``: name of an input -> its layout over
+        ``tp``, for inputs that are sharded; others are replicated. Raise :class:`PlanError` if no such program exists.
         """
         chosen, first = self.found.chosen, self.found.program
         assert first is not None
@@ -258,9 +262,10 @@ def solve_microbatchings(
     """Solve ``candidate`` (mesh sizes, schedule, ZeRO stage) with several microbatch sizes. Return two lists: the
     solutions, fastest first, and the errors of the sizes that have none.
 
-    The sizes are the three largest divisors of the global batch that are at most the candidate's size. Without a
-    pipeline, the largest size that has a solution is enough, and smaller ones are not tried. ``devices``: the device
-    index of each rank; ``None``: the solver places the ranks.
+    ``evaluator``: finds the best plan of a candidate for one job. The sizes are the three largest divisors of the job's
+    global batch that are at most the candidate's size. Without a pipeline, the largest size that has a solution is
+    enough, and smaller ones are not tried. ``devices``: the device index of each rank; ``None``: the solver places the
+    ranks.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
@@ -321,9 +326,10 @@ def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.i
 
 
 def _pick_shapes(family: ShapeFamily) -> list[tuple[Shape, float]]:
-    """Return at most three batch shapes (samples, positions) by which layouts are compared, besides the largest one,
-    each with a weight. All other shapes, in order of size, are divided into three groups; each group is represented by
-    its most frequent shape, whose weight is the summed frequency of the group."""
+    """Return at most three batch shapes (samples, positions) of ``family``, all batch shapes of a plan, by which
+    layouts are compared besides the largest shape, each with a weight. All shapes but the largest, in order of size,
+    are divided into three groups; each group is represented by its most frequent shape, whose weight is the summed
+    frequency of the group."""
     others = [(shape, family.weight_of(shape)) for shape in family.shapes[1:] if family.weight_of(shape)]
     each = max(1, math.ceil(len(others) / _COMPARED))
     groups = [others[at : at + each] for at in range(0, len(others), each)]
@@ -362,8 +368,8 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
-    """Return how smaller batches are padded to the batch shape of the evaluation ``job``; ``None`` if the model has no
-    example inputs, from which this could be found.
+    """Return how smaller batches are padded to the batch shape of the evaluation ``job``, a planning problem for the
+    model ``prepared``; ``None`` if the model has no example inputs, from which this could be found.
     """
     if prepared.inputs is None:
         return None

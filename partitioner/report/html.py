@@ -150,8 +150,8 @@ def read_cell(cell: Any) -> str:
 
 
 def _convert_table(table: Table, caption: str) -> ET.Element:
-    """Return a table of the library rich as an HTML table with a hidden ``caption``. Right-aligned columns are those of
-    numbers. A table whose columns have no titles becomes a list of names and values.
+    """Return ``table``, a table of the library rich, as an HTML table with a hidden ``caption``. Right-aligned columns
+    are those of numbers. A table whose columns have no titles becomes a list of names and values.
     """
     columns = [(read_cell(column.header), column.justify == "right") for column in table.columns]
     rows = [[read_cell(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
@@ -161,9 +161,9 @@ def _convert_table(table: Table, caption: str) -> ET.Element:
 
 
 def build_pair_list(rows: Iterable[Sequence[str]], caption: str) -> ET.Element:
-    """Return an HTML table without column titles. ``rows``: a name, which becomes the row's heading, then the values.
-    If a row has several values, one that consists of ``█`` characters only becomes a bar of proportional length.
-    ``caption``: a hidden title.
+    """Return an HTML table without column titles. ``rows``: for each row a name, which becomes the row's heading, then
+    the values. If a row has several values, one that consists of ``█`` characters only becomes a bar of proportional
+    length. ``caption``: a hidden title.
     """
     body = build_element("tbody")
     for name, *values in rows:

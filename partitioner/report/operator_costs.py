@@ -52,9 +52,9 @@ class OperatorCost:
 
 
 def list_operator_costs(plan: Plan) -> list[OperatorCost]:
-    """Return the predicted cost of every operator of the plan's blocks, the longest time first. Operators of equal name
-    in one module of a block are added up. A block that several stages call has one entry per operator, with all its
-    calls.
+    """Return the predicted cost of every operator of the plan's blocks (pieces of the model, such as decoder layers),
+    the longest time first. Operators of equal name in one module of a block are added up. A block that several stages
+    call has one entry per operator, with all its calls.
 
     Times are those of kernels alone, without communication, recomputation and the time in which a device waits for the
     host.
@@ -89,8 +89,9 @@ def _format_stages(numbers: list[int]) -> str:
 def _list_block_costs(
     plan: Plan, block: Block, device: DeviceType, train: bool, common: OperatorCost
 ) -> Iterator[OperatorCost]:
-    """Yield the predicted cost of each operator of ``block`` on ``device``. ``train``: whether backward is included.
-    ``common``: an entry whose ``stages``, ``block`` and ``calls`` all results have.
+    """Yield the predicted cost of each operator of ``block``, a piece of the model in ``plan`` such as a decoder layer,
+    on ``device``. ``train``: whether backward is included. ``common``: an entry whose ``stages``, ``block`` and
+    ``calls`` all results have.
     """
     paths = {node["name"]: node.get("path", "") for node in plan.program.blocks[block.name].nodes}
     names, learned = set(block.states), learned_nodes(block)

@@ -118,8 +118,8 @@ def _read_value(candidate: Candidate, name: str) -> Any:
 
 
 def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
-    """Return a key that sorts values of a constraint by their distance from the plan's value ``own``. Numbers are
-    compared on a logarithmic scale, other values by their text.
+    """Return a key that sorts the values of a constraint by their distance from the plan's value ``own``. ``value``:
+    the value for which the key is. Numbers are compared on a logarithmic scale, other values by their text.
     """
     if isinstance(own, int) and isinstance(value, int):
         return abs(math.log2(max(value, 0.5)) - math.log2(max(own, 0.5))), f"{value:012d}"

@@ -252,9 +252,11 @@ def least_cut(matrix: Floats) -> float:
 
 
 def least_share(parts: Ints, shares: Floats) -> Floats:
-    """Return, for each row, the least sum of shares over the parts of the row, shape ``[rows]``. ``parts``: the number
-    of the part (such as a node) to which each entry belongs. ``shares``: the share of bandwidth of each entry. Both
-    have the shape ``[rows, size]``."""
+    """Return, for each group of devices (row), the least bandwidth that one of its parts has, shape ``[rows]``. The
+    bandwidth of a part is the sum of the shares of its devices.
+
+    ``parts``: for each device of a group, the number of the part (such as a node) to which it belongs. ``shares``: for
+    each device, the fraction of the bandwidth of a link that it gets. Both have the shape ``[rows, size]``."""
     rows, size = parts.shape
     order = np.lexsort((parts.ravel(), np.repeat(np.arange(rows), size)))
     ordered = parts.ravel()[order]

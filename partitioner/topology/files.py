@@ -393,8 +393,8 @@ def with_memory(topology: Topology, times: float) -> Topology | None:
     result is no valid topology. The bytes that programs cannot use (``reserved``) do not change."""
 
     def grown(part: TopologyPart) -> TopologyPart:
-        """Return a copy of ``part``, a device type or an override, with its bytes of memory multiplied, if it gives
-        any."""
+        """Return a copy of ``part``, a device type or an override of a device or node, with its bytes of memory
+        multiplied by the factor ``times`` of the enclosing function; ``part`` itself if it gives no memory."""
         memory = getattr(part, "memory", None)
         return part if memory is None else part.model_copy(update={"memory": round(memory * times)})
 
@@ -410,8 +410,9 @@ def with_margin(topology: Topology, margin: float) -> Topology:
         return topology
 
     def smaller(memory: int, kind: str) -> int:
-        """Return ``memory`` bytes less the fraction ``margin`` of the usable part. ``kind``: the device type, which
-        gives the reserved bytes.
+        """Return ``memory``, the bytes of a device, less those that plans must leave free: the fraction ``margin`` of
+        the enclosing function, of the bytes that programs can use. ``kind``: name of the device type, which gives the
+        bytes that programs cannot use.
         """
         return memory - margin_bytes(memory - topology.types[kind].reserved, margin)
 

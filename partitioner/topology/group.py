@@ -31,7 +31,7 @@ _ROUNDING = 1e-9
 @dataclass(frozen=True)
 class Tier:
     """One level of links inside a communication group of ranks. The links of ``level`` connect ``ways`` parts of the
-    group. Each part has ``below`` ranks, which are connected by levels further inside."""
+    group with each other. Each part has ``below`` ranks, which are connected by levels further inside."""
 
     level: Level
     ways: int
@@ -305,9 +305,10 @@ def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
 
 
 def step_over(latency: float, plain: Level | Pattern | None) -> float:
-    """Return the seconds of one step of a collective over a direct link of two devices. ``latency``: seconds of one
-    message over it. ``plain``: the links that it replaces; ``None`` if there are none. A greater latency than that of
-    ``plain`` adds the difference to the step of ``plain``; a smaller one scales the step down."""
+    """Return the seconds of one step of a collective over a direct link of two devices, without the time to move data.
+    ``latency``: seconds of one message over it. ``plain``: the links that it replaces; ``None`` if there are none. A
+    greater latency than that of ``plain`` adds the difference to the step of ``plain``; a smaller one shortens the step
+    in proportion."""
     if plain is None:
         return latency
     faster = latency / plain.latency if latency < plain.latency else 1.0

@@ -121,8 +121,9 @@ def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) ->
 
 
 def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
-    """Yield several arrays, each with one number for each communication group. Groups that have equal numbers in all
-    arrays take equally long for every collective. ``rows``: device indices in ``topology``, one group per row."""
+    """Yield arrays of shape ``[num_groups]``, with one number for each communication group. Groups that have equal
+    numbers in all arrays take equally long for every collective. ``rows``: device indices in ``topology``, one group
+    per row."""
     yield np.zeros(len(rows))
     for groups in topology.groups:
         yield from (column.astype(np.float64) for column in spread_of(groups[rows]))
@@ -140,9 +141,9 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number for each communication group. It is equal for groups whose direct links, those that ``topology``
-    gives for single pairs of devices, are equal; 0 if no such link connects two devices of the group. ``rows``: device
-    indices, one group per row."""
+    """Return a number for each communication group, shape ``[num_groups]``. Groups have equal numbers if the direct
+    links that ``topology`` gives for single pairs of their devices make collectives equally fast; 0 if no such link
+    connects two devices of the group. ``rows``: device indices, one group per row."""
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}
@@ -285,12 +286,12 @@ def reference_type(topology: Topology) -> str:
 
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
     """Return whether all communication groups over each mesh axis are known to have equal links, so that it is enough
-    to look at one of them. The placement assigns ranks to devices in consecutive series, one inside the other: for
-    example, 8 ranks inside a node and 32 inside a rail.
+    to look at one of them. Ranks are placed on devices in consecutive runs, one inside the other: for example, 8 ranks
+    inside a node and 32 inside a rail.
 
-    ``sizes``: the axis sizes of the mesh, the innermost first. ``steps``: the lengths of these series, ascending. The
-    result is true if the number of ranks inside each axis divides the next longer series and is a multiple of the next
-    shorter one.
+    ``sizes``: numbers of ranks of the mesh axes, the innermost first. ``steps``: lengths of the runs in ranks,
+    ascending. The result is true if, for each axis, the product of its size and those of the axes inside it divides the
+    next longer run and is a multiple of the next shorter one.
     """
     for product in accumulate(sizes, mul):
         above = bisect_left(steps, product)

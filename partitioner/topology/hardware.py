@@ -235,9 +235,9 @@ class Level(TopologyPart):
         return self.latency if self.step is None else self.step
 
     def shared(self, share: float = 1.0) -> Level:
-        """Return a copy of these links with the bandwidth that each device gets while all devices communicate.
-        ``share``: the fraction of the bandwidth that is left for the device, apart from oversubscription, which is
-        applied here."""
+        """Return a copy of these links with the bandwidth that each device gets while all devices communicate: the
+        bandwidth times ``share`` (a fraction of 1), divided by the oversubscription of the links. Measured bandwidths
+        of collectives are changed likewise."""
         share /= self.oversubscription
         if share == 1.0:
             return self

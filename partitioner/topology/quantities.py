@@ -116,7 +116,8 @@ def _make_range_validator(least: float, most: float, unit: str, like: str) -> Af
     an example of a correct value."""
 
     def check(value: float) -> float:
-        """Return ``value``; raise ``ValueError`` if it is outside the range."""
+        """Return ``value``; raise ``ValueError`` if it is outside the range from ``least`` to ``most``, arguments of
+        the enclosing function."""
         if not least <= value <= most:
             limits = f"{least:g} to {most:g}{unit}"
             raise ValueError(

@@ -139,7 +139,7 @@ class CheckpointTarget:
         self.writer(rank).write_text(this_process())  # lost with the host, and of no use then
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Write the error of ``rank`` to the file :attr:`failed`, which the other ranks look for.
+        """Write ``error``, with which ``rank`` has failed, to the file :attr:`failed`, which the other ranks look for.
 
         If it cannot be written, for example on a full disk, the other ranks find out only when their wait times out.
         """
@@ -219,8 +219,9 @@ class CheckpointTarget:
         remove_path_atomically(self.old)
 
     def _keep_others(self) -> None:
-        """Move files that do not belong to a checkpoint, such as the user's notes, from the replaced checkpoint folder
-        into the new one, before the replaced one is removed. A file whose name exists there is not moved."""
+        """Move files that do not belong to a checkpoint, such as the user's notes, from the folder of the replaced
+        checkpoint into that of the new one, before the former is removed. A file whose name exists in the new folder is
+        not moved."""
         if self.old.is_dir() and self.final.is_dir():
             for path in self.old.iterdir():
                 if not re.fullmatch(self.own, path.name) and not (self.final / path.name).exists():

@@ -237,9 +237,10 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _find_metadata_problem(metadata: Metadata) -> str:
-    """Check the metadata of a checkpoint: every part of a tensor must lie in a file in the checkpoint's folder, with
-    enough bytes stored for its elements, and the parts must cover the tensor. Return a text that describes the first
-    error, such as a file outside of the folder; an empty string if there is none."""
+    """Check ``metadata``, the content of the file ``.metadata`` of a checkpoint: every part of a tensor must lie in a
+    file in the checkpoint's folder, with enough bytes stored for its elements, and the parts must cover the tensor.
+    Return a text that describes the first error, such as a file outside of the folder; an empty string if there is
+    none."""
     stored = metadata.storage_data
     for info in stored.values():
         if not is_file_name(info.relative_path):

@@ -43,8 +43,8 @@ def _describe_optimizer(
     """Return the class name of ``optimizer`` (``kind``), the names of its ``defaults``, and its ``groups``, as plain
     data.
 
-    A group has ``names`` of parameters in the model and ``values`` of hyperparameters. ``parameters``: name ->
-    parameter of this rank.
+    A group has ``names`` of parameters in the model and ``values`` of hyperparameters. ``parameters``: name in
+    ``program`` -> parameter of this rank. ``program``: the program, which knows the model's names of its parameters.
     """
     return {
         "kind": type(optimizer).__name__,
@@ -93,10 +93,11 @@ def values_of(
     """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by parameter
     names.
 
-    ``saved``: a result of :func:`merge_rank_descriptions`. A group none of whose parameters were saved gets an empty
-    dict. Raise :class:`CheckpointError` if the number, the order or the classes of the optimizers, or their groups,
-    differ from the saved ones. ``given``: one optimizer, a list of optimizers, or ``None``. ``parameters``: name in the
-    program -> parameter of this rank.
+    ``saved``: a result of :func:`merge_rank_descriptions`: for each optimizer, a dict with its class name and its
+    parameter groups. A group none of whose parameters were saved gets an empty dict. Raise :class:`CheckpointError` if
+    the number, the order or the classes of the optimizers, or their groups, differ from the saved ones. ``given``: one
+    optimizer, a list of optimizers, or ``None``. ``parameters``: name in ``program`` -> parameter of this rank.
+    ``program``: the program, which knows the model's names of its parameters.
     """
     optimizers, kept = optimizers_of(given), [saved] if isinstance(saved, Mapping) else list(saved)
     if len(optimizers) != len(kept):
@@ -160,9 +161,11 @@ def given_back(
     """Return the saved hyperparameters (name -> value) for each parameter group of ``optimizer``, in the order of its
     groups. Groups are matched by the names of their parameters.
 
-    ``saved``: the saved description of one optimizer. A group none of whose parameters were saved gets an empty dict.
-    Raise :class:`CheckpointError` if parameters of one saved group are now in several groups, or if a group has
-    parameters of saved groups with different values. ``parameters``: name in the program -> parameter of this rank.
+    ``saved``: the saved description of one optimizer, with the parameter names and hyperparameters of its groups. A
+    group none of whose parameters were saved gets an empty dict. Raise :class:`CheckpointError` if parameters of one
+    saved group are now in several groups, or if a group has parameters of saved groups with different values.
+    ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's
+    names of its parameters.
     """
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}
@@ -228,7 +231,8 @@ def _name_group_parameters(
 ) -> list[list[str]]:
     """Return, for each parameter group of ``optimizer``, the names of its parameters in the model.
 
-    ``parameters``: name in the program -> parameter of this rank.
+    ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's
+    names of its parameters.
     """
     names = {id(p): model_names(name, program.states[name]) for name, p in parameters.items()}
     return [[n for p in group["params"] for n in names.get(id(p), ())] for group in optimizer.param_groups]

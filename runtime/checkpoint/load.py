@@ -146,16 +146,18 @@ def to_go_on_from(root: Path) -> list[CheckpointMatch]:
 def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
     """Return the checkpoint at ``directory``, or the latest one in it. All ranks call this.
 
-    Raise :class:`CheckpointError` on all ranks if any rank finds none. ``communicator``: connects this rank with the
-    others.
+    Raise :class:`CheckpointError` on all ranks if any rank finds none. ``rank``: the program of this rank.
+    ``communicator``: connects this rank with the others.
     """
     return _run_collectively(communicator, rank, lambda: find_checkpoint(directory))
 
 
 def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator) -> None:
-    """Raise :class:`CheckpointError` on all ranks if ranks see different checkpoints in ``root``. All ranks call this.
+    """Raise :class:`CheckpointError` on all ranks if ranks see different checkpoints in the folder ``root``. All ranks
+    call this.
 
-    ``found``: the checkpoints that this rank sees there. ``communicator``: connects this rank with the others.
+    ``found``: the checkpoints that this rank sees there. ``rank``: the program of this rank. ``communicator``: connects
+    this rank with the others.
     """
     told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
     if not _is_equal_across_ranks(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
@@ -178,14 +180,16 @@ def load_checkpoint(
     """Load the checkpoint ``found`` into the tensors ``states`` and into ``optimizer``. All ranks call this.
 
     Args:
+        rank: the program of this rank.
         states: parameter or buffer -> this rank's shard, which is filled in place.
+        optimizer: the optimizers whose states are restored; ``None``: none are.
+        communicator: connects this rank with the others.
         verify: first read every file once, shared among the ranks, and compare its SHA-256 with the manifest.
         extra: names of further objects, such as data loaders, whose states are returned.
 
     Return the other saved data, such as step counters; its ``"extra"`` has name -> state of each object for this rank.
     Raise :class:`CheckpointError` on all ranks, before anything is changed, if a rank finds a file damaged or missing,
-    or if the checkpoint does not match the model, the optimizer or ``extra``. ``communicator``: connects this rank with
-    the others.
+    or if the checkpoint does not match the model, the optimizer or ``extra``.
     """
     _require_same_checkpoint(found, rank, communicator)
     if verify:
@@ -218,8 +222,9 @@ def load_checkpoint(
 
 
 def _read_training(found: CheckpointMatch) -> dict[str, Any]:
-    """Return the saved data other than tensors of the checkpoint ``found``. Raise :class:`DamagedCheckpointError` if a
-    part of it is missing or has another type.
+    """Return the saved data of the checkpoint ``found`` other than tensors, as a dict that has the keys ``steps``,
+    ``seed``, ``scale`` and ``extra`` and the states of random generators under ``random``. Raise
+    :class:`DamagedCheckpointError` if a part of it is missing or has another type.
     """
     training = unpack_plain_data((found.folder / TRAINING).read_bytes())
     if wrong := find_wrong_state(training):
@@ -257,7 +262,7 @@ def _select_extra_states(
 
     ``training``: the saved data other than tensors. If the ranks had different states, this rank gets its own. Raise
     :class:`CheckpointError` if a state is missing, or if states differ between ranks and the mesh is not the one of the
-    checkpoint. ``found``: the checkpoint.
+    checkpoint. ``found``: the checkpoint. ``rank``: the program of this rank, with its mesh.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in asked:
@@ -276,10 +281,11 @@ def _select_extra_states(
 def _read_group_hyperparameters(
     training: Mapping[str, Any], rank: RankProgram, optimizer: OptimizerState | None
 ) -> list[list[Mapping[str, Any]]]:
-    """Return the saved hyperparameters as a list over optimizers of lists over parameter groups; empty without an
-    optimizer.
+    """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, each a dict of name ->
+    value; empty without an optimizer.
 
-    ``training``: the saved data other than tensors.
+    ``training``: the saved data of the checkpoint other than tensors. ``rank``: the program of this rank.
+    ``optimizer``: the optimizers whose parameter groups are matched with the saved ones; ``None``: there are none.
     """
     if optimizer is None:
         return []
@@ -301,8 +307,9 @@ def _match_saved_states(
     optimizer's saved state.
 
     The tensors are in a dict: parameter name -> key, such as ``exp_avg`` -> tensor. ``states``: name -> this rank's
-    shard. Raise :class:`CheckpointError` if parameters or buffers are missing or have other shapes. ``found``: the
-    checkpoint. ``reader``: reads tensors of the checkpoint.
+    shard. ``rank``: the program of this rank. ``optimizer``: the optimizers for whose states tensors are returned;
+    ``None``: there are none. ``found``: the checkpoint. ``reader``: reads tensors of the checkpoint. Raise
+    :class:`CheckpointError` if parameters or buffers are missing in the checkpoint or have other shapes.
     """
     names: dict[str, str] = {}
     wrong: list[str] = []
@@ -337,8 +344,9 @@ def _match_saved_states(
 
 
 def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
-    """Return each name of a parameter or buffer in the plan -> other names under which the checkpoint has this tensor,
-    such as with a wrapper's prefix. ``reader``: reads tensors of the checkpoint.
+    """Return the other names under which the checkpoint has a parameter or buffer of the plan, such as with a wrapper's
+    prefix: name in the plan -> names in the checkpoint. ``reader``: reads tensors of the checkpoint. ``rank``: the
+    program of this rank, which knows the names of the plan.
     """
     saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
     found: dict[str, list[str]] = {}
@@ -353,8 +361,9 @@ def _allocate_optimizer_state(
     """Return empty tensors for the optimizer's saved state on this rank: parameter name -> key, such as ``exp_avg`` ->
     tensor.
 
-    ``names``: name of the parameter in the plan -> name under which it was saved. Raise :class:`CheckpointError` if the
-    checkpoint has no optimizer state. ``found``: the checkpoint. ``reader``: reads tensors of the checkpoint.
+    ``names``: name of the parameter in the plan -> name under which it was saved. ``rank``: the program of this rank.
+    ``optimizer``: the optimizers that will get the state. ``found``: the checkpoint. ``reader``: reads tensors of the
+    checkpoint. Raise :class:`CheckpointError` if the checkpoint has no optimizer state.
     """
     saved: dict[str, list[str]] = {}
     for entry in reader.tensors:
@@ -394,10 +403,11 @@ def _list_state_pieces(
 
 
 def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
-    """Compare the checkpoint's files that this rank has to check with the manifest, by length and SHA-256.
+    """Compare those files of the checkpoint ``found`` that this rank has to check with the manifest, by length and
+    SHA-256.
 
-    The ranks divide the files among themselves, each checks every n-th one of ``n`` ranks. Raise
-    :class:`DamagedCheckpointError` if a file is missing or differs. ``found``: the checkpoint.
+    The ranks divide the files among themselves: each of ``n`` ranks checks every n-th one. ``rank``: the program of
+    this rank. Raise :class:`DamagedCheckpointError` if a file is missing or differs.
     """
     for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
         path = found.folder / name
@@ -419,7 +429,8 @@ def _run_collectively(
 
     If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``reading``: the checkpoint that ``work``
     reads; exceptions of other types than :class:`CheckpointError` then become a :class:`DamagedCheckpointError` that
-    names it. ``None``: such exceptions are raised unchanged. ``communicator``: connects this rank with the others.
+    names it. ``None``: such exceptions are raised unchanged. ``rank``: the program of this rank. ``communicator``:
+    connects this rank with the others.
     """
     result: _T | None = None
     error: CheckpointError | None = None
@@ -448,7 +459,8 @@ def _run_collectively(
 def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
     """Raise :class:`CheckpointError` on all ranks if the ranks have found different checkpoints. All ranks call this.
 
-    ``found``: the checkpoint that this rank has found. ``communicator``: connects this rank with the others.
+    ``found``: the checkpoint that this rank has found. ``rank``: the program of this rank. ``communicator``: connects
+    this rank with the others.
     """
     if not _is_equal_across_ranks(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(
@@ -459,7 +471,8 @@ def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communic
 
 def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communicator) -> bool:
     """Return whether all ranks call this with the same ``number``, a non-negative integer of at most 60 bits. All ranks
-    call this. ``communicator``: connects this rank with the others.
+    call this. ``rank``: the program of this rank, which has the number of ranks. ``communicator``: connects this rank
+    with the others.
     """
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
     high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()

@@ -79,8 +79,8 @@ class SlotName(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """Parse the name of the file ``path``; return ``None`` if it is no file with an in-memory copy of a training
-        state.
+        """Return the rank, the step and the identity in the name of the file ``path``; ``None`` if it is no file with
+        an in-memory copy of a training state.
         """
         if found := _NAME.fullmatch(path.name):
             return cls(found[1], int(found[2]), int(found[3]))
@@ -599,7 +599,7 @@ def remove_line_token(checkpoints: Path, rank: int) -> None:
     """Remove the file with the token of valid in-memory copies from the folder ``checkpoints``, so that none is
     restored any more.
 
-    Only rank 0 removes it; on other ranks this does nothing.
+    ``rank``: number of this rank. Only rank 0 removes the file; on other ranks this does nothing.
     """
     if rank == 0:
         (checkpoints / LINE).unlink(missing_ok=True)

@@ -77,7 +77,7 @@ class CheckpointedEngine(Protocol):
 
 
 def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
-    """Return the part of the training state that is equal on all ranks, as a dict of plain data.
+    """Return the part of the training state of ``engine`` that is equal on all ranks, as a dict of plain data.
 
     Its keys are ``steps`` and ``optimizer_steps`` (counters), ``seed``, ``scale`` (the state of the loss scale as a
     dict, or ``None``) and ``residuals`` (a hash of how the plan reduces gradients: stored rounding errors of gradient
@@ -95,11 +95,12 @@ def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
 def own_state(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> dict[str, Any]:
-    """Return the part of the training state that belongs to this rank: a dict with the hyperparameters of its
-    optimizers under ``"optimizer"`` and the states of further objects under ``"extra"``.
+    """Return the part of the training state of ``engine`` that belongs to this rank: a dict with the hyperparameters of
+    its optimizers under ``"optimizer"`` and the states of further objects under ``"extra"``.
 
-    ``extra``: name -> object with ``state_dict()``, such as a data loader. Tensors and random states are not included.
-    Raise :class:`CheckpointError` if an object has no ``state_dict()``.
+    ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name -> object
+    with ``state_dict()``, such as a data loader. Tensors and random states are not included. Raise
+    :class:`CheckpointError` if an object has no ``state_dict()``.
     """
     if extra is not None and not (isinstance(extra, Mapping) and all(hasattr(x, "state_dict") for x in extra.values())):
         raise CheckpointError(
@@ -114,7 +115,7 @@ def own_state(
 def content_of(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> CheckpointContent:
-    """Return everything that this rank has to save to a checkpoint.
+    """Return everything that this rank of ``engine`` has to save to a checkpoint.
 
     ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name -> further
     object whose state is saved. Raise :class:`CheckpointError` if an optimizer has parameters that are not the
@@ -141,8 +142,8 @@ def load_run_state(
     extra: Mapping[str, Stateful] | None,
     verify: bool,
 ) -> None:
-    """Restore the engine's state from the checkpoint ``directory``, which may be from any plan of the model. All ranks
-    call this.
+    """Restore the state of ``engine`` from the checkpoint ``directory``, which may be from any plan of the model. All
+    ranks call this.
 
     It restores weights, optimizer state, rounding errors of gradient compression, counters, random state, and the
     objects in ``extra`` (name -> object). ``optimizer``: the optimizer whose state is restored, a list of several, or
@@ -167,10 +168,12 @@ def go_on(
     extra: Mapping[str, Stateful] | None,
     origin: str,
 ) -> None:
-    """Restore counters, loss scale, random state and the objects in ``extra``. The tensors must already be restored.
+    """Restore the counters, the loss scale and the random state of ``engine``, and the objects in ``extra``. The
+    tensors must already be restored.
 
     Args:
-        run: the merged results of :func:`common_state` and :func:`own_state`.
+        run: the merged results of :func:`common_state` (counters, seed, loss scale) and :func:`own_state`
+            (hyperparameters of optimizers and states of further objects).
         random: the states of this rank's random generators; used only if the program trains.
         extra: name -> object with ``load_state_dict()``.
         origin: the name of the checkpoint, for error messages.
@@ -192,8 +195,8 @@ def go_on(
 
 
 def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Return all tensors that this rank must save, as name -> tensor, where the name has a prefix for the kind of
-    tensor.
+    """Return all tensors of ``engine`` that this rank must save, as name -> tensor, where the name has a prefix for the
+    kind of tensor.
 
     They are its shards of parameters and buffers, rounding errors of gradient compression, and the states of
     ``optimizer``.
@@ -208,8 +211,9 @@ def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, 
 
 
 def take_tensors(engine: CheckpointedEngine, tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
-    """Copy ``tensors`` into the engine and the optimizer. ``tensors``: name, with a prefix for the kind (parameter or
-    buffer, rounding error, optimizer state) -> tensor, as saved by the same rank under the same plan.
+    """Copy ``tensors`` into ``engine`` and ``optimizer`` (one optimizer, a list of several, or ``None``). ``tensors``:
+    name, with a prefix for the kind (parameter or buffer, rounding error, optimizer state) -> tensor, as saved by the
+    same rank under the same plan.
     """
     with torch.no_grad():
         for name, held in own_tensors(engine, None).items():

@@ -178,8 +178,8 @@ class CheckpointContent:
     """Everything that one rank has to save to a checkpoint.
 
     Args:
-        moving: pieces of tensors that may change before the optimizer steps.
-        still: pieces of tensors that change only when the optimizer steps.
+        moving: rectangular parts of tensors that may change before the optimizer steps.
+        still: rectangular parts of tensors that change only when the optimizer steps.
         training: state that is equal on all ranks, such as step counters.
         random: this rank's states of random generators.
         own: this rank's states of further objects, such as data loaders, and its optimizers' hyperparameters.
@@ -337,8 +337,8 @@ class Saver:
         _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
-        """Warn on rank 0 if the state was just saved, after ``steps`` batches, but the next batch adds to accumulated
-        gradients.
+        """Warn on rank 0 if the last checkpoint lacks gradients that training needs: it was saved after ``steps``
+        batches, and the next batch adds to gradients that were accumulated before.
 
         A checkpoint has no gradients, so training that resumes from it would lose them. ``gradients``: the accumulated
         gradients; there is no warning if all of them are zero.
@@ -441,11 +441,11 @@ def agreed_target(
 def pieces_of(
     rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
 ) -> tuple[list[ShardPiece], list[ShardPiece]]:
-    """Return the pieces (rectangular parts) of weights and optimizer state that this rank writes, in two lists.
+    """Return the rectangular parts of weights and optimizer state that this rank writes to a checkpoint, in two lists.
 
-    The first list has pieces that may change at any time, the second those that change only in an optimizer step.
-    ``states``: name -> this rank's shard. ``optimizer``: the states of the optimizers; ``None``: there are none to
-    write.
+    The first list has parts that may change at any time, the second those that change only in an optimizer step.
+    ``rank``: the program of this rank. ``states``: name -> this rank's shard. ``optimizer``: the states of the
+    optimizers; ``None``: there are none to write.
     """
     saved = saved_states(rank.program)
     mine = written_by(rank, saved)
@@ -462,16 +462,16 @@ def pieces_of(
 
 
 def saved_states(program: Program) -> list[str]:
-    """Return the names of the parameters and buffers that a checkpoint has: weights, and buffers that a step
-    updates.
+    """Return the names of the parameters and buffers of ``program`` that a checkpoint has: weights, and buffers that a
+    step updates.
     """
     kept = set(weight_states(program)) | set(updated_states(program))
     return [n for n in program.states if n in kept]
 
 
 def weight_states(program: Program) -> list[str]:
-    """Return the names of the parameters and buffers that some pipeline stage reads, without those whose values are
-    stored in the plan itself.
+    """Return the names of the parameters and buffers of ``program`` that some pipeline stage reads, without those whose
+    values are stored in the plan itself.
     """
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 
@@ -484,12 +484,12 @@ def _write_rank_part(
     staging: Staging | None,
 ) -> None:
     """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint. Other ranks wait until it is
-    complete.
+    complete. On an error, report it to the other ranks and raise it.
 
-    ``held``: the pieces of tensors to write. ``timeout``: seconds to wait for other ranks. ``staging``: copies the
-    tensors to host memory; the copies, to which ``held`` refers, are finished first. ``None``: ``held`` refers to the
-    tensors themselves. On an error, report it to the other ranks and raise it. ``target``: the paths of the checkpoint.
-    ``content``: everything that this rank saves.
+    ``target``: the paths of the checkpoint. ``content``: everything that this rank saves. ``held``: the rectangular
+    parts of tensors to write. ``timeout``: seconds to wait for other ranks. ``staging``: copies the tensors to host
+    memory; the copies, to which ``held`` refers, are finished first. ``None``: ``held`` refers to the tensors
+    themselves.
     """
     from partitioner.runtime.checkpoint.dcp_files import pack_record, write_shards
 

@@ -37,8 +37,10 @@ class RankShard(NamedTuple):
     """The part of a parameter or buffer that a rank holds: its shard or, under ZeRO, a piece of the flattened shard.
 
     Args:
-        shards: the cuts of the whole tensor, applied one after the other.
-        piece: first element and number of elements of the piece; ``None``: the rank holds the whole shard.
+        shards: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
+            ranks, and which of them this rank is. They are applied one after the other, each to the result of the one
+            before.
+        piece: first element and number of elements of the ZeRO piece; ``None``: the rank holds the whole shard.
         first: whether the rank is the first of the ranks that divide the shard. This decides which rank writes if all
             pieces are empty.
     """
@@ -49,7 +51,7 @@ class RankShard(NamedTuple):
 
 
 def held_by(program: Program, state: str, rank: int) -> RankShard:
-    """Return which part of the parameter or buffer named ``state`` the global rank ``rank`` holds."""
+    """Return which part of the parameter or buffer named ``state`` of ``program`` the global rank ``rank`` holds."""
     shards = shards_of(program, state, rank)
     if not program.states[state].zero_axes:
         return RankShard(shards)
@@ -77,7 +79,9 @@ def compute_shard_boxes(
 ) -> list[ShardBox]:
     """Return the rectangular parts of a tensor of global ``shape`` that make up a rank's shard, in the shard's order.
 
-    ``shards``: the cuts, applied one after the other. ``within``: return only the parts inside this box of the shard.
+    ``shards``: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
+    ranks, and which of them this rank is. They are applied one after the other. ``within``: return only the parts
+    inside this box of the shard; ``None``: all.
     """
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for layout, num_ranks, index in shards:
@@ -108,7 +112,7 @@ def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
 
 
 def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
-    """Return the ranges, pairs (start, length), with adjacent ones joined: a range that begins where the range before
+    """Return ``ranges``, pairs (start, length), with adjacent ones joined: a range that begins where the range before
     it ends becomes part of that range.
     """
     merged: list[Range] = []
@@ -193,10 +197,10 @@ def list_shard_pieces(
     """Return a rank's part of a parameter or buffer, or of an optimizer state for it, as named rectangular parts for a
     checkpoint.
 
-    The keys are ``prefix``, the model's name of the parameter, and ``suffix``. If the parameter is a stack of several
-    parameters of the model, each of the stacked parameters gets keys and parts of its own. ``tensor``: the rank's data.
-    A number (a 0-dimensional ``tensor`` for a parameter with dims) is written only by the rank that holds the first
-    element. ``held``: which part of the parameter or buffer the rank holds.
+    The keys are ``prefix``, the model's ``name`` of the parameter, and ``suffix``. ``state``: the description of the
+    parameter. If it is a stack of several parameters of the model, each of the stacked parameters gets keys and parts
+    of its own. ``held``: which part of the parameter the rank holds. ``tensor``: the rank's data. A number (a
+    0-dimensional ``tensor`` for a parameter with dims) is written only by the rank that holds the first element.
     """
     found = []
     if state.shape and not tensor.dim() and not held.first:
@@ -225,14 +229,16 @@ def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPie
 def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> ShardPiece:
     """Return the part of a checkpoint from which a 0-dimensional optimizer state is read into ``tensor``.
 
-    The key is ``prefix``, the parameter's name and ``suffix``. If the parameter is a stack of several parameters of the
-    model, the state was saved once for each of them with the same value, and that of the first one is read.
+    The key is ``prefix``, the parameter's ``name`` and ``suffix``. ``state``: the description of the parameter. If it
+    is a stack of several parameters of the model, the optimizer state was saved once for each of them with the same
+    value, and that of the first one is read.
     """
     return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 
 
 def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
-    """Return the names of those parameters and buffers in ``states`` whose part on this rank is written by this rank.
+    """Return the names of those parameters and buffers in ``states`` whose part on this rank is written to a checkpoint
+    by this rank. ``rank``: the program of this rank.
 
     Every part is written once, by a rank of the first pipeline stage that reads the tensor. Ranks with equal parts
     divide the tensors among themselves so that their sizes are balanced. All ranks compute the same division without
@@ -262,10 +268,11 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
 
 
 def _shared_out(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
-    """Return, for the parameters and buffers ``names``, name -> index of the rank, among ``num_holders`` with equal
-    parts, that writes it.
+    """Return which of several ranks writes each of the parameters and buffers ``names`` to a checkpoint: name -> index
+    of the rank among the ``num_holders`` ranks that have equal parts.
 
-    The assignment is greedy: the largest tensor first, each to the rank with the least elements so far.
+    The assignment is greedy: the largest tensor first, each to the rank with the least elements so far. ``rank``: the
+    program of this rank, which has the shapes of the tensors.
     """
     sizes = {name: math.prod(rank.program.states[name].shape) for name in names}
     loads = [0] * num_holders

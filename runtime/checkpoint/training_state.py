@@ -131,7 +131,7 @@ class OptimizerState:
 
     def pieces(self, rank: RankProgram, name: str) -> list[ShardPiece]:
         """Return this rank's part of the optimizer state for the parameter ``name``, as named rectangular parts for a
-        checkpoint.
+        checkpoint. ``rank``: the program of this rank.
 
         A state may be a number, or have the parameter's shape and be sharded like it. Raise :class:`CheckpointError`
         for a state of another shape, such as the row and column factors of Adafactor, unless this rank holds the whole
@@ -159,8 +159,8 @@ class OptimizerState:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def of_own_shape(self, name: str, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, an optimizer state of the parameter ``name``, has dims and another shape than the
-        parameter.
+        """Return whether ``tensor``, an optimizer state of the parameter ``name``, has dims and another shape than this
+        rank's part of the parameter, so that it cannot be sharded in the same way.
         """
         return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 
@@ -183,7 +183,8 @@ class OptimizerState:
 
 
 def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
-    """Raise :class:`CheckpointError` if this rank does not hold the whole parameter ``name``.
+    """Raise :class:`CheckpointError` if this rank does not hold the whole parameter ``name``. ``rank``: the program of
+    this rank.
 
     ``tensor``: the parameter's optimizer state ``key``, whose shape differs from the parameter's, so that it cannot be
     resharded.
@@ -327,7 +328,7 @@ RESIDUAL = "residual."
 
 
 def way_of(program: Program) -> str:
-    """Return a hash of what decides how the program reduces gradients: its mesh, ZeRO, layouts, and the sets of
+    """Return a hash of what decides how ``program`` reduces gradients: its mesh, ZeRO, layouts, and the sets of
     parameters that are reduced together; an empty string if it compresses no gradients.
 
     Stored rounding errors of compressed gradients can be restored under another plan only if the hashes are equal.
@@ -341,7 +342,8 @@ def way_of(program: Program) -> str:
 
 
 def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
-    """Return this rank's rounding errors of compressed gradients as named parts for a checkpoint.
+    """Return this rank's rounding errors of compressed gradients as named parts for a checkpoint. ``rank``: the program
+    of this rank.
 
     ``residuals``: name of the compressed transfer (a collective of the program) -> flat tensor of its rounding errors.
     """
@@ -357,8 +359,8 @@ def load_residuals(
     """Fill ``residuals``, this rank's rounding errors of compressed gradients, from the checkpoint ``folder``. Set them
     to zero if the checkpoint's plan reduced gradients differently.
 
-    ``residuals``: name of the compressed transfer -> flat tensor. ``training``: the checkpoint's data other than
-    tensors, which says how its plan reduced gradients.
+    ``rank``: the program of this rank. ``residuals``: name of the compressed transfer -> flat tensor. ``training``: the
+    checkpoint's data other than tensors, which says how its plan reduced gradients.
     """
     if not residuals:
         return

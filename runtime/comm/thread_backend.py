@@ -48,12 +48,12 @@ class ThreadWorld:
                     meeting.event.set()
 
     def join(self, queue: deque[_Meeting], member: int, size: int, what: str, entry: Any) -> tuple[_Meeting, bool]:
-        """Enter a collective: the first one in ``queue`` that this member has not entered, or a new one.
+        """Enter a collective of ranks that are threads: the first one in ``queue`` that this member has not entered, or
+        a new one. Return the collective, and whether all members have entered it now.
 
-        ``queue``: the collectives of the group, oldest first. ``member``: position of the rank in the group. ``size``:
-        number of members. ``what``: description, which must be equal on all. ``entry``: this member's operand. Return
-        the collective, and whether all members have entered it now. Raise :class:`CommunicationError` if communication
-        was aborted, or if the descriptions differ.
+        ``queue``: the collectives of the group, oldest first. ``member``: position of this rank in the group. ``size``:
+        number of members. ``what``: description of the operation, which must be equal on all members. ``entry``: this
+        member's operand. Raise :class:`CommunicationError` if communication was aborted, or if the descriptions differ.
         """
         with self.lock:
             if self.failure is not None:

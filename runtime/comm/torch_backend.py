@@ -38,7 +38,8 @@ def sum_parts(parts: Tensor, dim: int) -> Tensor:
 
 
 def resolve_conjugation(x: Tensor) -> Tensor:
-    """Return ``x`` with pending lazy conjugation and negation applied, so that its memory has its values."""
+    """Return a tensor equal to ``x`` whose memory contains these values: pending lazy conjugation and negation are
+    applied."""
     return x.resolve_conj().resolve_neg() if x.is_complex() else x
 
 
@@ -355,8 +356,8 @@ class TorchCommunicator:
         return SoloGroup() if len(ranks) == 1 else _made[self._ranks_to_processes(ranks), gathering]
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
-        """Start to send ``x`` to the rank ``peer`` over the channel "F", "B" or "L" (values, gradients, loss), and
-        return the transfer.
+        """Start to send ``x`` to the rank ``peer``, and return the transfer. ``channel``: what is sent: ``F`` for
+        values, ``B`` for gradients, ``L`` for the loss.
         """
         key = self._find_backend_link(PipelineEdge(self.rank, peer, channel))
         work: TransferHandle = _links[key].send(

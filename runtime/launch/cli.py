@@ -262,7 +262,8 @@ def _batch_file(path: Path) -> dict[str, Tensor]:
 
 
 def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
-    """Return a random global batch for the program, as path -> tensor. It is equal on all ranks with the same ``seed``.
+    """Return a random global batch for ``program``, as path of the input -> tensor. It is equal on all ranks with the
+    same ``seed``.
 
     Integers are below the number of rows of the smallest embedding table; masks are all ones.
     """
@@ -281,7 +282,7 @@ def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
 
 
 def _smallest_table(program: Program) -> int:
-    """Return the smallest number of rows of an embedding table of the program; 2 if it has none."""
+    """Return the smallest number of rows of an embedding table of ``program``; 2 if it has none."""
     rows = []
     for stage in program.stages:
         for call in stage.calls:
@@ -295,7 +296,8 @@ def _smallest_table(program: Program) -> int:
 
 
 def _check_world(program: Program) -> None:
-    """Raise :class:`LaunchError` before anything is started if torchrun did not start the plan's number of ranks."""
+    """Raise :class:`LaunchError` before anything is started if torchrun did not start the number of ranks that
+    ``program`` needs."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != program.world_size:
         mesh = ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) or "one rank"

@@ -87,8 +87,8 @@ class ForkServer:
         return status
 
     def _send_request(self, request: dict[str, Any], *fds: int) -> dict[str, Any]:
-        """Send a request to the server and return its answer, both as JSON data. ``fds``: file descriptors to pass to
-        it.
+        """Send ``request`` to the fork server and return its answer, both as JSON data. ``fds``: file descriptors to
+        pass to it.
 
         Raise ``RuntimeError`` if the server has ended.
         """

@@ -194,7 +194,8 @@ def _find_scratch_folder(program: Program) -> Path | None:
 
 
 def _ensure_weights_file(program: Program, weights: Weights, path: Path) -> Path:
-    """Return the path of a file or folder with the weights that the program reads. All ranks map it into memory.
+    """Return the path of a file or folder with ``weights``, the weights that ``program`` reads. All ranks map it into
+    memory.
 
     The file is written to ``path``, unless the weights are from files already.
     """

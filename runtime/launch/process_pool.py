@@ -64,7 +64,8 @@ from partitioner.runtime.watch.watchdog import Watch
 
 @dataclass(frozen=True)
 class RankResults:
-    """The results of a step that one rank contributes. Replicas of a result are contributed by one rank only.
+    """The results of a step that one rank contributes. A result that several ranks have is contributed by one of them
+    only.
 
     Args:
         loss: the loss of the global batch; ``None`` if the program has none.
@@ -100,8 +101,8 @@ class Run:
 
 
 def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankResults:
-    """Return the results of the last step that this engine's rank contributes. Replicas are contributed by one rank
-    only.
+    """Return the results of the last step that the rank of ``engine`` contributes. A result that several ranks have is
+    contributed by one of them only.
 
     ``outputs`` and ``grads``: whether to include the model's results and the gradients.
     """
@@ -124,7 +125,7 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankRes
 
 
 def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Mapping[str, Tensor] | None = None) -> Run:
-    """Return the results of the whole model, joined from the results ``parts`` of all ranks.
+    """Return the results of the whole model, joined from the results ``parts`` of all ranks of ``program``.
 
     ``extra``: name -> gradient to add, of parameters for which the program computes none.
     """
@@ -141,8 +142,8 @@ def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Map
 
 
 def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
-    """Return the whole tensor of the parameter or buffer ``state``, or its gradient, joined from the parts of the
-    ranks.
+    """Return the whole tensor of the parameter or buffer ``state`` of ``program``, or its gradient, joined from the
+    parts of the ranks.
 
     ``held``: rank -> its part, in ascending order of ranks, without replicas. Parts are cut over ``ep``, then over
     ``tp``, then into ZeRO pieces.
@@ -161,8 +162,8 @@ def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Ten
 
 
 def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
-    """Return the model's result in its own structure, or ``leaves`` (path -> value) if the structure cannot be
-    rebuilt.
+    """Return the model's result in its own structure of tuples, lists and dicts, or ``leaves`` (path -> value) if the
+    structure cannot be rebuilt. ``program``: the program, which has the structure.
     """
     if program.tree is not None:
         # A tree of a class that this process does not know stays a dict by path.
@@ -172,7 +173,7 @@ def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
 
 
 def unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return zero gradients, by name, for the parameters that require a gradient but that the program does not use.
+    """Return zero gradients, by name, for the parameters that require a gradient but that ``program`` does not use.
 
     ``parameters``: name in the model -> tensor.
     """
@@ -483,8 +484,8 @@ def _forward_requests(
 
 
 def _locate_thread(thread: int) -> str:
-    """Return a text that names the instruction which the thread (an identifier) executes, or its Python line outside of
-    a program.
+    """Return a text that says where a thread of this process is: at which instruction of a program or, outside of a
+    program, at which Python line. ``thread``: identifier of the thread.
     """
     frame = sys._current_frames().get(thread)
     deepest = traceback.extract_stack(frame)[-1] if frame is not None else None

@@ -63,7 +63,8 @@ class StepMetrics:
         mfu: the model's FLOPs per second as a share of the peak of all devices.
         memory: peak bytes on this rank so far: allocated on the CUDA device, or resident in a process on the CPU.
         bubble: the share of the last batch's time in which ranks wait for others, from 0 to 1. It is the mean over the
-            ranks on this host if their flight records are read, or else this rank's share.
+            ranks on this host if these record the times of their steps in files (flight records), or else this rank's
+            share.
     """
 
     step: int
@@ -147,8 +148,8 @@ class StepLog:
         return found
 
     def _read_counts(self) -> tuple[int, int, int, int]:
-        """Return what the engine has run so far: steps, their tokens, their samples, and the steps in further
-        programs.
+        """Return four numbers that say what the engine has run so far: training steps, the tokens in them, the samples
+        in them, and how many of these steps did not run in the plan's first program but in one for another batch shape.
         """
         engine = self.engine
         return engine.steps_run, engine.tokens_run, engine.samples_run, engine.further_steps_run
@@ -158,10 +159,11 @@ class StepLog:
             self._lines.close()
 
     def _measure_bubble(self, seconds: float, waiting: float) -> float | None:
-        """Return the share of time, from 0 to 1, in which ranks wait for others: the mean over the ranks on this host
-        that write flight records or, without records, the share of this rank.
+        """Return the share of time, from 0 to 1, in which ranks wait for others. It is the mean over the ranks on this
+        host that record the times of their steps in files (flight records) or, if there are none, the share of this
+        rank.
 
-        ``seconds``, ``waiting``: the time since the last call, and how long this rank has waited in it.
+        ``seconds``, ``waiting``: the time since the last call, and how long this rank has waited in it, in seconds.
         """
         if self.engine.program.world_size == 1:
             return 0.0

@@ -74,8 +74,8 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
 
 
 def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
-    """Repeat the last step on ``batch``, and return a description of the first operator that produced a NaN or
-    infinity.
+    """Repeat the last step of ``engine`` on ``batch``, and return a description of the first operator that produced a
+    NaN or infinity.
 
     It names rank, instruction and graph node. ``local``: ``batch`` has only this rank's samples. All ranks call this
     before the optimizer changes the weights. The engine's step count and loss scale are not changed; the gradients are
@@ -92,7 +92,8 @@ def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
 
 @contextmanager
 def _replay_step(engine: Engine) -> Iterator[None]:
-    """Let a step inside the ``with`` block repeat the last one, with the same random numbers, loss scale and buffers.
+    """Let a step of ``engine`` inside the ``with`` block repeat the last one, with the same random numbers, loss scale
+    and buffers.
 
     Afterwards, step count, loss scale, buffers and rounding errors of gradient compression are restored.
     """
@@ -175,10 +176,10 @@ def _asked_for(operation: ProbedOperation) -> bool:
 
 
 def _find_nonfinite_inputs(engine: Engine, batch: Any, local: bool) -> list[NonFiniteOrigin]:
-    """Return a list with one record if a parameter or an input of the batch contains a NaN before the step; else an
-    empty list.
+    """Return a list with one record if a parameter of ``engine`` or an input in ``batch`` contains a NaN before the
+    step; else an empty list.
 
-    ``local``: ``batch`` has only this rank's samples.
+    ``local``: ``batch`` has only this rank's samples; otherwise it is the global batch.
     """
     inputs = own_values(engine.program, engine.share, batch, True) if local else batch_values(engine.program, batch)
     tensors: Mapping[str, Tensor] = {
@@ -225,8 +226,8 @@ def _origins_to_failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
 
 
 def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
-    """Return the records, of all ranks, of operators that first produced a NaN or infinity. All ranks call this, each
-    with its own records ``seen``.
+    """Return the records of all ranks of operators that first produced a NaN or infinity. All ranks call this.
+    ``seen``: the records of this rank. ``engine``: the engine of this rank, which connects it with the others.
     """
     return [
         NonFiniteOrigin(**data)
@@ -236,7 +237,8 @@ def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin
 
 
 def _all_gather_json(engine: Engine, text: str) -> list[Any]:
-    """Return the parsed JSON ``text`` of every rank, in the order of ranks. All ranks call this."""
+    """Return the parsed JSON ``text`` of every rank, in the order of ranks. All ranks call this. ``engine``: the engine
+    of this rank, which connects it with the others."""
     communicator = engine.communicator
     group = all_ranks(communicator, engine.program.world_size)
     content = text.encode()

@@ -156,8 +156,8 @@ def hash_of(x: Tensor) -> str:
 
 @contextmanager
 def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
-    """Write hashes of the operands and results of every operator of the steps in the ``with`` block to a file in
-    ``folder``.
+    """Write hashes of the operands and results of every operator to a file in ``folder``, for the steps of ``engine``
+    in the ``with`` block.
 
     All ranks call this. The file ``rank-<rank>.hashes`` has a line of JSON per operator. A step takes many times as
     long as usual. :func:`partitioner.debug.compare_runs` finds the first operator that differs between two folders.
@@ -255,7 +255,8 @@ def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
 
 
 def _find_first_difference(rank: int, one: Path, other: Path) -> Difference | None:
-    """Return the first difference between two files of hashes of ``rank``; ``None`` if they are equal.
+    """Return the first difference between ``one`` and ``other``, two files of hashes of the operators that ``rank``
+    ran; ``None`` if they are equal.
 
     Raise :class:`LaunchError` if one file ends before the other.
     """

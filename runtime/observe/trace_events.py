@@ -42,7 +42,8 @@ class TraceSpan:
 
 
 def measured_steps(folder: str | Path) -> list[MeasuredStep]:
-    """Return the times of the last step of each rank, from the flight records in ``folder``.
+    """Return the times of the last step of each rank, from the files (flight records) in ``folder`` in which the ranks
+    recorded them.
 
     Raise :class:`LaunchError` unless all ranks have completed the same step.
     """
@@ -149,7 +150,8 @@ def process_name(process: int, name: str, place: int) -> list[Event]:
 def make_complete_event(
     name: str, category: str, process: int, start: float, end: float, args: Mapping[str, Any], thread: int = 0
 ) -> Event:
-    """Return a trace event with a start and an end, which are given in seconds; the format stores microseconds.
+    """Return an event of the Trace Event Format with a beginning and an end. ``start``, ``end``: times in seconds; the
+    format stores microseconds.
 
     ``name``, ``category``: the event's label and its category, as text. ``process`` and ``thread``: numbers in the
     trace. ``args``: further data to store in the event.

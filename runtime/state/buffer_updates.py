@@ -35,8 +35,8 @@ class BufferUpdates:
         self._sums = {}
 
     def add(self, microbatch: int, value: str, part: Tensor) -> None:
-        """Add ``part``, the value named ``value`` of one microbatch, to the sum over microbatches from which a buffer
-        is updated at the end of the step.
+        """Add ``part``, the value of one microbatch of the tensor that ``value`` names in the program, to the sum over
+        microbatches from which a buffer is updated at the end of the step.
 
         Types shorter than float32 are summed in float32. ``microbatch`` is not used.
         """
@@ -44,10 +44,10 @@ class BufferUpdates:
         self._sums[value] = self._sums[value] + part if value in self._sums else part.clone()
 
     def write(self, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Set the buffers ``names`` to their new values.
+        """Set the buffers ``names`` to their new values at the end of a step.
 
-        ``values``: the new values that this pipeline stage computed, by value name. If several stages share a buffer,
-        one of them computes it, and all ranks of these stages receive it.
+        ``values``: the new values that this pipeline stage computed, by the name of the value in the program. If
+        several stages share a buffer, one of them computes it, and all ranks of these stages receive it.
         """
         if self.keep:
             self._before |= {name: self._held[name].clone() for name in names}
@@ -60,11 +60,11 @@ class BufferUpdates:
                 self._update_tied_buffers(ranks, shared, values)
 
     def _added_up(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the new values of those buffers in ``names`` that this rank updates from a sum, as value name ->
-        tensor.
+        """Return the new values of those buffers in ``names`` that this rank updates from a sum: name of the new value
+        in the program -> tensor.
 
-        A new value is the sum over microbatches and ``dp`` ranks, plus the old value times a factor that the program
-        has for the buffer.
+        A new value is the sum over microbatches and ``dp`` ranks, plus the old value of the buffer times a factor that
+        the program has for it.
         """
         here = [name for name in names if self._find_update_value(name) in self._sums]
         if not here:
@@ -80,10 +80,10 @@ class BufferUpdates:
         return made
 
     def _update_tied_buffers(self, ranks: tuple[int, ...], names: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Set the buffers ``names``, which several stages share, on all ``ranks`` to the value that one of these ranks
-        has computed.
+        """Set the buffers ``names``, which several pipeline stages share, on all ``ranks`` to the value that one of
+        these ranks has computed.
 
-        ``values``: value name -> tensor, on the rank that computed it.
+        ``values``: name of the new value in the program -> tensor, on the rank that computed it; empty on others.
         """
         group = self.communicator.group(ranks)
         sums = []

@@ -239,7 +239,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _compute_page_span(tensor: Tensor) -> tuple[int, int]:
-    """Return the start address and the length in bytes of the memory pages that a tensor occupies."""
+    """Return the start address and the length in bytes of the memory pages that ``tensor`` occupies."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, end = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -520,13 +520,13 @@ def _is_changed_option(value: Any, group: dict[str, Any], key: str) -> bool:
 
 
 def _read_number_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes of an optimizer that are int or float, such as step counters, as name -> value."""
+    """Return the attributes of ``optimizer`` that are int or float, such as step counters, as name -> value."""
     return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 
 def _make_unfit_error(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
-    """Return the error for an optimizer that cannot run with its states on disk. ``why``: what the optimizer does that
-    prevents this, as part of a sentence.
+    """Return the error for ``optimizer``, which cannot run with its states on disk. ``why``: what the optimizer does
+    that prevents this, as part of a sentence.
     """
     return OffloadError(
         f"{type(optimizer).__name__} {why}: with its states on disk an optimizer steps some parameters at a time; "

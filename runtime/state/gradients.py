@@ -234,8 +234,8 @@ class ScatteredBucket:
         self._sent.append((whole, pending))
 
     def collect(self) -> None:
-        """Wait for the oldest reduce-scatter in progress, and add its result to this rank's pieces of the gradients of
-        the bucket (parameters that are reduced together).
+        """Wait for the oldest reduce-scatter in progress, and add its result to the part of the gradients that this
+        rank keeps under ZeRO.
         """
         whole, pending = self._sent.popleft()
         arrived = pending.wait()
@@ -426,8 +426,8 @@ class RankGradients:
     def reduce(self, bucket: int) -> None:
         """Start to all-reduce the gradients of the bucket (parameters that are reduced together) with index ``bucket``.
 
-        The collective runs over the ranks over which nothing was reduce-scattered; after a reduce-scatter, it sums this
-        rank's pieces.
+        The collective runs over the ranks over which nothing was reduce-scattered; after a reduce-scatter, it sums the
+        part of the gradients that this rank has.
         """
         self._settle_bucket(bucket)
         if bucket in self._levelled:
@@ -524,9 +524,9 @@ class RankGradients:
 
 def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
     """Return the parameters or buffers ``states`` grouped by the ranks on different pipeline stages that share them:
-    ranks -> names.
+    tuple of ranks -> names. ``rank``: the program of this rank.
 
-    The ranks are those on the tensor's stages whose other mesh coordinates equal this rank's, in ascending order.
+    The ranks are those on the tensor's stages whose other mesh coordinates equal this rank's, in order of the stages.
     """
     groups: dict[tuple[int, ...], list[str]] = {}
     for state in states:

@@ -180,7 +180,7 @@ class OffloadedActivations:
 
 
 def get_storage_address(tensor: Tensor) -> int:
-    """Return the address of the memory of a tensor's storage; 0 if it has no memory."""
+    """Return the address of the memory of the storage of ``tensor``; 0 if it has no memory."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -126,11 +126,11 @@ class LossSum:
 
 
 def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int | None:
-    """Return the index in a rank's list ``instructions`` of the backward instruction after which a rank passes the loss
-    on to other stages; ``None`` if there is none.
+    """Return the index in ``instructions``, the list of one rank, of the backward instruction after which the rank
+    passes the loss on to other pipeline stages; ``None`` if there is none.
 
-    If the loss comes from the pipeline stage ``source``, that is the backward of the last gradient from there. If this
-    rank computes the loss (``None``), it is the first backward after all forwards.
+    If the rank receives the loss from the pipeline stage ``source``, that is the backward that uses the last gradient
+    from there. If the rank computes the loss (``source`` is ``None``), it is the first backward after all forwards.
     """
     wanted = ("F", None) if source is None else ("RECV_B", source)
     last: Instruction | None = None
@@ -257,7 +257,7 @@ class LossScale:
 
 
 def scale_of(program: Program, asked: Scale) -> LossScale | None:
-    """Return the loss scaling for a program; ``None`` if the loss is not scaled.
+    """Return the loss scaling for ``program``; ``None`` if the loss is not scaled.
 
     ``asked``: the user's option: a fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a float16
     parameter is trained. Raise :class:`LaunchError` for another value.
@@ -280,7 +280,7 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
     """Scale the gradients of all ranks in place so that the 2-norm of all of them together is at most ``max_norm``. All
-    ranks call this. ``gradients``: those of this rank.
+    ranks call this. ``gradients``: those of this rank. ``rank``: the program of this rank.
 
     Return the norm before scaling, which is equal on all ranks. Raise :class:`LaunchError` if ``max_norm`` is negative
     or not a number. ``communicator``: connects this rank with the others.
@@ -300,7 +300,8 @@ def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Commun
     """Return the 2-norm of the gradients of the whole model, over all ranks, as a 0-dimensional tensor that is equal on
     all ranks. All ranks call this.
 
-    ``gradients``: the gradients of this rank. ``communicator``: connects this rank with the others.
+    ``rank``: the program of this rank. ``gradients``: the gradients of this rank. ``communicator``: connects this rank
+    with the others.
     """
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _is_counted_shard(rank, name)]
@@ -316,7 +317,7 @@ def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Commun
 
 def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
     """Return the mesh axes over which the squared gradient norms of ranks are summed, because the ranks hold different
-    gradients.
+    gradients. ``rank``: the program of this rank.
 
     Over ``dp`` and ``cp`` only the gradients of experts and of ZeRO pieces differ.
     """
@@ -325,7 +326,8 @@ def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
 
 def _is_counted_shard(rank: RankProgram, state: str) -> bool:
     """Return whether this rank adds its shard of the parameter ``state`` to the 2-norm of the gradients of the whole
-    model, so that replicas and tied parameters count once.
+    model. ``rank``: the program of this rank. Of several ranks with equal shards, or several stages with a tied
+    parameter, only one adds it.
     """
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)

@@ -80,8 +80,8 @@ class StackedWeights:
         return [*(n for n in self.weights.names() if n not in self._parts), *self.stacks]
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``; ``None`` if it does not exist, or if it is a stack of
-        parameters that differ in shape or type.
+        """Return the pair (shape, dtype) of the tensor ``name``; ``None`` if it does not exist, or if it is a stack of
+        parameters that differ in shape or dtype.
         """
         if name not in self.stacks:
             return self.weights.spec(name)
@@ -91,7 +91,7 @@ class StackedWeights:
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
         """Return the shard of the tensor ``name``, which may be a stacked one, that the rank ``index`` of ``num_ranks``
-        ranks has under ``layout``.
+        ranks has. ``layout``: how the tensor is cut among these ranks, such as along which dim.
         """
         if name not in self.stacks:
             return self.weights.read(name, layout, num_ranks, index)
@@ -141,8 +141,8 @@ def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
 
 
 def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return the tensor of ``shape`` whose flattened elements are in ``pieces``, in order, the last ones perhaps with
-    padding.
+    """Return the tensor of ``shape`` whose flattened elements are in ``pieces``, the ZeRO pieces of all ranks, in
+    order; the last ones may have padding.
     """
     import torch  # where tensors are: what only reads a program does without
 
@@ -226,13 +226,15 @@ def load_states(
 
 
 def load_constants(rank: RankProgram, device: torch.device) -> dict[str, Tensor]:
-    """Return the shards of the constants of ``rank`` on ``device``, by name."""
+    """Return this rank's shards of the constants of the model (tensors in its graph that are neither parameters nor
+    buffers) on ``device``, by name. ``rank``: the program of this rank, which has their values."""
     states = rank.program.states
     return {n: _initialize_shard(rank, n, None, device, None) for n in rank.states if states[n].kind == "constant"}
 
 
 def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
-    """Return what ``rank`` stores of ``shard``, its shard of the parameter or buffer ``name``.
+    """Return what this rank stores of ``shard``, its shard of the parameter or buffer ``name``. ``rank``: the program
+    of this rank.
 
     That is the shard itself or, if ZeRO divides it, this rank's piece of it, as a flat copy.
     """
@@ -244,6 +246,7 @@ def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
 
 def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
     """Fill ``shards`` (name -> this rank's shard or ZeRO piece) in place from the safetensors file or folder ``path``.
+    ``rank``: the program of this rank.
 
     Raise :class:`WeightsError` if the files do not have the weights of the program.
     """
@@ -261,7 +264,8 @@ def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) ->
 def _initialize_shard(
     rank: RankProgram, name: str, weights: Weights | None, device: torch.device, dtype: torch.dtype | None
 ) -> Tensor:
-    """Return this rank's shard of the parameter, buffer or constant ``name``, on ``device``.
+    """Return this rank's shard of the parameter, buffer or constant ``name``, on ``device``. ``rank``: the program of
+    this rank.
 
     Its values come from ``weights``, from the program, or are random. ``dtype``: its type; ``None``: the program's.
     """
@@ -286,7 +290,9 @@ def _initialize_shard(
 def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
     """Return a rank's shard of the tensor ``name`` in ``weights``.
 
-    ``shards``: the cuts that give it, applied one after the other. Only what the first cut leaves is read.
+    ``shards``: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
+    ranks, and which of them this rank is. They are applied one after the other. Only the part that the first one leaves
+    is read.
     """
     first, *rest = shards or (Shard(REPLICATED, 1, 0),)
     return take_shards(weights.read(name, *first), rest)
@@ -308,8 +314,8 @@ def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], par
 
 
 def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Return the rank's parameters as ``nn.Parameter``, by name. They share memory with ``shards`` (name -> parameter
-    or buffer).
+    """Return this rank's parameters as ``nn.Parameter``, by name. They share memory with ``shards`` (name -> parameter
+    or buffer). ``rank``: the program of this rank, which says which of them are parameters.
     """
     states = rank.program.states
     return {
@@ -366,8 +372,8 @@ class MasterParameters:
     def _get_shard(self, name: str) -> Tensor:
         """Return the tensor on the device with which the rank computes, for the parameter or buffer ``name``.
 
-        For a parameter that is on the device only for part of a step, that is a placeholder, which has the parameter's
-        shape but the memory of one element.
+        For a parameter that is on the device only for part of a step, that is a placeholder, which has the shape of
+        this rank's shard but the memory of one element.
         """
         state = self._rank.program.states[name]
         if name in self._gone and not state.zero_axes:  # of its shape, without its memory
@@ -376,7 +382,9 @@ class MasterParameters:
         return self._cast_to_compute_dtype(name) if name in self._names else self.held[name]
 
     def _cast_to_compute_dtype(self, name: str) -> Tensor:
-        """Return the parameter ``name`` on the device, in the type in which the rank computes with it."""
+        """Return the values of the parameter ``name`` that the optimizer updates, on the device and in the type in
+        which the rank computes. A parameter whose values are in host memory is always copied; another one only if
+        device or type differ."""
         dtype = dtype_of(self._rank.program.states[name].dtype)
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 

@@ -62,12 +62,13 @@ class Weights(Protocol):
     origin: str
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``; ``None`` if there is no such tensor."""
+        """Return the pair (shape, dtype) of the tensor ``name``; ``None`` if there is no such tensor."""
 
     def names(self) -> list[str]: ...
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``.
+        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has. ``layout``: how
+        the tensor is cut among these ranks, such as along which dim.
 
         The caller must not write to it.
         """
@@ -153,8 +154,8 @@ class FileWeights:
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``; ``None`` if there is no such tensor. Raise
-        :class:`WeightsError` for an unknown type.
+        """Return the pair (shape, dtype) of the tensor ``name``; ``None`` if there is no such tensor. Raise
+        :class:`WeightsError` for a type that torch does not have.
         """
         if name not in self._files:
             return None
@@ -171,8 +172,8 @@ class FileWeights:
         return shape, _TYPES[stored]
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has under ``layout``.
-        Only this part is read from the file.
+        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has. ``layout``: how
+        the tensor is cut among these ranks, such as along which dim. Only this part is read from the file.
         """
         with self._lock:
             paired = self._is_paired(name)
@@ -245,8 +246,8 @@ class ModuleWeights(TensorWeights):
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and type of the tensor ``name``, or of the module's attribute ``name`` if that is a number;
-        ``None`` if there is neither.
+        """Return the pair (shape, dtype) of the tensor ``name``, or of the module's attribute ``name`` if that is a
+        number; ``None`` if there is neither.
         """
         if name not in self.tensors:
             number = number_of(self._module, name)
@@ -299,8 +300,8 @@ Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 
 def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
-    """Return the weights in what the user passed: a module, a dict of tensors, a path of safetensors files, or
-    :class:`Weights`.
+    """Return ``source``, the weights that the user passed (a module, a dict of tensors, a path of safetensors files, or
+    :class:`Weights`), as an object from which shards of tensors can be read.
 
     ``wanted``: the names that a plan reads. Weights saved from a compiled or wrapped model, such as
     ``_orig_mod.layers.0.weight``, are renamed to these. Raise :class:`WeightsError` for another source, or if a file
@@ -321,8 +322,8 @@ def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers of ``module`` under all of their names, also those that ``state_dict`` leaves
-    out.
+    """Return all parameters and buffers of ``module`` as name -> tensor, under all of their names, also those that
+    ``state_dict`` leaves out.
 
     Wrappers, such as the one of ``torch.compile``, are removed first.
     """
@@ -367,7 +368,8 @@ def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Return the map from tensors to file names in the file ``index`` of a folder of safetensors files.
+    """Return which file has each tensor in a folder of safetensors files (name of the tensor -> name of the file), from
+    the file ``index`` of this folder.
 
     Raise :class:`WeightsError` if it cannot be read, or if it names files outside of its folder.
     """

@@ -77,15 +77,15 @@ class Mirror:
             self._done.wait_for(lambda: self._ended >= next_one, within_s)
 
     def close(self) -> None:
-        """Stop exchanging status files with other hosts."""
+        """Stop exchanging status files, in which ranks write what they do, with other hosts."""
         self._closed = True
         self._wanted.set()
         if self._thread is not None:
             self._thread.join(_EVERY_S)
 
     def _run_exchange_loop(self) -> None:
-        """Exchange status files every second, or at once if it is requested, until the mirror is closed. This runs in a
-        thread.
+        """Exchange status files, in which ranks write what they do, with other hosts every second, or at once if it is
+        requested, until the mirror is closed. This runs in a thread.
         """
         while not self._closed:
             with self._done:
@@ -118,7 +118,8 @@ class Mirror:
         return found
 
     def _write_received_files(self, files: dict[str, str]) -> None:
-        """Write the status files of another host to the folder. ``files``: file name -> contents in base64."""
+        """Write the status files of another host, in which its ranks have written what they do, to the folder.
+        ``files``: file name -> contents in base64."""
         for name in sorted(files, key=lambda n: n.endswith(".times")):  # last: it says that a rank is there
             if name == _CAUSE and (self.folder / name).exists():
                 continue

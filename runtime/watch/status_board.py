@@ -24,17 +24,20 @@ from partitioner.runtime.watch.host_mirror import ranks_named
 
 @dataclass(frozen=True)
 class RankState:
-    """The known state of a rank at one time.
+    """The known state of a rank at one time, from the status files that it writes.
 
     Args:
-        stage: index of its pipeline stage. ``moment``: phase, step and current action.
+        stage: index of its pipeline stage.
+        moment: the phase, the step and the current action that it reported.
         index: index of its current instruction, which ``spot`` describes; ``None`` outside of the program.
         idle_s: seconds since its last progress.
         silent_s: seconds since its last heartbeat.
         here: whether it runs on this host.
-        alive: whether its process runs; true if it is on another host. ``stopped``: whether a signal has stopped it.
-        place: the position that it has reported, if it is still current.
-        failure: the failure that it has reported. ``failed_at``: its time, in seconds of the time of day.
+        alive: whether its process runs; true if it is on another host.
+        stopped: whether a signal has stopped its process.
+        place: the position in the model that it has reported, if it is still current.
+        failure: the failure that it has reported.
+        failed_at: the time of this failure, in seconds of the time of day.
         lost: the ranks to which it lost the connection when it failed.
         stage_index: index of the instruction in the list of its stage, if ranks skip parts of the list.
     """
@@ -91,8 +94,8 @@ class Board:
         self._post_file(rank, "failure", content)
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
-        """Write the local network addresses of the connections of ``rank``, such as ``127.0.0.1:4000``, to its status
-        file.
+        """Write ``addresses``, the local network addresses of the connections of ``rank``, such as ``127.0.0.1:4000``,
+        to the file in which the rank tells other processes what it does.
         """
         self._post_file(rank, "addresses", {"own": addresses})
 
@@ -121,7 +124,8 @@ class Board:
         return None
 
     def states(self) -> list[RankState]:
-        """Return the states of all ranks that have started to write status files, in ascending order."""
+        """Return the states of all ranks that have started to write status files (what they do, and whether they have
+        failed), in ascending order of ranks."""
         for path in self.folder.glob("rank-*.times"):
             rank = int(path.stem.split("-")[1])
             if rank not in self._recordings:
@@ -141,8 +145,8 @@ class Board:
         return self._recordings
 
     def _read_rank_state(self, rank: int) -> RankState:
-        """Return the state of ``rank`` according to its status files. Raise ``FileNotFoundError`` if it has removed
-        them.
+        """Return the state of ``rank`` (what it does, and whether it has failed) according to the status files that it
+        writes. Raise ``FileNotFoundError`` if it has removed them.
         """
         recording = self._recordings[rank]
         about, moment = recording.about, recording.moment()
@@ -184,8 +188,8 @@ class Board:
         return ranks_named(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
 
     def _read_file(self, rank: int, kind: str) -> dict[str, Any] | None:
-        """Return the contents of the status file ``kind``, such as "failure", of ``rank``; ``None`` if it does not
-        exist.
+        """Return the contents of the file with the status of ``rank`` of the kind ``kind``, such as "failure", as JSON
+        data; ``None`` if it does not exist or cannot be read.
         """
         with contextlib.suppress(OSError, ValueError):
             content: dict[str, Any] = json.loads((self.folder / f"rank-{rank}.{kind}").read_text())

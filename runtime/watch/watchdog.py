@@ -102,7 +102,7 @@ class Watch:
     def __enter__(self) -> Self:
         """Start to watch the rank, and return the watch. All ranks call this.
 
-        Raise :class:`LaunchError` if the engine is watched already, or if another watch writes the same status files.
+        Raise :class:`LaunchError` if the engine is watched already, or if another watch writes to the same files.
         """
         self._check_alone()
         _open.add(self._key)
@@ -113,8 +113,8 @@ class Watch:
             raise
 
     def _check_alone(self) -> None:
-        """Raise :class:`LaunchError` if this engine is watched already, or if another watch writes the same status
-        files.
+        """Raise :class:`LaunchError` if this engine is watched already, or if another watch writes the status of this
+        rank to the same files.
         """
         self._key = self.folder.absolute(), self.rank
         if self.executor.recorder is not None or self._key in _open:
@@ -126,7 +126,8 @@ class Watch:
             )
 
     def _begin_watching(self) -> Self:
-        """Create this rank's status files, and start the thread that sends heartbeats. All ranks call this."""
+        """Create the files in which this rank writes what it does, and start the thread that sends heartbeats. All
+        ranks call this."""
         if self.leave:
             if self._mirror is not None or self._is_first():
                 shutil.rmtree(self.folder, ignore_errors=True)  # files of an earlier run
@@ -164,7 +165,8 @@ class Watch:
         self.executor.recorder = None
 
     def _remove_own_files(self) -> None:
-        """Remove this rank's status files from the default folder; the last rank removes the folder."""
+        """Remove the files in which this rank has written what it does from the default folder; the last rank removes
+        the folder."""
         for path in self.folder.glob(f"rank-{self.rank}.*"):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -226,8 +228,8 @@ class Watch:
                 self._check_for_cause()
 
     def _spread_cause(self) -> None:
-        """Send the status files, which have the cause of the failure, to other hosts before this process ends, so that
-        ranks there do not take their lost connections for the cause.
+        """Send the files with the ranks' status, which have the cause of the failure, to other hosts before this
+        process ends, so that ranks there do not take their lost connections for the cause.
         """
         if self._mirror is not None:
             self._mirror.exchange()
@@ -280,7 +282,7 @@ class Watch:
 
 def _end_stalled(state: RankState, host: str, board: Board) -> None:
     """Kill the process of the stalled rank ``state`` if it runs on this host. ``host``: name of the host of the rank
-    that calls this. ``board``: the status files, which have the process ID.
+    that calls this. ``board``: reads the files in which ranks write their status, which have the process ID.
 
     A stopped process does not react to its launcher, which would wait half a minute for it.
     """
@@ -291,7 +293,8 @@ def _end_stalled(state: RankState, host: str, board: Board) -> None:
 
 
 def default_folder() -> Path:
-    """Return the folder for the status files of the ranks that torchrun has started, one for each of its restarts.
+    """Return the folder for the files in which the ranks that torchrun has started write what they do; each restart by
+    torchrun has a folder of its own.
 
     It is inside the folder that the environment variable ``PARTITION_WATCH`` names if that is set, and otherwise a
     temporary folder on each host, which is created. Raise :class:`LaunchError` if other users can write to it.
@@ -313,7 +316,7 @@ def default_folder() -> Path:
 
 
 def newest_attempt(folder: Path) -> Path:
-    """Return the subfolder of ``folder`` with the status files of torchrun's last restart.
+    """Return the subfolder of ``folder`` in which ranks have written what they do since torchrun's last restart.
 
     Return ``folder`` itself if ranks wrote into it directly, or if it has no such subfolders.
     """
@@ -324,9 +327,10 @@ def newest_attempt(folder: Path) -> Path:
 
 
 def num_mirrored() -> int:
-    """Return the number of hosts between which status files are copied.
+    """Return the number of hosts between which the files with the ranks' status are copied.
 
-    These are all hosts of torchrun, or 1 if the environment variable ``PARTITION_WATCH`` names a shared folder.
+    These are all hosts of torchrun, or 1 if the environment variable ``PARTITION_WATCH`` names a folder that all hosts
+    share.
     """
     return 1 if FOLDER in os.environ else int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
@@ -337,9 +341,11 @@ _watches = itertools.count()  # the same on all ranks: they enter each watch tog
 
 
 def _mirror_of(engine: Engine, folder: Path) -> Mirror | None:
-    """Return the object that copies this host's status files in ``folder`` to other hosts.
+    """Return the object that copies the files in ``folder``, in which the ranks of this host write what they do, to
+    other hosts, and theirs to this host.
 
-    Only the rank with ``LOCAL_RANK`` 0 has one; return ``None`` on other ranks.
+    Only the rank with ``LOCAL_RANK`` 0 has one; return ``None`` on other ranks. ``engine``: the engine of this rank,
+    which knows the ranks on this host.
     """
     env, number = os.environ, next(_watches)
     if env.get("LOCAL_RANK") != "0":

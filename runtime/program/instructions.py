@@ -251,10 +251,24 @@ def count_repetitions(instructions: Instructions) -> Iterator[tuple[Instruction,
 
 
 def _shift_microbatch(instruction: Instruction, microbatches: int) -> Instruction:
+    """Return ``instruction`` for another microbatch: ``microbatches`` is added to its microbatch number. An instruction
+    without one is returned unchanged.
+
+    The copy shares all other fields. It is made without pydantic's ``model_copy``, because a list of a large job has
+    hundreds of thousands of instructions, and no field needs to be checked again.
+    """
     if not microbatches or instruction.microbatch is None:
         return instruction
-    update: dict[str, Any] = {"microbatch": instruction.microbatch + microbatches}
-    return instruction.model_copy(update=update)
+    shifted = object.__new__(Instruction)
+    fields = {**instruction.__dict__, "microbatch": instruction.microbatch + microbatches}
+    for name, value in (
+        ("__dict__", fields),
+        ("__pydantic_fields_set__", instruction.__pydantic_fields_set__),
+        ("__pydantic_extra__", None),
+        ("__pydantic_private__", None),
+    ):
+        object.__setattr__(shifted, name, value)
+    return shifted
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Literal, overload
 
 from pydantic import BaseModel, ConfigDict, Field
 

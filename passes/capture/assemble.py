@@ -66,10 +66,11 @@ def assemble_program_graph(
         program: a program whose graph is flat and functional.
         canonical: maps every name of a state (parameter, buffer or constant) to the name that is used for it.
         with_loss: whether the last result of the program is the loss.
-        empty_turns: make the graph of a batch in which no row (token) chose an even (0) or an odd (1) expert: in traced
-            loops over experts, the masks of these experts' rows are replaced by empty masks. ``None`` changes no masks.
+        empty_turns: 0 or 1 to replace the masks of the rows (tokens) that chose an expert with an even (0) or odd (1)
+            number by empty masks, as if no row had chosen these experts. Only masks that a traced loop over experts
+            reads, or that belong to ``decided``, are replaced. ``None`` changes no masks.
         decided: numbers of the places in the trace where forward listed an expert's rows and branched on whether there
-            are any. ``empty_turns`` also empties the masks of these places.
+            are any.
         numbers: inputs that are Python numbers and that the graph reads as tensors: path -> value.
     """
     graph = fx.Graph()

@@ -244,8 +244,9 @@ def _without_numbers(tensor: Tensor) -> bool:
 
 
 def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return a dict from name to value of the small non-persistent buffers of ``model``, on the CPU; no checkpoint
-    contains these buffers. ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
+    """Return a dict from name to value, on the CPU, of the non-persistent buffers of ``model``, which no checkpoint
+    contains. Buffers without values (on ``meta``) and those of more than ``_KEPT_BUFFER_NUMEL`` (2**16) elements are
+    left out. ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
     """
     saved = set(model.state_dict(keep_vars=True))
     return {

@@ -330,10 +330,10 @@ def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScop
     """Write ``value``, a Python number that forward left in an attribute, to the 0-dimensional ``buffer`` that stands
     for it in the trace.
 
-    Raises the exception that ``scope`` makes if the value is no number, or a fraction in place of a whole number.
+    Raise :class:`NotLiftable` if ``value`` is no number, or if it is a float and the number before forward was an int.
 
     ``counter``: the attribute, with its name and its value before forward. ``scope``: records how forward uses such
-    numbers.
+    numbers; the refused use is recorded there, too.
     """
     with torch.no_grad():
         if is_lifted(value):
@@ -483,8 +483,8 @@ def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str])
 
     Args:
         error: the exception that torch.export raised.
-        drawn: names of the random operators from which the number was computed that forward tried to read last; empty
-            if it was computed from none.
+        drawn: names of the random operators from whose results the last number was computed that forward tried to read
+            out of a tensor; empty if there were none. They decide which advice is given.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = place_of(error), f"{type(error).__name__}: {error}"

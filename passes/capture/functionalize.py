@@ -250,10 +250,13 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
     """Return the exported program ``program`` as one flat graph of operators that write to none of their operands. The
     given program is not changed.
 
-    Raises :class:`UnsupportedError` for a region or an operator that cannot be converted exactly.
+    Raises :class:`UnsupportedError` for a region or an operator that cannot be converted exactly, or if the program
+    reads a tensor of ``own``.
 
     Args:
-        own: names of the original model's tensors by data address. The program was exported from a copy of that model.
+        own: for each tensor of the original model, its data address -> its name. The program was exported from a copy
+            of that model, so it should read none of these tensors: forward can reach them only past the copy, as
+            through a global variable. ``None`` skips this check.
     """
     _check_followed(program, own or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
@@ -299,11 +302,13 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
 
 
 def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
-    """Raise :class:`UnsupportedError` if torch.export made a constant of a tensor in ``program`` that it should have
-    traced. A constant without values, or one that is a tensor of the original model, shows this.
+    """Raise :class:`UnsupportedError` if ``program`` contains, as a constant, a tensor that torch.export should have
+    traced. This is so for a constant tensor without values, which forward has computed in a way that torch.export does
+    not follow, and for a tensor of the original model.
 
     Args:
-        own: names of the original model's tensors by data address.
+        own: for each tensor of the original model, its data address -> its name. The program was exported from a copy
+            of that model, so it should read none of these tensors.
     """
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:

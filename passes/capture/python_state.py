@@ -52,8 +52,8 @@ class StateChange:
     """A change of Python state (anything except tensors) by forward, such as an attribute or a global variable.
 
     ``what`` describes the state for messages. ``module`` (a module path) and ``name`` are set for an attribute of a
-    module. ``before`` and ``after`` are the values if they are Python numbers, else ``None``. ``generator``: it is the
-    state of a random generator.
+    module. ``before`` and ``after`` are the values if they are Python numbers, else ``None``. ``generator``: whether
+    what changed is the state of a random generator.
     """
 
     what: str
@@ -258,8 +258,9 @@ def _make_fixed_variable(what: str, value: Any) -> _Variable:
 
 
 def _copy_mutable_value(value: Any) -> Any:
-    """Return a shallow copy of ``value`` if it is a list, set, dict or deque; ``None`` if it has too many elements or
-    is anything else."""
+    """Return a shallow copy of ``value`` if it is a list, set, dict or deque of at most ``_MOST_ELEMENTS`` (4096)
+    elements; ``None`` if it is anything else.
+    """
     mutable = isinstance(value, list | set | dict | collections.deque) and len(value) <= _MOST_ELEMENTS
     return type(value)(value) if mutable and type(value) in (list, set, dict, collections.deque) else None
 
@@ -563,7 +564,8 @@ def _build_capture_key(captured: Captured) -> Any:
 
 def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
     """Return a dict from each node of the graph of ``captured`` whose value depends on constants alone to this value.
-    Very large ones are left out."""
+    Results of more than ``_MOST_NUMBERS`` (2**22) elements, and all that is computed from them, are left out.
+    """
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
@@ -580,8 +582,8 @@ def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Return whether ``node`` is a deterministic operator of torch with a small result. Two captured graphs are then
-    compared by this result, not by the operators that compute it.
+    """Return whether ``node`` is a deterministic operator of torch whose result has at most ``_MOST_NUMBERS`` (2**22)
+    elements. Two captured graphs are then compared by this result, not by the operators that compute it.
     """
     tags, given = getattr(node.target, "tags", ()), node.meta.get("val")
     small = not isinstance(given, Tensor) or given.numel() <= _MOST_NUMBERS

@@ -145,8 +145,8 @@ class Tracer:
         traced.
 
         Args:
-            changes: new values of fields of the twin. The extra key ``flipped`` has conditions on lifted numbers
-                (Python numbers that are traced as tensors) whose outcome is inverted.
+            changes: name of a field of the twin -> its new value. The extra key ``flipped`` has conditions on lifted
+                numbers (Python numbers that are traced as tensors): the next trace takes the other branch for these.
         """
         scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
         hits = changes.pop("hits", None) or TracedLoops()
@@ -191,9 +191,10 @@ class Tracer:
         numbers, uses = plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
-            """Return whether forward runs with the numbers ``chosen`` (path -> value) as tensors. If ``chosen`` has a
-            single number, also record in ``uses`` for what forward needs it as a Python number (an empty text if for
-            nothing).
+            """Return whether forward runs if the inputs ``chosen`` (path -> value), which are Python numbers, are
+            passed as tensors. If ``chosen`` has a single number, also store in the dict ``uses`` of the enclosing
+            function, under its path, what forward needs a Python number for, as text; an empty text if a tensor
+            suffices.
             """
             tried = self.renew(twin, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
@@ -229,9 +230,12 @@ class Tracer:
         def made(
             twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return the captured graph of the exported program ``program``, and ``twin``. If forward loops over the
-            experts that some row chose, the field ``turns`` of the result has two variants of the graph, with empty row
-            masks of even and of odd experts.
+            """Return the captured graph of the exported program ``program``, and ``twin``.
+
+            A loop of forward over the experts that some row chose was traced as a loop over all experts. If there is
+            one, the field ``turns`` of the captured graph gets two more captures of the same program: one in which the
+            masks of the rows that chose an even expert are empty, and one in which those of odd experts are. The caller
+            uses them to prove that an iteration for an expert without rows changes nothing.
 
             ``finish``: function that rewrites the captured graph at the end.
             """
@@ -290,12 +294,12 @@ class Tracer:
         return made(twin, flatten_program(program, own), lambda captured: captured)
 
     def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, like ``twin``, because a trace failed and is repeated in
-        another way.
+        """Return a new copy of the model with fake tensors, with the options of ``twin``, for another trace after a
+        trace of ``twin`` failed.
 
         Args:
             hits: an empty record of loops over experts for the new trace.
-            left: receives the attributes of the twin's modules after forward, by (module path, attribute name).
+            left: receives the attributes of the new copy's modules after forward, by (module path, attribute name).
         """
         made = replace(self.renew(twin, hits=hits), scope=twin.scope)
         self.prepare(made, left)
@@ -394,8 +398,8 @@ class _Settling:
     def settle(self, changes: Sequence[StateChange], clock: Clock) -> Trace:
         """Check what forward changed, and return the trace to use, with notes for the user added to its graph.
 
-        Raise :class:`UnsupportedError` for a change that has an effect and cannot be a buffer. ``changes``: what the
-        first trace changed. ``clock``: whether it read the time.
+        Raise :class:`UnsupportedError` for a change that has an effect on what forward computes and cannot be a buffer.
+        ``changes``: what the first trace changed. ``clock``: records whether the first trace read the time.
         """
         notes = [*self._check_draws([c for c in changes if c.generator]), *self._check_clock(clock)]
         changes = [c for c in changes if not c.generator]

@@ -287,11 +287,12 @@ class ExpertColumns:
 
     def at(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
         """Return the node that has, for each row, the entry of the row's own expert in ``column``, a value with the
-        experts as last dim. Raises :class:`Different` if a dim other than ``dim`` and the last does not have size 1.
+        experts as last dim. Raises :class:`Different` if ``column`` has a dim larger than 1 besides ``dim`` and the
+        last one.
 
         Args:
-            keys: the node with the expert of each row.
-            dim: the index of the dim of the rows.
+            keys: the node with the expert number of each row.
+            dim: the dim of ``column`` that indexes rows.
         """
         sizes = list_node_sizes(column.node)
         if any(size != 1 for d, size in enumerate(sizes[:-1]) if d != dim):
@@ -455,7 +456,8 @@ class LoopWeights:
         """Return a node with the parameter of each row's own expert, to be read by the pointwise operator ``node``. Its
         dim 0 indexes rows, and its further dims broadcast with the other operand.
 
-        Raises :class:`Different` if ``node`` is not pointwise or the parameter has dims at or before the rows.
+        Raises :class:`Different` if ``node`` is not pointwise, or if one expert's parameter, broadcast to the other
+        operand, varies along the dim of rows or a dim before it.
 
         Args:
             stack: the parameters of all experts.

@@ -127,8 +127,9 @@ class _Merging:
         """Append the operators that combine ``made``, the outputs of all experts merged into one value, with those
         operands of the loop's sum or ``where`` chain that are no expert's output.
 
-        Return the node that replaces the last operator of the loop. Raises :class:`Different` if ``made`` has another
-        form than the loop needs.
+        Return the node that replaces the last operator of the loop. Raises :class:`Different` if ``made`` does not fit.
+        For a sum, it must be an :class:`ExpertSum`, or :class:`ExpertRows` whose experts had zeros in the rows of other
+        experts. For a ``where`` chain, its rows must lie along the dims by which the chain selects.
         """
         if self.loop.adds:
             if not isinstance(made, ExpertSum) and not (isinstance(made, ExpertRows) and made.zeroed):
@@ -279,7 +280,7 @@ class _Merging:
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
         """Merge the ``masked_fill`` operators of all experts, each of which keeps the rows of one expert and sets all
         other rows to a number. Return the merged rows, each computed by its own expert. Raises :class:`Different` if
-        the operands do not fit.
+        the masks are not those of the rows that did not choose the expert, or do not lie along the rows of ``value``.
 
         ``node``: the operator of the first expert. ``value``, ``mask``: its first two operands, each merged over all
         experts.

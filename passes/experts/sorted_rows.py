@@ -66,8 +66,8 @@ class _UnsortedValue:
 
 
 class _Unsorter:
-    """Rewrites the operators that read rows (tokens) sorted by expert, so that they read them in their original order
-    and the sort is not needed.
+    """Rewrites the operators of ``graph`` that read rows (tokens) sorted by expert, so that they read them in their
+    original order and the sort is not needed.
 
     ``sort``: the node that sorts rows. ``keys``: the values by which it sorts, such as expert numbers. ``order``: the
     node with the sorted rows' original positions. ``twins`` maps each node that depends on the sort to the value that

@@ -159,8 +159,8 @@ class _Stacking:
     """Rewrites one sum of the outputs of experts, which are separate modules, to operators on stacked tensors that have
     the experts as an additional first dim.
 
-    The corresponding nodes of all experts are visited together, from the outputs to the parameters. ``head``: the last
-    addition of the sum.
+    The corresponding nodes of all experts are visited together, from the outputs to the parameters. ``captured``: the
+    model as one graph, which contains the sum. ``head``: the last addition of the sum.
     """
 
     def __init__(self, captured: Captured, head: fx.Node) -> None:

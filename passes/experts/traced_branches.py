@@ -339,7 +339,7 @@ def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Coll
     Args:
         parity: 0 for the experts with even numbers, 1 for those with odd numbers.
         decided: numbers of the places in the trace where forward listed an expert's rows and branched on whether there
-            are any; masks of other experts do not count.
+            are any. Only masks of experts whose rows were listed at one of these places are returned.
     """
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:

@@ -128,7 +128,8 @@ def _iterate_marked_experts(
 
     ``hits``: the record of loops. ``rank``: the rank of the tensor over which forward loops; an index has no dims for
     1, one dim for 2. ``masks``: the masks that decide which experts have rows, one for each dtype. ``dim``: their dim
-    of experts. ``first``: the first node that reduces them.
+    of experts. ``first``: the first node that reduces the masks; a later write in place to a mask is recorded in
+    ``hits``, because the loop would not have seen it.
     """
     mode = get_proxy_mode()
     assert mode is not None
@@ -166,7 +167,8 @@ class _LoopIndexMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the torch function ``func`` and return its result. An index by a tensor that forward got as loop index
-        becomes an index by the number of its expert."""
+        becomes an index by the number of its expert. ``types``: unused.
+        """
         if func is Tensor.__getitem__ and self.hits.turns:
             of, index = args
             turn, number = self._find_expert_number(of), self._find_expert_number(index)

@@ -38,8 +38,9 @@ class NotLiftable(Exception):
 class Guard:
     """A condition on Python numbers that the traced forward branched on: ``expression`` evaluated to ``outcome``.
 
-    ``expression``: a nested tuple such as ``("gt", ("given", "beta"), ("number", 0))`` for ``beta > 0``. ``where`` is
-    the source line in forward, as ``file:line``.
+    ``expression``: a nested tuple such as ``("gt", ("given", "beta"), ("number", 0))`` for ``beta > 0``. ``"given"``
+    stands for the input with this path, ``"state"`` for an attribute that forward changes, and ``"number"`` for a
+    constant. ``where`` is the source line in forward, as ``file:line``.
     """
 
     expression: Expression
@@ -110,9 +111,10 @@ class LiftScope:
     def decide(self, expression: Expression, outcome: bool) -> bool:
         """Record a condition on numbers that forward branches on, and return its outcome.
 
-        ``expression``: the condition, such as ``("gt", ("given", "beta"), ("number", 0))``. ``outcome``: its outcome
-        for the numbers of the batch for which the plan is made. It is returned inverted if the condition is in
-        ``flipped``.
+        ``expression``: the condition as a nested tuple, such as ``("gt", ("given", "beta"), ("number", 0))``, which
+        says that the input ``beta`` is greater than 0. ``outcome``: its outcome for the numbers of the batch for which
+        the plan is made. It is recorded and returned inverted if the condition is in ``flipped``, the conditions whose
+        other branch is to be traced.
         """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
@@ -191,11 +193,11 @@ _DOMAINS: dict[str, tuple[int, str, Number]] = {
 
 
 def evaluate_expression(expression: Expression, numbers: Mapping[str, Number]) -> Any:
-    """Return the value of ``expression``, such as ``("mul", ("given", "beta"), ("number", 2))``, for the given
-    ``numbers``.
+    """Return the value of ``expression``, a nested tuple such as ``("mul", ("given", "beta"), ("number", 2))`` for
+    twice the input ``beta``, for the given ``numbers``.
 
-    ``numbers``: keyed by input path (``"given"``) or attribute name (``"state"``). Raises ``KeyError`` if one is
-    missing.
+    ``numbers``: the values of inputs, by path (``"given"`` in the expression), and of attributes that forward changes,
+    by name (``"state"``). Raises ``KeyError`` if one is missing.
     """
     kind, *operands = expression
     if kind == "number":
@@ -355,13 +357,15 @@ class LiftedNumber:
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call the torch function ``func`` with 0-dimensional tensors in place of lifted numbers (Python numbers that
-        are traced as tensors), and return its result."""
+        are traced as tensors), and return its result. ``types``: unused.
+        """
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Apply the operator that equals the NumPy function ``ufunc`` to this number and the other ``inputs``; refuse a
-        NumPy function that has no such operator. ``method``: how NumPy calls the function; only ``"__call__"`` is
-        possible."""
+        """Apply the operator that equals the NumPy function ``ufunc`` to this number and the other ``inputs``, and
+        return the result. A NumPy function that has no such operator, a ``method`` other than ``"__call__"``, and
+        keyword arguments are refused with :class:`NotLiftable`. ``method``: how NumPy calls the function.
+        """
         name = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or kwargs or name is None or not all(map(_is_number, inputs)):
             return self._refuse_number_use(f"numpy.{ufunc.__name__}")
@@ -521,7 +525,8 @@ class _Constructors(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call the torch function ``func`` and return its result. If a lifted number (a Python number that is traced as
-        a tensor) is among the arguments, a form that accepts it is used."""
+        a tensor) is among the arguments, a form that accepts it is used. ``types``: unused.
+        """
         kwargs = dict(kwargs or {})
         if func in _MAKERS and any(map(is_lifted, (*args, *kwargs.values()))):
             return _MAKERS[func](*args, **kwargs)

@@ -259,7 +259,8 @@ def _val_to_json(value: Any) -> Any:
 
 def _val_from_json(value: Any) -> Any:
     """Return the meta tensor that the JSON value ``value`` describes, ``[shape, dtype]`` or ``[shape, dtype,
-    strides]``; a tuple of them for ``{"tuple": [...]}``."""
+    strides]``; a tuple of them for ``{"tuple": [...]}``; ``None`` for ``None``.
+    """
     if value is None:
         return None
     if isinstance(value, dict):

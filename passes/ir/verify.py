@@ -252,9 +252,10 @@ _WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
 def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
-    """Return, by name, for each node of ``graph`` (the graph of one rank), whether its value is equal on the ``size``
-    ranks of the mesh axis ``axis``: "alike" if it is, "different" if not, or "unknown" if it is equal but may stand for
-    a shard or a partial sum.
+    """Return, by name, for each node of ``graph`` (the graph of one rank), how its value compares between the ``size``
+    ranks of the mesh axis ``axis``: "alike" if it is equal and whole on every rank; "different" if it may differ;
+    "unknown" if it is equal on all ranks, but may be meant as one rank's shard or as an addend of a sum (such as zeros
+    in the shape of a shard).
 
     Args:
         given: this property for the placeholders by name; missing ones count as "alike".
@@ -269,8 +270,9 @@ def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: s
 
 
 def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: int) -> Sameness:
-    """Return whether the result of the operator ``node`` is "alike" (equal) on the ``size`` ranks of the mesh axis
-    ``axis``, "different", or "unknown" (equal, but perhaps in place of a shard or a partial sum).
+    """Return how the result of the operator ``node`` compares between the ``size`` ranks of the mesh axis ``axis``:
+    "alike" if it is equal and whole on every rank; "different" if it may differ; "unknown" if it is equal on all ranks,
+    but may be meant as one rank's shard or as an addend of a sum (such as zeros in the shape of a shard).
 
     ``known``: name of an earlier node -> this property of its value.
     """
@@ -322,7 +324,9 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
     reason as text; ``None`` if there is none. An example is an all-reduce of a value that every rank already has whole.
 
     Args:
-        known: name of a node -> whether its value is "alike" on all ranks of the axis, "different" or "unknown".
+        known: name of a node -> how its value compares between the ranks of the axis: "alike" if it is equal and whole
+            on every rank, "different" if it may differ, "unknown" if it is equal but may be meant as a shard or an
+            addend.
     """
     for node in graph.nodes:
         named = axis_of(node)

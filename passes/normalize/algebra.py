@@ -33,15 +33,16 @@ def add_product(product: Any) -> Rule:
     product and a separate sum.
 
     ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``. The returned function returns
-    ``KEEP`` (the operator stays) if ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer, because
-    torch then rounds it.
+    ``KEEP`` (the operator stays) if ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer. Torch
+    rounds the two numbers in this case, which separate operators would not do.
     """
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
         """Append ``beta * c + alpha * product(a, b)`` to the graph as separate operators and return the node of the
         result. ``product`` is a matrix product, ``beta`` and ``alpha`` are numbers. Return ``KEEP`` (the operator
-        stays) if ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer, because torch then rounds it.
-        ``build``: appends operators to the graph."""
+        stays) if ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer, because torch then rounds
+        these two numbers, which separate operators would not do. ``build``: appends operators to the graph.
+        """
         whole_numbers = not get_node_tensor(c).dtype.is_floating_point and not get_node_tensor(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
             return KEEP  # torch rounds the factors to integers
@@ -101,7 +102,7 @@ def _create_scalar(build: Builder, like: fx.Node, value: float) -> fx.Node:
 
 def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
     """Remove the operator that only checks whether a matrix factorisation succeeded: append nothing to the graph and
-    return ``None`` as its result, which nothing reads. The arguments are not used.
+    return ``None`` as its result, which nothing reads. ``build`` and the operator's arguments are not used.
 
     Eager torch raises an error there; a plan continues with the result of the failed factorisation.
     """

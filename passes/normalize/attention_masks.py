@@ -77,8 +77,9 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
     many positions before and after its own a query sees.
 
     If all keys are visible or all keys up to the query, only arguments of ``node`` change. For a sliding window,
-    ``node`` is replaced by the operator ``partition::band_attention`` if its shapes allow this; otherwise ``node``
-    keeps its mask.
+    ``node`` is replaced by the operator ``partition::band_attention``. It keeps its mask instead if its operands are
+    not ``[batch, heads, positions, width]`` of equal batch sizes, if their numbers of heads differ without
+    ``enable_gqa``, or if its result is an output of the model.
     """
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)

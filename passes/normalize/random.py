@@ -192,8 +192,9 @@ def rewrite_attention_dropout(
 
     ``build``: appends operators to the graph. ``q``, ``k``, ``v``: queries, keys and values ``[..., heads, positions,
     width]``. ``mask``: boolean (true where a query sees a key) or numbers to add to the scores; ``None`` for none.
-    ``dropout_p``: the probability of zeroing a weight. ``is_causal``: hide keys behind the query. ``options``:
-    ``scale`` and ``enable_gqa``, as in ``aten.scaled_dot_product_attention``.
+    ``dropout_p``: the probability of zeroing a weight. ``is_causal``: whether a query sees only the keys up to its own
+    position; ``mask`` is then not used. ``options``: ``scale`` and ``enable_gqa``, as in
+    ``aten.scaled_dot_product_attention``.
     """
     if not dropout_p:
         return KEEP

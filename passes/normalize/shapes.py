@@ -112,7 +112,9 @@ def rewrite_padding(
 
 def rewrite_detach(build: Builder, x: fx.Node) -> Any:
     """Rewrite a ``detach`` of ``x``: return ``KEEP`` (the operator stays) if ``x`` is of a type that can have a
-    gradient, which the ``detach`` stops; otherwise return ``x``, because the ``detach`` has no effect."""
+    gradient, which the ``detach`` stops; otherwise return ``x``, because the ``detach`` has no effect. ``build`` is not
+    used.
+    """
     return KEEP if is_differentiable(get_node_tensor(x)) else x
 
 

@@ -39,8 +39,8 @@ def unflatten_dims(graph: fx.Graph) -> None:
 
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a matrix product whose rows are several dims flattened into one by a product that keeps these dims
-    separate, in place.
+    """Change ``graph`` in place: replace a matrix product whose rows are several dims flattened into one by a product
+    that keeps these dims separate.
 
     ``node``: the ``reshape`` behind the product (and behind the addition of a bias, if there is one) that splits the
     rows into the dims again; the new product takes its place. Any other ``reshape`` is left unchanged.
@@ -80,8 +80,8 @@ def _is_bias(bias: Any, size: int) -> bool:
 
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a transpose of a tensor in which several dims are flattened into one by a permutation of the separate
-    dims, in place.
+    """Change ``graph`` in place: replace a transpose of a tensor in which several dims are flattened into one by a
+    permutation of the separate dims.
 
     ``node``: the ``reshape`` behind the transpose that splits the flattened dim again; the permutation takes its place.
     Any other ``reshape`` is left unchanged.
@@ -107,11 +107,11 @@ def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _unflatten_elementwise(graph: fx.Graph, node: fx.Node) -> None:
-    """Move the reshape ``node``, which splits dims of the result of an elementwise operator, to the operands of the
-    operator, in place.
+    """Change ``graph`` in place: move the reshape ``node``, which splits dims of the result of an elementwise operator,
+    to the operands of the operator.
 
-    This is done only if it adds nothing but views. Each operand must come from a ``reshape`` or ``repeat``, or have
-    size 1 in all dims that are split.
+    This is done only if it adds nothing but views. At least one operand must come from a ``reshape`` or ``repeat``, and
+    every other one must do so, too, or have size 1 in all dims that are split.
     """
     value: Any = node.args[0]
     if not _is_elementwise(value) or len(value.users) > 1 or len(list_node_sizes(node)) <= len(list_node_sizes(value)):

@@ -65,8 +65,9 @@ class PositionRange(NamedTuple):
 class Tile(NamedTuple):
     """A rectangle of queries and keys that attention computes at once.
 
-    ``rows`` and ``keys``: (start, stop) in the local tensors. ``kind``: "all" if the queries see all keys of the tile,
-    "diagonal" if they see keys up to the tile's diagonal, "band" if they see keys within a limited distance.
+    ``rows`` and ``keys``: (start, stop) in the local tensors. ``kind``: which keys of the tile are visible. "all": its
+    queries see all of its keys. "diagonal": it is square, and its query ``i`` (from 0) sees its keys 0 to ``i``.
+    "band": a query sees those of its keys whose distance from it is within limits, which the tile does not store.
     ``offset``: the position of the first query minus that of the first key.
     """
 
@@ -183,12 +184,13 @@ _Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band
 
 
 def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator[_Tile]:
-    """Yield the tiles, as (rows, keys, kind), in which some query sees a key, if query 0 is ``offset`` positions after
-    key 0.
+    """Yield the tiles (rectangles of queries and keys) in which some query sees a key, as (rows, keys, kind), if query
+    0 is ``offset`` positions after key 0.
 
-    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all", "diagonal" or "band", the part of the tile that is
-    visible. ``num_queries``, ``num_keys``: the numbers of queries and keys. ``band``: the positions around its own that
-    a query sees.
+    ``rows``, ``keys``: (start, stop) indices. ``kind``: which keys of the tile are visible. "all": its queries see all
+    of its keys. "diagonal": it is square, and its query ``i`` (from 0) sees its keys 0 to ``i``. "band": a query sees
+    those of its keys whose distance from it is within limits, those of ``band``. ``num_queries``, ``num_keys``: the
+    numbers of queries and keys. ``band``: how many positions before and after its own a query sees.
     """
     before, after = band
     first = 0 if after is None else max(0, -offset - after)
@@ -208,9 +210,10 @@ def _generate_causal_tiles(first: int, last: int, num_keys: int, shared: int) ->
     """Yield the tiles (rectangles of queries and keys) of the queries ``first`` to ``last - 1`` under a causal mask,
     each as (rows, keys, kind).
 
-    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all" if the queries see all keys of the tile, "diagonal" if
-    they see those up to its diagonal. ``num_keys``: the number of keys. ``shared``: the number of keys before the
-    diagonal, which every query sees; query ``first + i`` also sees the next ``i + 1`` keys.
+    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all" if the queries see all keys of the tile; "diagonal" if
+    the tile is square and its query ``i`` (from 0) sees its keys 0 to ``i``. ``num_keys``: the number of keys.
+    ``shared``: the number of keys, from key 0 on, that every query sees. Query ``first`` sees one key more, and each
+    further query one more than the query before it.
     """
     shared = min(shared, num_keys)
     if shared > 0:
@@ -370,8 +373,9 @@ _Masks = dict[tuple[int, int, int], Tensor]
 
 
 def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
-    """Return the mask ``[queries, keys]`` to add to the scores of ``tile``, a rectangle of queries and keys; ``None``
-    if the tile shows all keys, or all up to its diagonal, so that no mask is needed.
+    """Return the mask ``[queries, keys]`` to add to the scores of ``tile``, a rectangle of queries and keys: 0 where a
+    query sees a key, minus infinity elsewhere. Return ``None`` if no mask is needed, because the queries see all keys
+    of the tile, or because query ``i`` of the tile sees its keys 0 to ``i``.
 
     ``q``: a tensor of the mask's type and device. ``made``: a cache of masks: (number of queries, number of keys,
     position of the first query minus that of the first key) -> mask. ``band``: the positions around its own that a
@@ -414,8 +418,9 @@ def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Te
 class TileScoring(NamedTuple):
     """How the attention scores of a tile (a rectangle of queries and keys) are masked and scaled.
 
-    ``diagonal``: hide keys after the diagonal. ``mask``: added to the scores; ``None`` for none. ``scale``: the factor
-    of the scores; ``None`` means ``1 / sqrt(d)``.
+    ``diagonal``: whether query ``i`` of the tile (from 0) sees only its keys 0 to ``i``. ``mask``: added to the scores;
+    ``None`` for none. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``, where ``d`` is the width of
+    a head.
     """
 
     diagonal: bool

@@ -226,7 +226,8 @@ class _GroupedProductMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the torch function ``func`` and return its result. A grouped matrix product is replaced by
-        ``partition::expert_mm`` if it has a form that can be traced."""
+        ``partition::expert_mm`` if it has a form that can be traced. ``types``: unused.
+        """
         kwargs = kwargs or {}
         made = _of_rows(*args, **kwargs) if func in _PRODUCTS_BY_GROUP else None
         return func(*args, **kwargs) if made is None else made

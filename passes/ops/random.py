@@ -411,9 +411,10 @@ Formula = Callable[[Sampler], Any]
 
 def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
     """Return the function that draws the numbers of a call of torch's random operator ``target``; its argument is a
-    :class:`Sampler`, which has the operator's arguments and draws numbers. Return ``None`` if the operator draws none
-    or has no such function, or if the call has a generator or unsupported integer bounds. ``args``, ``kwargs``: the
-    arguments of the call.
+    :class:`Sampler`, which has the operator's arguments and draws numbers.
+
+    Return ``None`` if the operator draws none or has no such function, if the call has a generator, or if it draws
+    integers from a range that is not known or too large. ``args``, ``kwargs``: the arguments of the call.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None

@@ -44,9 +44,9 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
     loss, every update of a buffer, and the elements of every output that belong to the original batch are those without
     padding.
 
-    ``main``, ``other``: the model, in normal form, captured for two batch sizes along this axis. ``dims``: path of
-    an input -> the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along the axis. The
-    padding is correct for every value of the weights, so gradients are unchanged, too.
+    ``main``, ``other``: the model captured for two batch sizes along this axis, each rewritten by ``normalize``.
+    ``dims``: path of an input -> the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along
+    the axis. The padding is correct for every value of the weights, so gradients are unchanged, too.
     """
     pairs = pair_nodes(main, other)
     if pairs is None:
@@ -137,9 +137,10 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> 
     """Return a description of the parameter, buffer or constant ``name`` under padding: which dims grow with the batch
     size, and its fault, if it has one.
 
-    It has a fault (a reason why padding may change results) if its value depends on the batch size. A constant that
-    is the first part of a larger one, such as a table by position, has no fault. ``main``, ``other``: the model
-    captured for two batch sizes. ``axis``: how the inputs are padded.
+    It has a fault (a reason why padding may change results) if its shape or its values depend on the batch size. There
+    is one exception: a constant whose dims grow with the batch, and whose elements are equal for both batch sizes at
+    all indices that both have, such as a table with one row for each position. ``main``, ``other``: the model captured
+    for two batch sizes. ``axis``: how the inputs are padded.
     """
     shape, theirs = main.states[name].spec.shape, other.states[name].spec.shape
     if shape == theirs:
@@ -187,9 +188,10 @@ def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
     """Yield the candidates for the numbers in the new elements of padded inputs of the model ``main``, in the order in
     which they should be tried. Each is a dict: path of an input -> number (``None``: a copy of the last element).
 
-    In the first candidate, all inputs are padded with copies. Others have, in all combinations, for an integer input
-    that the graph compares with a number that marks ignored elements, such as -100, this number, and for any other
-    input zero. ``dims``: path of each input that is padded -> the index of its padded dim.
+    Every input can be padded with copies. An integer input that the graph compares with a number that marks ignored
+    elements, such as -100, can also be padded with this number, and any other input with zero. All combinations of
+    these are yielded; the first one pads all inputs with copies. ``dims``: path of each input that is padded -> the
+    index of its padded dim.
     """
     inputs = {i.value: i for i in main.inputs if i.path in dims}
     options: list[list[float | None]] = []

@@ -328,10 +328,12 @@ def _with_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return the result (1 for true, 0 for false) of comparing the distance of a key from a query with ``number``,
-    if it is the same for all keys behind the query; otherwise ``None``. ``name``: the comparison: ``lt``, ``le``,
-    ``gt`` or ``ge``. ``sign``: 1 if the distance is key index minus query index (1 or more for such keys), -1 if it
-    is query index minus key index (-1 or less)."""
+    """Return the result (1 for true, 0 for false) of comparing the distance of a key from a query with ``number``, if
+    it is the same for all keys that come after the query; otherwise ``None``.
+
+    ``name``: the comparison: ``lt``, ``le``, ``gt`` or ``ge``. ``sign``: 1 if the distance is key index minus query
+    index (1 or more for such keys), -1 if it is query index minus key index (-1 or less).
+    """
     if not isinstance(number, int | float):
         return None
     if sign < 0:  # as of the distance with its sign turned
@@ -423,10 +425,14 @@ def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
 
 
 def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``constant_pad_nd`` node ``node``, as a description:
-    which dims grow with the batch, and which numbers padded elements have. ``operands``: such a description of the
-    operand. The result has a fault (a reason why elements of the original batch may change) if the node writes other
-    numbers behind the elements that pad the batch."""
+    """Return what padding the batch does to the result of the ``constant_pad_nd`` node ``node``, as a description
+    (never ``None``): which dims grow with the batch, and which numbers padded elements have. ``operands``: such a
+    description of the operand.
+
+    The result has a fault (a reason why elements of the original batch may change) in two cases: the node pads a
+    flattened dim of which a part grows with the batch; or it adds elements at the end of a dim that grows, and their
+    number is not known to be that of the elements that pad the batch.
+    """
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
     number = get_node_argument(node, "value", 0)
@@ -532,10 +538,13 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``gather`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have. ``operands``: such descriptions of source and index.
+    """Return what padding the batch does to the result of the ``gather`` node ``node``, as a description (never
+    ``None``): which dims grow with the batch, and which numbers padded elements have. ``operands``: such descriptions
+    of source and index.
+
     The result has a fault (a reason why elements of the original batch may change) if the dim along which it reads
-    grows, unless each element reads its own position."""
+    grows, unless each element reads its own position, or if source and index grow differently along another dim.
+    """
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
     fault, itself = x.fault or index.fault, False

@@ -167,9 +167,11 @@ def _can_shard_zigzag(
     """Return whether ``factor``, a named loop dimension of an operator, may be sharded zigzag: each rank has one piece
     from each end of the dim.
 
-    Its size must be one of ``lengths``, the lengths of sequences, and be divisible by ``2 * num_ranks``. An operator
-    that needs special local operators must allow several parts. ``factors``: the operator's sharding rule.
-    ``sections``: sizes of the parts of the dim that are each divided over all ranks; empty for one part.
+    Its size must be one of ``lengths``, the lengths of sequences, and be divisible by ``2 * num_ranks``. If it is cut
+    into ``sections``, each of these must instead be a multiple of a length and divisible by ``2 * num_ranks``. If one
+    rank runs special operators in place of the operator, they must work on a shard of several parts. ``factors``: the
+    operator's sharding rule. ``sections``: sizes of the parts of the dim that are each divided over all ranks; empty
+    for one part.
     """
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths

@@ -156,9 +156,10 @@ def _known_size(node: fx.Node) -> int | None:
 
 
 def _takes_first(user: fx.Node, most: int) -> bool:
-    """Return whether the counts of a ``bincount`` behind the first ``most`` are not needed by the operator ``user``,
-    which reads the counts: it is a slice of at most the first ``most`` counts, or only serves to assert their
-    number."""
+    """Return whether the operator ``user``, which reads the counts of a ``bincount``, needs at most the first ``most``
+    of them. This is so if it is a slice of at most the first ``most`` counts, or if it only serves to assert how many
+    counts there are.
+    """
     if user.target is not aten.slice.Tensor:
         return _is_asserted(user)
     end = get_node_argument(user, "end")

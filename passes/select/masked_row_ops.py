@@ -459,7 +459,8 @@ def _at_places(
         first: the dim of ``x`` at which the indexed dims begin.
         indices: coordinates of the true elements of a mask, with an entry for every element, true or not.
         source: the rows to sum.
-        chosen: whether the caller reads only positions to which a selected row points.
+        chosen: whether the caller reads only positions to which a selected row points. Positions to which no selected
+            row points may then have any value.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)

@@ -334,8 +334,9 @@ class SelectedRows:
 
     def copy_node(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
         """Append operators with static shapes to the new graph that compute what ``node`` computes, and return the
-        result that takes the place of its result: a node, a tuple of nodes, or a data-dependent number. Raise
-        :class:`Unselectable` if the operator has no form that keeps all rows.
+        result that takes the place of its result: a node, a tuple of nodes, or a data-dependent number. An assertion is
+        left out, and ``None`` is returned for it. Raise :class:`Unselectable` if the operator has no form that keeps
+        all rows.
 
         Args:
             node: a node of the original graph.

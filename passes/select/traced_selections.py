@@ -59,7 +59,8 @@ def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
     def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the truth of ``expr``, a symbolic condition on sizes, as torch's own method does. If it cannot be
         decided, and one of torch's own functions asks whether a number of classes equals an integer, assume that it
-        does. ``env``: torch's record of symbolic sizes."""
+        does. ``env``: torch's record of symbolic sizes. ``args``, ``kwargs``: passed on to torch's method.
+        """
         try:
             return plain(env, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:

@@ -373,8 +373,12 @@ def _fused_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return attention of queries ``q``, keys ``k`` and values ``v``, computed with the fused kernels of accelerators,
-    which can be traced without an accelerator. The other arguments are those of torch's
-    ``scaled_dot_product_attention``, by its names."""
+    which can be traced without an accelerator. For analysis only: a boolean ``attn_mask`` hides nothing here; only
+    shapes, dtypes and saved tensors are those of the real computation.
+
+    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale``, ``enable_gqa``: the arguments of torch's
+    ``scaled_dot_product_attention`` of these names.
+    """
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
         return flash[0]

@@ -240,10 +240,11 @@ class _Folder:
     """Creates the blocks (graphs that equal layers share) and calls (runs of a block with its own parameters) of a
     model, in execution order.
 
-    ``captured``: the model as one graph. ``shared``: groups of operators that become shared calls, which every
-    pipeline stage may repeat. ``units``: groups that become the other calls, such as one for each layer. ``keys``:
-    for each call, the key of its block in ``blocks``; equal computations have equal keys. ``value_of``: node ->
-    name, for every value that passes between calls.
+    ``captured``: the model as one graph. ``shared``: groups of operators that become shared calls, which every pipeline
+    stage may repeat. ``units``: groups that become the other calls, such as one for each layer. ``calls``: the calls so
+    far. ``blocks``: key -> block; equal computations have equal keys. ``keys``: for each of ``calls``, the key of its
+    block. ``value_of``: node -> name, for every value that passes between calls; ``specs``: name -> shape and dtype.
+    ``paths``: how often each module path was given to a call.
     """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:

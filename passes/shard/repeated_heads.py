@@ -143,8 +143,8 @@ def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
 
 
 def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
-    """Return, for each dim of the result of a transpose or permutation, the index of the operand's dim; ``None`` for
-    other operators.
+    """Return, for each dim of the result of ``node``, the index of the operand's dim that it is, if ``node`` is a
+    transpose or permutation; return ``None`` for another operator.
     """
     if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
         return None

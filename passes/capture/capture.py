@@ -168,10 +168,11 @@ def _with_caches_settled(
     """Decide whether ``model`` is traced with its generation (key/value) caches. Return two values: the copy of the
     model with fake parameters that is to be traced, and notes for the user (a tuple of texts).
 
-    Caches stay on only if the result of forward depends on them.
+    Caches stay on only if the result of forward depends on them. To find this out, forward is run without a trace.
 
     Args:
-        twin: such a copy with the caches off, with which this is tested.
+        twin: a copy of the model with fake parameters and with the caches off. It is returned itself if the model has
+            no caches.
         arguments: (positional arguments, keyword arguments) of forward.
         dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """

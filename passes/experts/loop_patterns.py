@@ -259,7 +259,8 @@ class ExpertColumns:
         """Append one operator that computes for all experts of a loop what ``node`` computes for the first, and return
         its result, with the experts as last dim.
 
-        Raises :class:`Different` if the operator cannot work in this way.
+        Raises :class:`Different` unless the operator is elementwise, a ``reshape``, ``expand``, ``squeeze`` or
+        ``unsqueeze``, or a ``sum`` or ``any`` over given dims. Others could mix the values of different experts.
 
         Args:
             node: the operator of the loop's first expert.

@@ -107,7 +107,9 @@ class _Merging:
 
     def merge_loop(self) -> bool:
         """Rewrite the loop over experts, which this object merges, so that one operator computes the rows of all
-        experts, and return ``True``. Return ``False``, with an unchanged graph, if the loop does not fit the pattern.
+        experts, and return ``True``. Return ``False``, with an unchanged graph, if the experts do not compute the same
+        operators with their own parameters, if these operators cannot be merged, or if something outside of the loop
+        reads their intermediate values.
         """
         graph = self.build.graph
         with graph.inserting_before(self.head):
@@ -160,7 +162,8 @@ class _Merging:
         """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop: a node that all
         experts share, or an object for merged nodes, such as :class:`ExpertRows` (each row computed by its own expert).
 
-        Raises :class:`Different` if the nodes do not correspond.
+        Raises :class:`Different` if the nodes do not correspond. Nodes correspond if they apply the same operator to
+        corresponding nodes and equal constants.
         """
         if nodes not in self.known:
             alike = len({self.numbers(n) for n in nodes}) == 1
@@ -171,7 +174,8 @@ class _Merging:
         """Return one object, such as :class:`ExpertRows` (each row computed by its own expert), that replaces
         ``nodes``, which compute corresponding but different values of all experts in the loop.
 
-        Raises :class:`Different` if the nodes do not correspond or cannot be merged.
+        Raises :class:`Different` if the nodes do not correspond, or if no merged form of their operator is known. Nodes
+        correspond if they apply the same operator to corresponding nodes and equal constants.
         """
         first = nodes[0]
         if first.op == "placeholder":
@@ -214,7 +218,8 @@ class _Merging:
         """Return (list of positional arguments, dict of keyword arguments) of the one operator that replaces ``nodes``,
         the corresponding nodes of all experts in a loop.
 
-        The keyword arguments of all nodes must be equal. Raises :class:`Different` if the nodes do not correspond.
+        Raises :class:`Different` if the numbers of positional arguments differ, if keyword arguments differ or are
+        nodes, or if the arguments at one position cannot be merged.
         """
         first = nodes[0]
         if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
@@ -229,7 +234,7 @@ class _Merging:
         """Return one argument that replaces ``given``, the arguments of the corresponding operators of all experts at
         one position: a merged value for nodes, the common value for constants.
 
-        Raises :class:`Different` if they do not correspond.
+        Raises :class:`Different` if constants differ, or if the nodes do not compute corresponding values.
         """
         if all(isinstance(g, fx.Node) for g in given):
             return self.merge_nodes(tuple(given))
@@ -339,7 +344,10 @@ class _Merging:
     def _merge_products(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
         """Append one operator that multiplies each row by the matrix of its own expert, and return the rows. It
         replaces the matrix products of all experts. ``node``: the product of the first expert. ``args``: its operands,
-        each merged over all experts. Raises :class:`Different` if they do not fit.
+        each merged over all experts.
+
+        Raises :class:`Different` unless the operands are rows, each computed by its own expert, and one matrix for each
+        expert, and the rows lie along a single dim that the product does not sum over.
         """
         x, weight = args[0], self.weights.of_all(args[1])
         if not isinstance(x, ExpertRows) or len(args) != 2 or len(list_node_sizes(weight)) != 3:
@@ -375,8 +383,9 @@ class _Merging:
         """Append one operator that applies the operator of ``node`` to rows that are each computed by their own expert,
         in place of the corresponding operators of all experts, and return the result.
 
-        Raises :class:`Different` if the operator combines rows or its operands do not fit. ``node``: the operator of
-        the first expert. ``args``, ``kwargs``: its arguments, each merged over all experts.
+        Raises :class:`Different` if no operand has such rows, if the operator combines rows, or if its result would
+        have another shape or dtype than ``node``. ``node``: the operator of the first expert. ``args``, ``kwargs``: its
+        arguments, each merged over all experts.
         """
         rows = [a for a in args if isinstance(a, ExpertRows)]
         if not rows:

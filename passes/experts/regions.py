@@ -80,8 +80,9 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
     """Return the parts of ``block`` that compute by expert (expert regions). A block is the graph of a piece of the
     model.
 
-    A region consists of matrix products in which each row has one expert (or all experts compute all rows), and
-    operators on single rows around them. Operators that do not fit are left out.
+    A region consists of matrix products in which each row has one expert (or all experts compute all rows), and of
+    operators between and behind them that work on each row by itself. Products for which there is no such region,
+    because an operator between them combines rows, give none.
 
     Args:
         apart: mesh axes whose ranks will have different experts. An operator that communicates over such an axis ends a
@@ -132,8 +133,10 @@ class _RegionFinder:
         self.num_experts = 0
 
     def find_region(self) -> ExpertRegion | None:
-        """Return the part of the block that computes by expert around the matrix products of this object; ``None`` if
-        they belong to no part that can be distributed by expert.
+        """Return the part of the block that computes by expert around the matrix products of this object. Return
+        ``None`` if the experts cannot be distributed over ranks there: if an operator between the products combines
+        rows, if an operator outside reads the experts' parameters, or if values that enter or leave the part have rows
+        or experts in other dims than values that are sent between ranks.
         """
         seeds = self._find_seed_nodes()
         if not seeds:

@@ -85,8 +85,9 @@ class _Unsorter:
         self.inverse: set[fx.Node] = set()
 
     def unsort_rows(self) -> None:
-        """Rewrite all operators that depend on a sort of rows, in graph order, to unsorted rows, as far as they can
-        work on these."""
+        """Rewrite the operators that depend on a sort of rows, in graph order, so that they work on unsorted rows. An
+        operator whose result needs the sorted order stays as it is, and so does the sort then.
+        """
         nodes = list(self.graph.nodes)
         with self.graph.inserting_before(self.sort):
             build = Builder(self.graph, self.sort)

@@ -37,13 +37,14 @@ _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
 
 def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
-    """Rewrite the operands of a next-token loss that leaves out positions without a target by slicing the logits, so
-    that it reads all positions. Return two nodes: the logits without the slice, and the targets with ``ignore_index``
-    at the positions that the slice removed.
+    """Rewrite the operands of a next-token loss so that it reads all positions. The model leaves out positions without
+    a target by a slice of the logits. Return two nodes: the logits without the slice, and the targets with
+    ``ignore_index`` at the positions that the slice removed.
 
     ``build``: appends operators to the graph. ``logits``: ``[b * (s - n), classes]`` or ``[b, classes, s - n]``, made
-    by a slice of ``[b, s, classes]`` along ``s``. ``target``: the class for each of these positions. ``ignore_index``:
-    the class that the loss leaves out. In any other form, return ``logits`` and ``target`` unchanged.
+    by a slice of ``[b, s, classes]`` along ``s`` that removes ``n`` positions. ``target``: the class for each of these
+    positions. ``ignore_index``: the class that the loss leaves out. If the logits were not made in this way, return
+    ``logits`` and ``target`` unchanged.
     """
     casts: list[fx.Node] = []
     swaps = 0

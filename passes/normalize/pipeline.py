@@ -162,7 +162,8 @@ def _normalize_graph(captured: Captured) -> Captured:
 
 def _unflatten_captured(captured: Captured) -> Captured:
     """Return ``captured``, a model as one graph, with flattened dims, such as ``batch * positions``, as separate dims
-    again, and with reads and writes by index rewritten where possible.
+    again, and with reads and writes by index replaced by operators that can be sharded (such as ``where`` and
+    ``gather``), if a rewrite rule covers them.
 
     The rewrites of indices that assign rows to experts must have run before.
     """

@@ -27,8 +27,9 @@ NARROW = frozenset({torch.float16, torch.bfloat16})
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``: each
-    time a tuple of tensors with the same few rows. Pieces are small, so that temporary tensors of their size need
-    little memory; small tensors are yielded whole.
+    time a tuple of tensors with the same rows. Temporary tensors of the size of a piece then need little memory. A
+    piece of ``logits`` has about 2**24 elements, or a sixteenth of all if that is more; on CPU, it has 2**17 for each
+    thread. Logits with fewer elements than a piece are yielded whole.
     """
     sizes, numel = logits.shape[:-1], logits.numel()
     on_cpu = logits.device.type == "cpu"

@@ -150,10 +150,13 @@ def _by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """Return a dict from each factor (a named loop dimension of an operator) of one operand to the tuple of the
-    parts that make it up, each with a size, and whether it grows with the batch. Return ``None`` if sizes do not fit
-    or a growing part would be cut. ``value``: the description of the operand under padding, with the parts of each
-    dim. ``dims``: for each dim of the operand, the names of its factors. ``sizes``: name of a factor -> its size."""
+    """Return a dict from each factor (a named loop dimension of an operator) of one operand to the tuple of the parts
+    that make it up, each with a size, and whether it grows with the batch. Return ``None`` if the parts of a dim, in
+    order, do not give the sizes of its factors, or if a growing part would be divided between two factors.
+
+    ``value``: the description of the operand under padding, with the parts of each dim. ``dims``: for each dim of the
+    operand, the names of its factors. ``sizes``: name of a factor -> its size.
+    """
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
         if not any(p.grows for p in parts):

@@ -110,8 +110,9 @@ def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
     """Distribute the parts of a dim, such as batch and positions of a flattened dim, over the dims into which a reshape
     splits it. Return a list with, for each new dim, the tuple of its parts.
 
-    ``parts``: the parts, outermost first; each has a size and may grow with the batch. ``sizes``: the sizes of the
-    new dims. Return ``None`` if the sizes do not fit, or if a part that grows with the batch would be cut.
+    ``parts``: the parts, outermost first; each has a size and may grow with the batch. ``sizes``: the sizes of the new
+    dims. A part that does not grow may be divided between two new dims. Return ``None`` if the parts, in order, do not
+    give these sizes, or if a part that grows would be divided or left over.
     """
     left = [p for p in parts if p.size > 1 or p.grows]
     found: list[Parts] = []

@@ -290,8 +290,8 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
 
     The first way has only the borders at which the operator itself cuts or joins the dim. Each further way adds the
     borders of one of ``wanted``, the sections that neighbouring operators prefer, and the last way those of all of
-    them. ``factors``: the operator's sharding rule. Ways with a section that is not divisible by ``num_ranks`` are
-    left out.
+    them. Ways with a section that is not divisible by ``num_ranks``, or with more than ``MAX_SECTIONS`` sections, are
+    left out. If the operator cannot run on sections, the only way is ``()``. ``factors``: the operator's sharding rule.
     """
     spans = factors.spans
     if not wanted and spans is None:

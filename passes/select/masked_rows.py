@@ -375,10 +375,12 @@ class SelectedRows:
         return self._copy_parts(graph, [env[n] for n in operands], where)
 
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Append the operator ``target`` with ``args`` and ``kwargs`` to the new graph and return its result (a node
-        or a tuple of nodes). An argument of which the original model selects rows by a mask keeps all rows here. If
-        there is a special rewrite of the operator for such arguments, it is used; otherwise the operator's sharding
-        rule says whether it works on each row by itself."""
+        """Append the operator ``target`` with ``args`` and ``kwargs`` to the new graph and return its result (a node or
+        a tuple of nodes). An argument of which the original model selects rows by a mask keeps all rows here. For such
+        arguments, a rewrite that was written for this operator is used if there is one; otherwise the operator's
+        sharding rule must say that it works on each row by itself, or sums over rows. Raise :class:`Unselectable` if
+        neither is the case.
+        """
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
             made = special(self, *args, **kwargs)
@@ -676,7 +678,9 @@ def _collect_nodes(args: Any) -> list[fx.Node]:
 
 def _of_all_rows(argument: Any) -> Any:
     """Return ``argument``, an argument of an operator. If it is a size that depends on how many rows a mask selects,
-    return the size with all rows instead. Raise :class:`Unselectable` if that is not known."""
+    return the size for a mask that selects all rows instead. Raise :class:`Unselectable` if this size has no fixed
+    value.
+    """
     if isinstance(argument, ComputedSize):
         if not isinstance(argument.all_rows, int):
             raise Unselectable

@@ -196,11 +196,12 @@ def is_early(size: int, summed: int) -> bool:
 
 
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that compute those weight gradients that are sums of much larger tensors. The first half of
-    backward, which computes input gradients, computes them too, so that it need not keep the large tensors.
+    """Return the nodes that compute those weight gradients that are sums of tensors at least four times as large in
+    total. The first half of backward, which computes input gradients, computes them too, so that it need not keep the
+    large tensors.
 
-    ``gradients``: the nodes of all weight gradients. ``known``: nodes that forward or the first half computes
-    anyway; they are not returned.
+    ``gradients``: the nodes of all weight gradients. ``known``: nodes that forward or the first half computes anyway;
+    they are not returned.
     """
     found: set[fx.Node] = set()
     for gradient in gradients:

@@ -220,9 +220,10 @@ def group_queries(block: Block, tp: int = 1) -> Block:
 
 
 def read_heads_once(block: Block) -> bool:
-    """Change the graph of ``block``, a piece of the model such as a layer, in place, so that attention reads each
-    key and value head once (grouped-query attention), wherever the model repeats heads and the attention operator
-    allows this. Return whether anything changed."""
+    """Change the graph of ``block``, a piece of the model such as a layer, in place, so that attention reads each key
+    and value head once (grouped-query attention), wherever the model repeats heads for torch's scaled dot-product
+    attention, ``partition::band_attention`` or ``partition::document_attention``. Return whether anything changed.
+    """
     targets = (
         aten.scaled_dot_product_attention.default,
         ops.band_attention.default,

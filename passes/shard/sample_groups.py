@@ -49,12 +49,13 @@ class Recurrences:
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
     """Rewrite the buffer updates in the graph of ``group``, the model of one group of samples, in place, so that groups
-    need not run one after the other: a buffer that becomes ``a * old + b`` gets an addend from each group, and the
-    addends may be added in any order. Return the new updates.
+    need not run one after the other: a buffer that becomes ``a * old + b``, with a number ``a``, gets an addend from
+    each group, and the addends may be added in any order. Return the new updates.
 
     ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
-    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value has
-    another form, or whose old value forward uses for anything else.
+    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value is not ``a *
+    old + b``, whose old value forward uses for anything else, or whose dtype does not allow the sum (booleans; integers
+    if ``a`` is neither 0 nor 1).
     """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:

@@ -338,10 +338,11 @@ def _own_path(node: fx.Node) -> str:
 
 
 def _merge_glue(units: list[Unit]) -> list[Unit]:
-    """Return ``units`` (consecutive groups of operators, such as layers) with the operators between modules
-    (``glue``) merged into a neighbouring group, so that equal layers stay equal. Glue is added to the group before
-    it if that is not one of several equal groups, or is usually followed by the same glue. Otherwise it is added to
-    the group behind it if that is not one of several equal groups. Other glue becomes a group of its own."""
+    """Return ``units`` (consecutive groups of operators, such as layers) with the operators between modules (``glue``)
+    merged into a neighbouring group, so that equal layers stay equal. Glue is added to the group before it if that is
+    not one of several equal groups, or if the same glue follows more than half of these. Otherwise it is added to the
+    group behind it if that is not one of several equal groups. Other glue becomes a group of its own.
+    """
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
     repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]

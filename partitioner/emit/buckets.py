@@ -61,10 +61,11 @@ class PlannedBucket:
     - ``states``: names of the parameters. ``axes``: the mesh axes over which their gradients are summed. ``sharded``:
       whether ZeRO shards the parameters or their gradients.
     - ``ready``: when the gradients are complete on this rank: (index of the action in the rank's order of forwards and
-      backwards, position in the stage of the block call that completes them). ``None`` if they do not exist, or are
-      first summed over the stages that share the parameters.
-    - ``each``: under ZeRO-2 and ZeRO-3, for each virtual stage of the rank (its index on the rank), the position of the
-      block call after whose backward one microbatch adds nothing more to the bucket.
+      backwards, position in the stage of the block call, such as a layer, whose backward completes them). ``None`` if
+      they do not exist, or are first summed over the stages that share the parameters.
+    - ``each``: under ZeRO-2 and ZeRO-3, where the gradients of every microbatch are reduce-scattered: index of a
+      virtual stage on the rank -> position in the stage of the block call whose backward is the last of this virtual
+      stage to add to the bucket.
     - ``levels``: for each level of a hierarchical or compressed reduction, the mesh axes over which the bucket is
       reduce-scattered and later gathered again. ``compression``: the number format of compressed gradients; ``None``:
       they are not compressed.
@@ -135,9 +136,10 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key for ``gradient`` that is equal for gradients that may share a bucket. Their mesh axes, number
-        formats and stages are equal, and the same block calls (such as layers) read their parameters; under ZeRO-2 and
-        ZeRO-3 the same virtual stages must add to them, too.
+        """Return a key for ``gradient`` that is equal for gradients that may share a bucket: they are summed over the
+        same mesh axes, sharded over the same axes and have the same number format; the same stages share their
+        parameters, and the same block calls (such as layers) read them. Under ZeRO-2 and ZeRO-3 the same virtual stages
+        must add to them, too.
         """
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
@@ -189,9 +191,12 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a key that sorts points of a rank's schedule by time. ``ready``: the point, as (index of an action in the
-    rank's order of forwards and backwards, position in the stage of a block call, such as a layer). A backward runs the
-    calls from the last position to the first.
+    """Return a sort key for ``ready``, the time at which the gradients of a bucket are complete in a rank's schedule,
+    so that later times have greater keys.
+
+    ``ready``: (index of a backward in the rank's order of forwards and backwards, position in the stage of the block
+    call, such as a layer, that completes the gradients in this backward). A backward runs the calls from the last
+    position to the first, so a lower position is later.
     """
     return ready[0], -ready[1]
 

@@ -104,8 +104,9 @@ class ProgramSpec:
       one does. ``None``: both are chosen.
     - ``bucket_bytes``: bytes of gradients that are reduced together. ``reducing``: the scheme of gradient reductions.
     - ``data_shares``: number of microbatches of each data-parallel rank; empty if all have ``num_microbatches``.
-    - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``, ``whole_scatter``, ``offload``:
-      copied to the fields of :class:`Program`.
+    - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``: attention kernels save no scores
+      for backward. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``offload``: the
+      kinds of data in host memory or on disk, such as ``"optimizer"``.
     """
 
     mesh: Mapping[str, int]
@@ -350,7 +351,8 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
     """Raise ``EmitError`` if ``mesh`` (axis name -> number of ranks) has an unknown axis or a size below 1, or if
     ``dp_shard`` (number of ``dp`` ranks that shard a parameter; 0: all) does not divide the size of ``dp``, or if
-    ``objective`` is ``train`` and the model has no loss."""
+    ``objective`` is ``train`` and ``model`` has no loss.
+    """
     unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):
         raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(MESH_AXES)}, each of at least one rank")

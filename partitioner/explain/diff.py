@@ -119,8 +119,8 @@ def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
-    """Return pairs (name, value as text) of the figures by which two plans are compared; all plans have the same names
-    in the same order.
+    """Return pairs (name, value as text) of the figures of ``plan`` by which two plans are compared; all plans have the
+    same names in the same order.
     """
     chosen, estimate = plan.chosen, plan.estimate
     given = plan.constraints.given

@@ -512,8 +512,9 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a line with the names of the standard layouts, such as ZeRO-3 alone, whose step time was computed although
-    the search did not consider them, so that they are not in the table of layouts; nothing if there are none.
+    """Yield a line with the names of the standard layouts, such as ZeRO-3 alone, whose step time was computed for
+    comparison with ``plan`` although its search did not consider them, so that they are not in the table of layouts;
+    nothing if there are none.
     """
     rows = {_get_layout(row) for row in plan.certificate.candidates}
     names = [

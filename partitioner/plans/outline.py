@@ -430,8 +430,12 @@ class _Outliner:
         return tuple(made)
 
     def describe_block(self, name: str, prologue: bool) -> str:
-        """Return the name of a block for reports. A block that needs sums over the whole batch is executed as two: one
-        computes its part of the sums (``prologue``), and the other, the rest, has the block's own name again.
+        """Return the name of a block (a piece of the model, such as a decoder layer) for reports. ``name``: its name in
+        the program. ``prologue``: whether it runs before the pipeline starts.
+
+        A block that needs sums over the whole batch, such as the number of targets, is two blocks in the program. The
+        first computes the sums before the pipeline starts; its name gets ``(sums over the batch)``. The second does the
+        rest; it gets the name of the undivided block.
         """
         if prologue and name.endswith(TOTALS):
             return f"{name.removesuffix(TOTALS)} (sums over the batch)"

@@ -352,7 +352,8 @@ class _ReductionTails:
     def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
         """Return six durations in seconds of a gradient reduction: all reductions, the last bucket, gathers of
         parameters, reduce-scatters per further microbatch, compression, compression per further microbatch. ``sizes``:
-        the bytes that each collective in ``self.keys`` moves. ``reducer``: computes the seconds of single collectives.
+        the bytes that each collective of the reduction moves, in the order of the list ``self.keys``, which has the
+        name and the mesh axes of each. ``reducer``: computes the seconds of single collectives.
         """
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)

@@ -391,7 +391,9 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
 
 
 def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
-    """Return the constraints with which ``plan`` was made, with those in ``asked`` (name -> value) replaced or added."""
+    """Return the constraints with which ``plan`` was made, some of them replaced by those in ``asked`` (name -> value),
+    or with these added.
+    """
     given = plan.constraints.given
     places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
     return Constraints(**{**given, **asked, **({"stage_of": places} if places else {})})

@@ -287,8 +287,9 @@ class CauseFinder:
 
     def _find_swapped(self, name: str) -> Cause | None:
         """Return the cause if each rank with a wrong gradient of the parameter ``name`` has the right gradient of the
-        elements of another rank instead. If not, return the cause if only the order of blocks is wrong, and ``None``
-        otherwise."""
+        elements of another rank instead. If not, return the cause if the gradient is right but for the order of equal
+        blocks along one dim, and ``None`` otherwise.
+        """
         expected = self.expected(name)
         scale = float(expected.abs().max())
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]

@@ -83,10 +83,11 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return after which block call (such as a layer) of an action's backward the reduction of this bucket starts,
-        as the call's position in the stage; ``None`` if it does not start in this action. ``index``: index of the
-        action (a forward or backward of one microbatch) in the rank's order. ``chunk``: index on the rank of the
-        virtual stage that it runs."""
+        """Return where in one action, a forward or backward of one microbatch, the reduction of this bucket (gradients
+        that are reduced together) starts: the position in the stage of the block call (such as a layer) after whose
+        backward it starts; ``None`` if it does not start in this action. ``index``: index of the action in the rank's
+        order. ``chunk``: index on the rank of the virtual stage that it runs.
+        """
         if self.each:
             return self.each.get(chunk)
         return self.ready[1] if self.ready is not None and self.ready[0] == index else None
@@ -100,8 +101,8 @@ def plan_buckets(
     limit: Callable[[tuple[str, ...]], int],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Group ``gradients``, those of one pipeline rank, into buckets, and return the buckets in the order in which they
-    are reduced.
+    """Group ``gradients``, those of one pipeline rank, into buckets, whose gradients are reduced together, and return
+    the buckets in the order in which they are reduced.
 
     ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
     for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns
@@ -165,14 +166,14 @@ def follow_buckets(
     buckets: Sequence[Sequence[str]],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Return buckets for a further program on the same weights, such as evaluation beside training, with the same
-    parameters in each bucket as in the first program. Each has the place in this program's schedule where its reduction
-    starts.
+    """Return buckets (gradients that are reduced together) for a further program on the same weights, such as
+    evaluation beside training. Each bucket has the same parameters as one of the first program, and has the place in
+    this program's schedule where its reduction starts.
 
-    ``buckets``: for each bucket of the first program, the names of its parameters. ``stage``: the block calls of the
-    pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients. ``adds``: for each
-    parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``: the ZeRO stage, 0
-    to 3. A bucket whose parameters have no gradient in this program only gathers parameters.
+    ``buckets``: for each bucket of the first program, the names of its parameters. ``stage``: the block calls (such as
+    layers) of the pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients.
+    ``adds``: for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``:
+    the ZeRO stage, 0 to 3. A bucket whose parameters have no gradient in this program only gathers parameters.
     """
     here = {g.state: g for g in gradients}
     planned = []
@@ -227,9 +228,9 @@ AT_ONCE = ReductionScheme()
 def with_levels(
     bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: ReductionScheme
 ) -> PlannedBucket:
-    """Return ``bucket`` with the collectives of its reduction filled in (its fields ``levels``, ``compression`` and
-    ``turns``). At each level, the bucket is reduce-scattered over some mesh axes; after the reduction over the
-    remaining axes it is gathered over them.
+    """Return ``bucket``, gradients that are reduced together, with the collectives of its reduction filled in. At each
+    level of a hierarchical or compressed reduction, the bucket is reduce-scattered over some mesh axes; after the
+    reduction over the remaining axes it is gathered over them.
 
     ``shared``: the mesh axes over which ZeRO shards the parameters of the bucket. ``sizes``: number of ranks by mesh
     axis. ``how``: whether the reduction is hierarchical or compressed.

@@ -178,11 +178,14 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Return the block calls (such as layers) that one pipeline rank runs: those of its virtual stages, and those of
-    the calls outside of stages (shared by all stages, or before the pipeline) whose results it needs. ``chunks``: for
-    each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names of values that this rank
-    provides as outputs of the model and that no virtual stage computes. Raise :class:`EmitError` if a call before the
-    pipeline reads anything but inputs of the model."""
+    """Return the block calls (such as layers) that one pipeline rank runs: those of its virtual stages, and those calls
+    outside of stages whose results it needs, which every rank may run for itself or which run before the pipeline
+    starts.
+
+    ``chunks``: for each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names of values
+    that this rank provides as outputs of the model and that no virtual stage computes. Raise :class:`EmitError` if a
+    call before the pipeline reads anything but inputs of the model.
+    """
     producer = {v: i for i, c in enumerate(model.calls) for v in c.outputs}
     inputs = {i.value for i in model.inputs}
     common: set[int] = set()

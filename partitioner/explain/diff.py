@@ -204,8 +204,8 @@ def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[Ren
 
 
 def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:
-    """Yield a table with the first module, the last module and the number of calls of each stage in the plans ``plan``
-    and ``other``; nothing if all stages are equal. ``names``: the column titles of the two plans.
+    """Yield a table with the first module, the last module and the number of block calls (such as layers) of each stage
+    in the plans ``plan`` and ``other``; nothing if all stages are equal. ``names``: the column titles of the two plans.
     """
     ones, twos = (
         [

@@ -104,7 +104,8 @@ _GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their s
 
 def memory_words(plan: Plan) -> dict[str, str]:
     """Return the names under which kinds of memory are shown to users: kind -> text. The kinds have names such as
-    ``parameters`` or ``saved``. The texts depend on whether ``plan`` is for training, and on its ZeRO stage.
+    ``parameters`` or ``saved`` (activations kept for backward). The texts depend on whether ``plan`` is for training,
+    and on its ZeRO stage.
     """
     words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
     return {**words, "gradients": _GRADIENTS_OF_ZERO_1} if plan.chosen.zero == 1 else words

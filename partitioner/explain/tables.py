@@ -222,9 +222,10 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
-    """Return what the search found for the layout ``candidate`` as one word (a key of ``STATUS_WORDS``), such as
-    ``solved`` (its step time was computed) or ``infeasible``. Layouts with only a lower bound that may be faster than
-    the plan have a key of their own. ``certificate``: the results of the search.
+    """Return what the search found for the layout ``candidate`` as one word: ``chosen``, ``solved`` (its step time was
+    computed), ``bounded`` (a lower bound on its step time rules it out), ``infeasible`` (it has no plan), or a word of
+    its own for a layout with only a lower bound that may be faster than the plan. ``certificate``: the results of the
+    search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 

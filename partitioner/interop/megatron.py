@@ -511,8 +511,8 @@ def _read_expert_profile(options: Options) -> dict[str, Any]:
 
 
 def _read_graphs(options: Options) -> str:
-    """Return which part of a step runs as CUDA graphs: ``none``, ``part`` or ``all``. ``options``: the options of the
-    configuration.
+    """Return which part of a step runs as CUDA graphs: ``none``, ``part`` (only some modules of a layer) or ``all``.
+    ``options``: the options of the configuration.
     """
     kind = options.take_text("cuda-graph-impl", "none")
     on = options.take_flag("enable-cuda-graph") or options.take_flag("external-cuda-graph")

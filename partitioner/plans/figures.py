@@ -33,8 +33,9 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 
 def candidate_text(candidate: Candidate) -> str:
-    """Return the mesh of ``candidate`` as text, followed by its ZeRO stage, number of sharding ranks (``dp_shard``) and
-    virtual stages per rank (``v``), if it has these: ``dp 64, zero 3``.
+    """Return the mesh of ``candidate`` as text, such as ``dp 64, zero 3``. Its ZeRO stage (``zero``), the number of
+    ranks that shard (``dp_shard``) and the number of virtual stages per rank (``v``) follow if they are not the
+    defaults.
     """
     more = [("zero", candidate.zero, 0), ("dp_shard", candidate.dp_shard, 0), ("v", candidate.virtual_stages, 1)]
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])

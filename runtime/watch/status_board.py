@@ -108,8 +108,8 @@ class Board:
         write_text(self.folder / f"rank-{rank}.{kind}", json.dumps(content), durable=False)
 
     def tell(self, cause: Failure) -> bool:
-        """Write ``cause``, the reason why training has ended, to the folder of status files, unless another rank has
-        done so.
+        """Write ``cause``, the reason why training has ended, to the folder in which ranks write their status, unless
+        another rank has done so.
 
         Return whether this rank has to report it to the user: ``False`` if another rank has written a cause.
         """

@@ -151,7 +151,7 @@ class CallCost:
     @cached_property
     def later_s(self) -> float:
         """Return the seconds of the backward that may run after the gradients of inputs are sent to the previous
-        pipeline stage; at most half of ``backward_s``.
+        pipeline stage: those of gradients of weights, but at most half of the whole backward.
         """
         return min(self.weights_s, self.backward_s / 2)
 

@@ -280,10 +280,10 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Return ``paces`` (for each virtual stage, the costs of all block calls on its devices) for ranks with several
-    virtual stages. A rank runs the calls that all stages need only once, so their cost (``overhead``) is set to zero in
-    all its virtual stages but the first. ``ranks``: the rank of each virtual stage. A block is a piece of the model,
-    such as a layer.
+    """Return ``paces`` (for each virtual stage, the costs of block calls on its devices, and the summed cost of the
+    calls that every stage runs) for ranks with several virtual stages. A rank runs the latter calls only once, so their
+    cost is set to zero in all its virtual stages but the first. ``ranks``: the rank of each virtual stage. A block is a
+    piece of the model, such as a layer.
     """
     without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
@@ -572,7 +572,7 @@ def _reduction_tail(
     ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
 
     A stage reduces its gradients while the stages in front of it still run their last backwards, which hides these
-    seconds. With ``overlap_steps`` nothing is hidden, because the stage begins the next step in this time.
+    seconds. Nothing is hidden if consecutive steps overlap, because the stage begins the next step in this time.
     """
     first_s = _added_up(problem, machine)
     if not problem.train:

@@ -321,8 +321,9 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Return six durations in seconds of this reduction, in this order: all reductions, the last bucket, gathers of
-        parameters, reduce-scatters per further microbatch, compression, compression per further microbatch.
+        """Return six durations in seconds of this reduction of a stage's gradients, in this order: all reductions, that
+        of the last bucket (gradients that are reduced together), gathers of parameters, reduce-scatters per further
+        microbatch, compression, compression per further microbatch.
         """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 

@@ -270,9 +270,9 @@ class _ReductionTails:
         return delays
 
     def _compute_reduction_delay(self, stage: int, plan: StagePlan) -> float:
-        """Return the seconds of gradient reductions after the last backward of one stage that consists of the calls in
-        ``plan``, under the fastest reduction scheme. ``stage``: index of the stage; for index 0 the delay of the first
-        forward is added.
+        """Return the seconds of gradient reductions after the last backward of one stage, under the fastest reduction
+        scheme. ``stage``: index of the stage; for index 0 the delay of the first forward by gathers of parameters is
+        added. ``plan``: the block calls (such as layers) that the stage has.
         """
         problem, (first, halves, slowdown, _) = self.tables.problem, self._describe_stage(stage)
         found = math.inf

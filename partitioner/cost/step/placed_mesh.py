@@ -279,8 +279,10 @@ class PlacedMesh:
         return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
 
     def scattering(self, num_microbatches: int) -> Scattering:
-        """Return the bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2, while they are
-        scattered to the ranks that own the shards. ``num_microbatches``: number of microbatches of a step."""
+        """Return the bytes that a rank holds temporarily under ZeRO-1 and ZeRO-2 in gradient buckets, buffers that
+        collect gradients before they are scattered to the ranks that own the shards. ``num_microbatches``: number of
+        microbatches of a step.
+        """
         all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
         ranks = self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
         bucket = min(float(bucket_limit(ranks)), all_of_them)

@@ -461,10 +461,10 @@ class Plan(Data):
             return verify(self.select_program(program), model, inputs, loss)
 
     def select_program(self, name: str | None) -> Plan:
-        """Return a plan whose first and only program is one of the further programs of this plan. A plan has further
-        programs on the same weights for evaluation, or for other batch shapes. ``None`` returns this plan itself. Step
-        time and peak memory are those of the selected program; the other figures of the estimate and the certificate
-        are those of this plan.
+        """Return a plan whose first and only program is the program ``name`` of this plan; this plan itself for
+        ``None``. Besides its first program, a plan may have further programs on the same weights, for evaluation or for
+        other batch shapes. Step time and peak memory of the result are those of that program; the other figures of the
+        estimate and the certificate are those of this plan.
 
         ``name``: a key of :attr:`further`, or the name that the first program has by its shape, such as ``step
         8x4096``. Raise :class:`PlanError` for another name.

@@ -57,9 +57,10 @@ _ZERO_IS_FREE = ("etp", "dp_shard")  # in candidates
 
 @contextmanager
 def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
-    """Run the ``with`` block; if it raises :class:`InfeasibleError`, add to the error a function that searches for
-    advice. The search runs when the advice is first read, for about as long as the block took (at least 30 s).
-    ``asked``: the job that the block plans.
+    """Run the ``with`` block, which plans a job; if it raises :class:`InfeasibleError`, add to the error a function
+    that searches for the constraints that conflict, and for changes with which the job has a plan. The search runs when
+    the user first asks for its results, for about as long as the block took (at least 30 s). ``asked``: the job as the
+    user requested it.
     """
     begun = time.monotonic()
     try:

@@ -463,8 +463,8 @@ def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> 
 
 
 def _split_equal_weights(means: Mapping[int, float], world_size: int) -> int | None:
-    """Return how many means were averaged, if the weights of samples (or parts of the sequence) in a gradient show that
-    it is a mean of means; ``None`` if they do not.
+    """Return of how many means the gradient is the mean, if the weights of samples (or parts of the sequence) in it
+    show that it is a mean of means instead of a mean over all targets; ``None`` if they do not.
 
     If n groups of the batch have the fractions f of all targets, the mean of their means gives each the weight 1 / (n
     f). The fractions add up to 1, so the inverse weights of the groups add up to n. ``means``: index of the sample or

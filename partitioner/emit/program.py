@@ -238,8 +238,10 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         return result
 
     def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
-        """Return the positions on one pipeline stage of block calls (such as layers) that have a backward and are in
-        ``calls``. ``s``: index of the stage. ``calls``: indices of block calls in the model."""
+        """Return the positions on one pipeline stage of those block calls (such as layers) that are in ``calls`` and
+        have a backward. ``s``: index of the stage. ``calls``: indices of block calls in the model, such as those that
+        are recomputed.
+        """
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
     whole, slim = set(spec.recompute), set(spec.selective) - set(spec.recompute)

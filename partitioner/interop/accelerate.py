@@ -188,8 +188,8 @@ def _read_deepspeed_section(options: Options, folder: Path | None, processes: in
 
 
 def _translate_deepspeed(options: Options) -> dict[str, Any]:
-    """Return the options of DeepSpeed (in nested sections, as in its JSON file) to which accelerate translates its own
-    section ``deepspeed_config``. ``options``: the options of the accelerate configuration.
+    """Return the options that accelerate would pass to DeepSpeed (in nested sections, as in DeepSpeed's JSON file) for
+    the section ``deepspeed_config`` of its own configuration. ``options``: the options of the accelerate configuration.
     """
     name = "deepspeed_config."
     zero: dict[str, Any] = {"stage": options.take_number(f"{name}zero_stage", 2, least=0)}

@@ -183,8 +183,8 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
     """Yield the values that must be kept so that backward can compute the nodes ``nodes`` a second time, as pairs (node
-    that computed it, index of the result). ``without``: all nodes whose results are not kept; values are traced back
-    through them.
+    that computed it, index of the result). ``without``: all nodes whose results are not kept. An operand that one of
+    these computes is computed a second time, too, so the operands of that node are needed instead.
     """
     seen, stack = set(nodes), [*nodes]
     while stack:

@@ -526,9 +526,9 @@ def check_fit(
 
 
 def _try_largest(model: Any, topology: Topology, inputs: Any, **more: Any) -> Largest | None:
-    """Return the largest microbatch or sequence that :func:`largest_that_fits` finds; ``None`` if not even the first
-    size that it tries fits in memory. ``inputs``: one global batch. ``more``: further keyword arguments of that
-    function.
+    """Return the largest microbatch or sequence of ``model`` that :func:`largest_that_fits` finds on ``topology``;
+    ``None`` if not even the first size that it tries fits in memory. ``inputs``: one global batch. ``more``: further
+    keyword arguments of that function.
     """
     try:
         return largest_that_fits(model, topology, inputs, tolerance=_TOLERANCE, **more)

@@ -210,8 +210,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @classmethod
     def _in_order(cls, given: Any) -> Any:
         """Return the kinds of data to offload as a tuple in a fixed order. ``given``: a text such as
-        ``"optimizer+activations"``, ``"none"``, or a collection of kinds. Parameters and disk imply the optimizer.
-        Raise a pydantic error for an unknown kind."""
+        ``"optimizer+activations"``, ``"none"``, or a collection of kinds. With parameters or disk among them, the
+        optimizer is added. Raise a pydantic error for an unknown kind.
+        """
         if isinstance(given, str):
             given = () if given == "none" else given.split("+")
         if given is None or not isinstance(given, Collection) or not all(isinstance(kind, str) for kind in given):
@@ -227,8 +228,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @field_validator("schedule")
     @classmethod
     def _is_schedule(cls, given: str | ScheduleTable | None) -> str | ScheduleTable | None:
-        """Return ``given`` if it is a table, the name of a built-in schedule or a name ending in ``.csv``; otherwise
-        raise a pydantic error."""
+        """Return ``given`` if it is a table, the name of a built-in schedule, a name ending in ``.csv``, or ``None``
+        (no fixed schedule); otherwise raise a pydantic error.
+        """
         if isinstance(given, str) and given not in SCHEDULES and not given.endswith(SUFFIX):
             names = ", ".join(repr(name) for name in SCHEDULES)
             what = f"input should be {names}, or a file that ends in {SUFFIX}"
@@ -236,8 +238,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         return given
 
     def __init__(self, **data: Any) -> None:
-        """Build the constraints from field values. Raise :class:`ConstraintError` for an unknown field or a wrong
-        value."""
+        """Build the constraints from ``data``, values of fields by name. Raise :class:`ConstraintError` for an unknown
+        field or a wrong value.
+        """
         try:
             super().__init__(**data)
         except ValidationError as error:

@@ -114,7 +114,9 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
     )
 
     def __init__(self, **data: Any) -> None:
-        """Build the profile from field values. Raise :class:`ConstraintError` for an unknown field or a wrong value."""
+        """Build the profile from ``data``, values of fields by name. Raise :class:`ConstraintError` for an unknown
+        field or a wrong value.
+        """
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -123,8 +125,8 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @classmethod
     def parse(cls, text: str) -> ExecutionProfile:
-        """Return the execution profile in a text of the form ``NAME``, ``NAME,FIELD=VALUE,...`` or ``FIELD=VALUE,...``:
-        a named profile, by default that of this project's runtime, with some fields changed.
+        """Return the execution profile that ``text`` describes in the form ``NAME``, ``NAME,FIELD=VALUE,...`` or
+        ``FIELD=VALUE,...``: a named profile, by default that of this project's runtime, with some fields changed.
 
         Raise :class:`ConstraintError` for an unknown name or field, or a wrong value.
         """

@@ -215,7 +215,8 @@ def _suggest_meant_value(got: Any, context: dict[str, Any]) -> str:
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Return the options in a text like ``tp=8,schedule=gpipe`` (name -> value; numbers and booleans are converted).
+    """Return the options in ``text``, such as ``tp=8,schedule=gpipe`` (name -> value; numbers and booleans are
+    converted).
 
     Several values are joined by ``+`` (``data_shares=3+2``). In ``stage_of`` a module path is followed by its pipeline
     stage (``stage_of=embed:0+head:-1``). Raise :class:`ConstraintError` for malformed text.
@@ -239,8 +240,9 @@ def _parse_value(text: str) -> Any:
 
 
 def _parse_stage_places(text: str) -> dict[str, Any]:
-    """Return the pipeline stages in a text like ``embed:0+head:-1`` (module path prefix -> stage). Raise
-    :class:`ConstraintError` for malformed text."""
+    """Return the pipeline stages in ``text``, such as ``embed:0+head:-1``, as module path prefix -> stage; -1 is the
+    last stage. Raise :class:`ConstraintError` for malformed text.
+    """
     parts = [part.rpartition(":") for part in text.split("+")]
     for prefix, colon, stage in parts:
         if not (prefix and colon and stage):

@@ -461,9 +461,10 @@ class Plan(Data):
             return verify(self.select_program(program), model, inputs, loss)
 
     def select_program(self, name: str | None) -> Plan:
-        """Return this plan with one of its further programs as its first, and without others; this plan itself for
-        ``None``. Step time and peak memory are those of that program; the other figures of the estimate and the
-        certificate are those of the plan.
+        """Return a plan whose first and only program is the program ``name`` of this plan; this plan itself for
+        ``None``. Besides its first program, a plan may have further programs on the same weights, for evaluation or for
+        other batch shapes. Step time and peak memory of the result are those of that program; the other figures of the
+        estimate and the certificate are those of this plan.
 
         ``name``: a key of :attr:`further`, or the name that the first program has by its shape, such as ``step
         8x4096``. Raise :class:`PlanError` for another name.
@@ -579,8 +580,10 @@ class Plan(Data):
 def operator_share(
     batch: ShardingSolution, tensor: ShardingSolution, context: ShardingSolution | None = None
 ) -> OperatorShare:
-    """Return the fraction of the work of matrix products that tensor or context parallelism shards, the larger of both,
-    and the operators without a sharding rule. ``batch``, ``tensor``, ``context``: the shardings chosen for the batch
-    and for the mesh axes ``tp`` and ``cp``; ``context`` is ``None`` without context parallelism."""
+    """Return the fraction of the work of matrix products that is sharded by tensor parallelism or by context
+    parallelism, whichever shards more, and the operators for which no sharding rule exists. ``batch``: the chosen
+    sharding of the batch, which lists these operators. ``tensor``, ``context``: the chosen shardings over the mesh axes
+    ``tp`` and ``cp``; ``context`` is ``None`` without context parallelism.
+    """
     divided = max(tensor.matmul_sharded, 0.0 if context is None else context.matmul_sharded)
     return OperatorShare(matmul_sharded=divided, without_rule=batch.without_rule)

@@ -57,9 +57,10 @@ _ZERO_IS_FREE = ("etp", "dp_shard")  # in candidates
 
 @contextmanager
 def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
-    """Run the ``with`` block; if it raises :class:`InfeasibleError`, add to the error a function that searches for
-    advice. The search runs when the advice is first read, for about as long as the block took (at least 30 s).
-    ``asked``: the job that the block plans.
+    """Run the ``with`` block, which plans a job; if it raises :class:`InfeasibleError`, add to the error a function
+    that searches for the constraints that conflict, and for changes with which the job has a plan. The search runs when
+    the user first asks for its results, for about as long as the block took (at least 30 s). ``asked``: the job as the
+    user requested it.
     """
     begun = time.monotonic()
     try:
@@ -154,8 +155,9 @@ class _RelaxationSearch:
         return found or self._then_memory() or self._relax_differing_pins()
 
     def _find_nearest_changes(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
-        """Return at most three changes that have a plan, nearest first. ``several``: the changed jobs to start from.
-        For each of them, the search may also give up some constraints that the user fixed, unless ``all_pins`` is true.
+        """Return at most three changed jobs that have a plan, nearest first, as changes of the requested job.
+        ``several``: the changed jobs to try. Each is tried as it is, and also without some of the constraints that the
+        user fixed; with ``all_pins`` it is only tried with all of these constraints.
         """
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
@@ -445,8 +447,9 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
 
 
 def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
-    """Return the nearest change that ``search`` finds, as a tuple of one, with ``text`` and a comma before its
-    description; empty if there is none.
+    """Return the nearest change that ``search`` finds, as a tuple of one; empty if it finds none. ``search``: a search
+    for changes of a job that was already changed once. ``text``: the description of that first change, which is put
+    with a comma before the description of the found one.
     """
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.find_changes()[:1])
 

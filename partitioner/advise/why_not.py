@@ -55,8 +55,9 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
 
 
 def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Return whether the search had candidates with the constraints ``asked`` (name -> value) that do not appear in the
-    certificate's table. A long table lists only the best candidates, and the certificate counts the others.
+    """Return whether the search that found ``plan`` had candidates with the constraints ``asked`` (name -> value) that
+    do not appear in the table of the plan's certificate. A long table lists only the best candidates, and the
+    certificate counts the others.
     """
     pinned = {name: value for name, value in asked.items() if name in OF_POINT}
     if not plan.certificate.left or pinned != asked:
@@ -107,8 +108,8 @@ def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) 
 
 
 def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
-    """Return why the search considered no candidate with the constraints ``asked`` (name -> value), as a clause without
-    a full stop.
+    """Return why the search that found ``plan`` considered no candidate with the constraints ``asked`` (name -> value),
+    as a clause without a full stop.
     """
     fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
@@ -134,8 +135,8 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
-    """Return the reason why the search did not try the constraints ``asked`` (name -> value), as a clause, if one of
-    their values is only searched when the user fixes it; ``None`` if all are searched anyway.
+    """Return the reason why the search that found ``plan`` did not try the constraints ``asked`` (name -> value), as a
+    clause, if one of their values is only searched when the user fixes it; ``None`` if all are searched anyway.
     """
     pinned, limits = plan.constraints, plan.certificate.limits
     widest = widest_searched(plan.topology, pinned)
@@ -240,8 +241,9 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
 
 
 def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
-    """Return the common layouts (baselines) with a computed step time that are fair to compare with the plan: for the
-    same job and devices and the same offload, and allowed by the plan's constraints.
+    """Return the common layouts (baselines) in the certificate of ``plan`` that have a computed step time and are fair
+    to compare with the plan: they are for the same job and devices and the same offload, and the plan's constraints
+    allow them.
     """
     return [
         baseline.candidate
@@ -269,8 +271,9 @@ def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
 
 
 def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Return whether the search tried layouts with the constraints ``asked`` (name -> value) on the best meshes only.
-    That is so for schedules other than 1F1B and ZB-1P and for virtual stages, if the user left the schedule free.
+    """Return whether the search that found ``plan`` tried layouts with the constraints ``asked`` (name -> value) on the
+    best meshes only. That is so for schedules other than 1F1B and ZB-1P and for virtual stages, if the user left the
+    schedule free.
     """
     several = asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1
     return several and plan.constraints.leaves_schedule
@@ -388,7 +391,9 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
 
 
 def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
-    """Return the plan's constraints with those in ``asked`` replaced or added."""
+    """Return the constraints with which ``plan`` was made, some of them replaced by those in ``asked`` (name -> value),
+    or with these added.
+    """
     given = plan.constraints.given
     places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
     return Constraints(**{**given, **asked, **({"stage_of": places} if places else {})})

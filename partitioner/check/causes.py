@@ -287,8 +287,9 @@ class CauseFinder:
 
     def _find_swapped(self, name: str) -> Cause | None:
         """Return the cause if each rank with a wrong gradient of the parameter ``name`` has the right gradient of the
-        elements of another rank instead. If not, return the cause if only the order of blocks is wrong, and ``None``
-        otherwise."""
+        elements of another rank instead. If not, return the cause if the gradient is right but for the order of equal
+        blocks along one dim, and ``None`` otherwise.
+        """
         expected = self.expected(name)
         scale = float(expected.abs().max())
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
@@ -462,8 +463,8 @@ def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> 
 
 
 def _split_equal_weights(means: Mapping[int, float], world_size: int) -> int | None:
-    """Return how many means were averaged, if the weights of samples (or parts of the sequence) in a gradient show that
-    it is a mean of means; ``None`` if they do not.
+    """Return of how many means the gradient is the mean, if the weights of samples (or parts of the sequence) in it
+    show that it is a mean of means instead of a mean over all targets; ``None`` if they do not.
 
     If n groups of the batch have the fractions f of all targets, the mean of their means gives each the weight 1 / (n
     f). The fractions add up to 1, so the inverse weights of the groups add up to n. ``means``: index of the sample or

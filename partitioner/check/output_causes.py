@@ -126,7 +126,9 @@ def _is_right(expected: Sequence[Tensor], given: dict[int, list[Tensor]], world_
 
 
 def _is_part(whole: Tensor, part: Tensor) -> bool:
-    """Return whether ``part`` is a part of ``whole``: a slice, or rows (of the last dim) in any order."""
+    """Return whether ``part`` is a part of ``whole``, up to rounding: a slice of it, or some of its rows (vectors along
+    the last dim) in any order.
+    """
     if compare_output(whole, part) < CLOSE:
         return True
     if part.dim() < 2 or whole.dim() < 2 or part.shape[-1] != whole.shape[-1]:

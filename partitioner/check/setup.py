@@ -143,8 +143,9 @@ _SPREAD = 0.02  # standard deviation of the numbers that make weights distinct; 
 
 
 def _make_elements_distinct(model: nn.Module) -> None:
-    """Add small random numbers, equal on all ranks, to every parameter, so that each element can be recognised by its
-    value wherever a layout puts it. Norms of ones and biases of zeros would not show where their elements are.
+    """Add small random numbers, equal on all ranks, to every parameter of ``model`` in place, so that each element can
+    be recognised by its value wherever a layout puts it. Norms of ones and biases of zeros would not show where their
+    elements are.
     """
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

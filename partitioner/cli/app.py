@@ -493,8 +493,10 @@ def _write_pictures(
     topology: Path | None = None,
     html: Path | None = None,
 ) -> list[tuple[str, Path]]:
-    """Write the pictures and the report of the plan ``found`` to the given files; ``None`` leaves one out. Return a
-    word for each written file, such as ``report``, and its path."""
+    """Write pictures and a report of the plan ``found``. ``svg`` (the graph), ``timeline``, ``memory``, ``topology``
+    and ``html`` (the report): the file for each of them; ``None`` leaves it out. Return a word for each written file,
+    such as ``report``, and its path.
+    """
     views = {"picture": ("graph", svg), "timeline": ("timeline", timeline), "memory": ("memory", memory)}
     views["topology"] = ("topology", topology)
     written = [(word, found.to_svg(path, view=view)) for word, (view, path) in views.items() if path is not None]
@@ -502,7 +504,7 @@ def _write_pictures(
 
 
 def _print_written_paths(written: Iterable[tuple[str, Path]]) -> None:
-    """Print a line for each file, given as a word such as ``report`` and its path."""
+    """Print a line for each file in ``written``, pairs of a word such as ``report`` and the path of the file."""
     for what, path in written:
         build_output_console().print(Text.assemble((f"{what}: ", "dim"), str(path)))
 

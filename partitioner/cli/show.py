@@ -88,8 +88,8 @@ def _format_instructions(mine: RankProgram) -> RenderableType:
 
 
 def topology_parts(topology: Topology) -> Iterator[RenderableType]:
-    """Yield the description of a topology as parts to print: device types, nodes with their hosts, levels of links, and
-    links or devices that differ from these.
+    """Yield the description of ``topology`` as parts to print: device types, nodes with their hosts, levels of links,
+    and links or devices that differ from these.
     """
     count = f"{format_plural(topology.num_devices, 'device')} on {format_plural(topology.num_nodes, 'node')}"
     price = topology.price_per_hour
@@ -127,8 +127,8 @@ def topology_parts(topology: Topology) -> Iterator[RenderableType]:
 
 
 def _build_node_table(topology: Topology) -> Table:
-    """Return a table with one row for each group of equal nodes, in order, and columns for those properties of their
-    hosts that the topology describes.
+    """Return a table of the nodes of ``topology`` with one row for each group of equal nodes, in order, and columns for
+    those properties of their hosts that the topology describes.
     """
     hosts = [group.host for group in topology.nodes]
     titles = ["nodes", "devices in each"]
@@ -166,8 +166,8 @@ def _format_power(entry: DeviceType) -> str:
 
 
 def _list_device_differences(topology: Topology) -> list[str]:
-    """Return one line of text for each node or device that differs from its group; at most twelve of each, and the
-    number of others.
+    """Return one line of text for each node or device that differs from its group in the description of ``topology``,
+    such as a slower device; at most twelve of each, and the number of others.
     """
     nodes = [(f"node {node}", own) for node, own in topology.node_overrides.items()]
     every = [*nodes[:_MOST_DIFFERENT], *list(topology.overrides.items())[:_MOST_DIFFERENT]]

@@ -118,8 +118,8 @@ def size(
 
 
 def _parse_node_counts(text: str) -> tuple[int, ...]:
-    """Return a text like ``1,2,4`` as a tuple of numbers of nodes. Raise :class:`TargetError` if it is not a list of
-    numbers.
+    """Return the numbers of nodes in ``text``, a list such as ``1,2,4``. Raise :class:`TargetError` if it is not a list
+    of numbers.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):

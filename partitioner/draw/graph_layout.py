@@ -196,8 +196,9 @@ class WireLanes:
         return wire.source, wire.target, False
 
     def _place_wire_ends(self) -> None:
-        """Set ``ends`` ((index of a wire, whether at its target) -> x coordinate): spread the ends of wires over the
-        lower or upper side of each panel, in the order of the panels at their other ends.
+        """Compute the x coordinates at which wires (lines between panels) leave and enter panels: spread the ends of
+        wires over the lower or upper side of each panel, in the order of the panels at their other ends. The attribute
+        ``ends`` receives them: (index of a wire, whether at its target) -> x coordinate.
         """
         sides: dict[tuple[int, str], list[tuple[float, int, bool]]] = defaultdict(list)
         for index in range(len(self.wires)):
@@ -214,8 +215,9 @@ class WireLanes:
                 self.ends[index, at_target] = box.left + box.width * share
 
     def _build_wire_runs(self, index: int) -> None:
-        """Set ``runs`` of the wire with the index ``index``: one horizontal segment if its panels are in the same or in
-        adjacent rows; otherwise two, with a vertical part beside all panels whose x coordinate is set in ``margins``.
+        """Compute the horizontal segments of the wire (a line between two panels) with the index ``index``, and store
+        them in the attribute ``runs``: one segment if its panels are in the same or in adjacent rows; otherwise two,
+        joined by a vertical part beside all panels, whose x coordinate is stored in the attribute ``margins``.
         """
         upper, lower, swapped = self.upper_first(index)
         start, end = self.ends[index, swapped], self.ends[index, not swapped]

@@ -83,10 +83,10 @@ def draw_plan_memory(plan: Plan) -> str:
 def stage_levels(
     plan: Plan, timeline: Timeline, durations: PlanDurations, facts: ProgramFacts
 ) -> tuple[tuple[MemoryLevel, ...], ...]:
-    """Return, for each pipeline stage, the memory of one of its ranks over time. The intervals follow each other
-    without gaps, from the start of the step to its end. ``timeline``: the simulated step. ``durations``: the predicted
-    seconds of each instruction. ``facts``: the analysis of the plan's program, which knows when tensors are kept and
-    freed.
+    """Return, for each pipeline stage of ``plan``, the memory of one of its ranks over time. The intervals follow each
+    other without gaps, from the start of the step to its end. ``timeline``: the simulated step. ``durations``: the
+    predicted seconds of each instruction. ``facts``: the analysis of the plan's program, which knows when tensors are
+    kept and freed.
     """
     stages = []
     for stage, lane in enumerate(timeline.stages):

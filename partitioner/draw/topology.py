@@ -219,8 +219,8 @@ class NodeCluster:
         return self.top + math.ceil(len(self.boxes) / self.columns) * (_BOX_HEIGHT + _BOX_GAP) - _BOX_GAP + _PAD
 
     def centres(self, x: float, y: float) -> list[tuple[float, float]]:
-        """Return the centre (x, y) of each box of ``boxes``, in pixels. ``x``, ``y``: the top left corner of the node's
-        frame.
+        """Return the centre (x, y), in pixels, of the box of each device (or range of devices) of a node. ``x``, ``y``:
+        the top left corner of the node's frame.
         """
         if self.chords:
             middle = x + self.width / 2, y + self.top + self.radius + _BOX_HEIGHT / 2

@@ -61,10 +61,11 @@ class PlannedBucket:
     - ``states``: names of the parameters. ``axes``: the mesh axes over which their gradients are summed. ``sharded``:
       whether ZeRO shards the parameters or their gradients.
     - ``ready``: when the gradients are complete on this rank: (index of the action in the rank's order of forwards and
-      backwards, position in the stage of the block call that completes them). ``None`` if they do not exist, or are
-      first summed over the stages that share the parameters.
-    - ``each``: under ZeRO-2 and ZeRO-3, for each virtual stage of the rank (its index on the rank), the position of the
-      block call after whose backward one microbatch adds nothing more to the bucket.
+      backwards, position in the stage of the block call, such as a layer, whose backward completes them). ``None`` if
+      they do not exist, or are first summed over the stages that share the parameters.
+    - ``each``: under ZeRO-2 and ZeRO-3, where the gradients of every microbatch are reduce-scattered: index of a
+      virtual stage on the rank -> position in the stage of the block call whose backward is the last of this virtual
+      stage to add to the bucket.
     - ``levels``: for each level of a hierarchical or compressed reduction, the mesh axes over which the bucket is
       reduce-scattered and later gathered again. ``compression``: the number format of compressed gradients; ``None``:
       they are not compressed.
@@ -82,10 +83,11 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return after which block call (such as a layer) of an action's backward the reduction of this bucket starts,
-        as the call's position in the stage; ``None`` if it does not start in this action. ``index``: index of the
-        action (a forward or backward of one microbatch) in the rank's order. ``chunk``: index on the rank of the
-        virtual stage that it runs."""
+        """Return where in one action, a forward or backward of one microbatch, the reduction of this bucket (gradients
+        that are reduced together) starts: the position in the stage of the block call (such as a layer) after whose
+        backward it starts; ``None`` if it does not start in this action. ``index``: index of the action in the rank's
+        order. ``chunk``: index on the rank of the virtual stage that it runs.
+        """
         if self.each:
             return self.each.get(chunk)
         return self.ready[1] if self.ready is not None and self.ready[0] == index else None
@@ -99,8 +101,8 @@ def plan_buckets(
     limit: Callable[[tuple[str, ...]], int],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Group ``gradients``, those of one pipeline rank, into buckets, and return the buckets in the order in which they
-    are reduced.
+    """Group ``gradients``, those of one pipeline rank, into buckets, whose gradients are reduced together, and return
+    the buckets in the order in which they are reduced.
 
     ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
     for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns
@@ -135,9 +137,10 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key for ``gradient`` that is equal for gradients that may share a bucket. Their mesh axes, number
-        formats and stages are equal, and the same block calls (such as layers) read their parameters; under ZeRO-2 and
-        ZeRO-3 the same virtual stages must add to them, too.
+        """Return a key for ``gradient`` that is equal for gradients that may share a bucket: they are summed over the
+        same mesh axes, sharded over the same axes and have the same number format; the same stages share their
+        parameters, and the same block calls (such as layers) read them. Under ZeRO-2 and ZeRO-3 the same virtual stages
+        must add to them, too.
         """
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
@@ -163,14 +166,14 @@ def follow_buckets(
     buckets: Sequence[Sequence[str]],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Return buckets for a further program on the same weights, such as evaluation beside training, with the same
-    parameters in each bucket as in the first program. Each has the place in this program's schedule where its reduction
-    starts.
+    """Return buckets (gradients that are reduced together) for a further program on the same weights, such as
+    evaluation beside training. Each bucket has the same parameters as one of the first program, and has the place in
+    this program's schedule where its reduction starts.
 
-    ``buckets``: for each bucket of the first program, the names of its parameters. ``stage``: the block calls of the
-    pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients. ``adds``: for each
-    parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``: the ZeRO stage, 0
-    to 3. A bucket whose parameters have no gradient in this program only gathers parameters.
+    ``buckets``: for each bucket of the first program, the names of its parameters. ``stage``: the block calls (such as
+    layers) of the pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients.
+    ``adds``: for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``:
+    the ZeRO stage, 0 to 3. A bucket whose parameters have no gradient in this program only gathers parameters.
     """
     here = {g.state: g for g in gradients}
     planned = []
@@ -189,9 +192,12 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a key that sorts points of a rank's schedule by time. ``ready``: the point, as (index of an action in the
-    rank's order of forwards and backwards, position in the stage of a block call, such as a layer). A backward runs the
-    calls from the last position to the first.
+    """Return a sort key for ``ready``, the time at which the gradients of a bucket are complete in a rank's schedule,
+    so that later times have greater keys.
+
+    ``ready``: (index of a backward in the rank's order of forwards and backwards, position in the stage of the block
+    call, such as a layer, that completes the gradients in this backward). A backward runs the calls from the last
+    position to the first, so a lower position is later.
     """
     return ready[0], -ready[1]
 
@@ -222,9 +228,9 @@ AT_ONCE = ReductionScheme()
 def with_levels(
     bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: ReductionScheme
 ) -> PlannedBucket:
-    """Return ``bucket`` with the collectives of its reduction filled in (its fields ``levels``, ``compression`` and
-    ``turns``). At each level, the bucket is reduce-scattered over some mesh axes; after the reduction over the
-    remaining axes it is gathered over them.
+    """Return ``bucket``, gradients that are reduced together, with the collectives of its reduction filled in. At each
+    level of a hierarchical or compressed reduction, the bucket is reduce-scattered over some mesh axes; after the
+    reduction over the remaining axes it is gathered over them.
 
     ``shared``: the mesh axes over which ZeRO shards the parameters of the bucket. ``sizes``: number of ranks by mesh
     axis. ``how``: whether the reduction is hierarchical or compressed.

@@ -101,8 +101,9 @@ def with_passing(
     next computation reads it, too.
 
     ``hosted``: names of the parameters in host memory. ``calls``: the block calls (such as layers) of the stage.
-    ``runs``: for each call, whether it has a backward. ``buckets``: number of a bucket -> names of its parameters,
-    which ZeRO shards; their shards are fetched right before each all-gather of the bucket.
+    ``runs``: for each call, whether it has a backward. ``buckets``: the parameters that ZeRO shards, in buckets that
+    are all-gathered together: number of a bucket -> names of its parameters. Their shards are fetched right before each
+    all-gather of the bucket.
     """
     shared = {s for states in buckets.values() for s in states}
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
@@ -175,8 +176,10 @@ def with_gradients(
 
 
 def _is_call_covered(instruction: Instruction, position: int, call: CallData) -> bool:
-    """Return whether ``instruction`` runs the block call ``call``. ``position``: index of the call in the stage. An
-    instruction without a range of calls runs the prologue, the calls before the pipeline starts."""
+    """Return whether ``instruction`` runs the block call ``call`` (a use of a piece of the model, such as a layer).
+    ``position``: index of the call in the stage. An instruction without a range of calls runs the prologue, the calls
+    before the pipeline starts.
+    """
     if instruction.calls is None:
         return call.prologue
     return instruction.calls[0] <= position < instruction.calls[1]

@@ -104,8 +104,9 @@ class ProgramSpec:
       one does. ``None``: both are chosen.
     - ``bucket_bytes``: bytes of gradients that are reduced together. ``reducing``: the scheme of gradient reductions.
     - ``data_shares``: number of microbatches of each data-parallel rank; empty if all have ``num_microbatches``.
-    - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``, ``whole_scatter``, ``offload``:
-      copied to the fields of :class:`Program`.
+    - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``: attention kernels save no scores
+      for backward. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``offload``: the
+      kinds of data in host memory or on disk, such as ``"optimizer"``.
     """
 
     mesh: Mapping[str, int]
@@ -180,15 +181,18 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
             tied.setdefault(state.stages, []).append(name)
 
     def limit(axes: tuple[str, ...]) -> int:
-        """Return the bytes that fill a bucket of gradients which are reduced over the mesh axes ``axes``."""
+        """Return the bytes at which a bucket (gradients that are reduced together) is full, if it is reduced over the
+        mesh axes ``axes``.
+        """
         return spec.bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_build_call_data(model, i) for i in here.calls) for here in routes.stages]
     kept = select_offloads(spec.offload, train)
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
-        """Return, for each pipeline stage, its gradient buckets and its instructions for a step of ``num_microbatches``
-        microbatches."""
+        """Return, for each pipeline stage, two values for a step of ``num_microbatches`` microbatches: its buckets
+        (parameters whose gradients are reduced together), and its instructions.
+        """
         orders = build_timetable(schedule, num_stages, num_microbatches, spec.virtual_stages).orders
         fetched = plan_fetches(orders, routes, train)
         result = []
@@ -234,8 +238,10 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         return result
 
     def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
-        """Return the positions on one pipeline stage of block calls (such as layers) that have a backward and are in
-        ``calls``. ``s``: index of the stage. ``calls``: indices of block calls in the model."""
+        """Return the positions on one pipeline stage of those block calls (such as layers) that are in ``calls`` and
+        have a backward. ``s``: index of the stage. ``calls``: indices of block calls in the model, such as those that
+        are recomputed.
+        """
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
     whole, slim = set(spec.recompute), set(spec.selective) - set(spec.recompute)
@@ -329,8 +335,8 @@ Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
 def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
-    """Return, for each pipeline stage, its gradient buckets and its instructions for a step of ``num_microbatches``
-    microbatches.
+    """Return, for each pipeline stage, two values for a step of ``num_microbatches`` microbatches: its buckets
+    (parameters whose gradients are reduced together), and its instructions.
 
     ``lists``: function that computes the same for any number of microbatches. ``found``: the repeating part of the
     schedule, if there is one: the instructions for many microbatches are then stored as repetitions of those for few.
@@ -350,7 +356,8 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
     """Raise ``EmitError`` if ``mesh`` (axis name -> number of ranks) has an unknown axis or a size below 1, or if
     ``dp_shard`` (number of ``dp`` ranks that shard a parameter; 0: all) does not divide the size of ``dp``, or if
-    ``objective`` is ``train`` and the model has no loss."""
+    ``objective`` is ``train`` and ``model`` has no loss.
+    """
     unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):
         raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(MESH_AXES)}, each of at least one rank")
@@ -383,8 +390,8 @@ def _build_state_data(
     shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
 ) -> dict[str, StateData]:
     """Return the description of each parameter and buffer of ``model`` by name, with the pipeline stages that read it.
-    A parameter or buffer that no block reads is on stage 0; constants that no block reads are left out. Raise
-    :class:`EmitError` if a layout does not divide a shape.
+    A parameter or buffer that no block (a piece of the model, such as a layer) reads is on stage 0; constants that no
+    block reads are left out. Raise :class:`EmitError` if a layout does not divide a shape.
 
     ``routes``: the block calls of each stage. ``layouts``: layouts of the tensors over the mesh. ``sizes``: number of
     ranks by mesh axis. ``shared``: function that returns the mesh axes over which ZeRO shards a parameter, given its
@@ -429,11 +436,12 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Return ``states``, the parameters and buffers of a program by name, matched to the program ``base`` on the same
-    weights: each is on the pipeline stages where ``base`` has it, and those that only ``base`` has are added.
+    """Return ``states``, the parameters and buffers of a program by name, adapted to ``base``, another program that
+    uses the same weights: those that this program does not use are moved to the pipeline stages where ``base`` has
+    them, and those that only ``base`` has are added.
 
-    ``read``: names of the parameters and buffers that this program's calls or updates use; these keep their stages. If
-    their layout differs from that in ``base``, a later check of the program raises an error.
+    ``read``: names of the parameters and buffers that this program uses; these keep their stages. If they are stored in
+    another way than in ``base``, a later check of the program raises an error.
     """
     found = dict(states)
     for name, held in base.states.items():
@@ -447,9 +455,11 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
 
 
 def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str, ...]]:
-    """Return, for each gradient bucket of the program ``base`` on one pipeline stage, the names of its parameters, so
-    that a further program can have the same buckets. ``stage``: index of the stage. ``train``: whether the further
-    program trains; otherwise only buckets whose parameters ZeRO shards are returned, since it has to gather these."""
+    """Return, for each bucket of the program ``base`` on one pipeline stage (parameters whose gradients are reduced
+    together), the names of its parameters, so that a further program on the same weights can have the same buckets.
+    ``stage``: index of the stage. ``train``: whether the further program trains; otherwise only buckets whose
+    parameters ZeRO shards are returned, since it has to gather these.
+    """
     buckets = [b.states for b in base.stages[stage].buckets]
     return [states for states in buckets if train or base.states[states[0]].zero_axes]
 
@@ -475,14 +485,17 @@ def _build_gradient(
 
 
 def _find_reader_positions(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
-    """Return the positions in ``calls``, the block calls of a stage, of those that read the parameter ``state``."""
+    """Return the positions, in ``calls``, of those block calls (uses of pieces of the model, such as layers) of a
+    pipeline stage that read the parameter ``state``.
+    """
     return tuple(position for position, call in enumerate(calls) if state in call.states)
 
 
 def _find_gradient_additions(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:
-    """Return, for each parameter of a pipeline rank with a gradient, the positions of the block calls whose backward
-    adds to it (name -> positions in increasing order). ``here``: the calls of the rank. ``flow``: which gradients calls
-    compute."""
+    """Return, for each parameter of a pipeline rank with a gradient, the positions of the block calls (such as layers)
+    whose backward adds to it, as name -> positions in increasing order. ``here``: the calls of the rank. ``flow``:
+    which gradients calls compute.
+    """
     adds: dict[str, list[int]] = {}
     for position, i in enumerate(here.calls):
         for name in flow.states[i]:

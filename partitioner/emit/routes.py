@@ -40,14 +40,20 @@ class StageCalls:
     totals: tuple[str, ...]
 
     def chunk_of(self, position: int) -> int:
-        """Return the index on the rank of the virtual stage that has the call at ``position`` in ``calls``. Calls
-        before the first virtual stage are not allowed."""
+        """Return which virtual stage of this pipeline rank has the block call (such as a layer) at ``position`` in
+        ``calls``, the list of all calls that the rank runs; the result is the index of the virtual stage on the rank,
+        from 0.
+
+        The list begins with calls that belong to no virtual stage: those that run before the pipeline starts, and those
+        that every rank runs for itself. ``position`` must not be one of these.
+        """
         return next(c for c, (start, end) in enumerate(self.chunks) if start <= position < end)
 
     def forward_range(self, chunk: int) -> tuple[int, int]:
-        """Return the range ``[start, end)`` of positions in ``calls`` that a forward of one virtual stage runs.
-        ``chunk``: index of the virtual stage on the rank, from 0. The first one also runs the calls that all stages
-        share."""
+        """Return the range ``[start, end)`` of positions in ``calls``, the list of all block calls (such as layers) of
+        this pipeline rank, that a forward of one virtual stage runs. ``chunk``: index of the virtual stage on the rank,
+        from 0. A forward of the first one also runs the calls that every rank runs for itself.
+        """
         start, end = self.chunks[chunk]
         return (self.num_prologue, end) if chunk == 0 else (start, end)
 
@@ -172,11 +178,14 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Return the block calls (such as layers) that one pipeline rank runs: those of its virtual stages, and those of
-    the calls outside of stages (shared by all stages, or before the pipeline) whose results it needs. ``chunks``: for
-    each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names of values that this rank
-    provides as outputs of the model and that no virtual stage computes. Raise :class:`EmitError` if a call before the
-    pipeline reads anything but inputs of the model."""
+    """Return the block calls (such as layers) that one pipeline rank runs: those of its virtual stages, and those calls
+    outside of stages whose results it needs, which every rank may run for itself or which run before the pipeline
+    starts.
+
+    ``chunks``: for each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names of values
+    that this rank provides as outputs of the model and that no virtual stage computes. Raise :class:`EmitError` if a
+    call before the pipeline reads anything but inputs of the model.
+    """
     producer = {v: i for i, c in enumerate(model.calls) for v in c.outputs}
     inputs = {i.value for i in model.inputs}
     common: set[int] = set()

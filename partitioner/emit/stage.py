@@ -81,8 +81,8 @@ class StageJob:
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """Return the indices of this rank's virtual stages, counted over all ranks, in increasing order. The ``chunk``
-        of an action (a forward or backward of one microbatch) of this rank is an index into this tuple.
+        """Return the indices of this rank's virtual stages, counted over all ranks, in increasing order. An action (a
+        forward or backward of one microbatch) of this rank names its virtual stage by an index into this tuple.
         """
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
@@ -105,7 +105,9 @@ def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, .
 
 def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
     """Return the instruction list that all ranks of one pipeline stage run in a step: computations, transfers,
-    reductions and frees. ``job``: the calls, schedule, buckets and offloads of the stage."""
+    reductions and frees. ``job``: the block calls (such as layers) of the stage, its schedule, the gradients that it
+    reduces together, and the data in host memory.
+    """
     instructions = list(_emit_prologue(job))
     for index, action in enumerate(job.order):
         if action.kind == "F":
@@ -130,8 +132,10 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
 
 
 def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
-    """Yield the instructions that compute totals (sums over the global batch) at the start of the step. Yield none if
-    the stage reads no totals. ``job``: the calls and transfers of the stage."""
+    """Yield the instructions that compute totals (sums over the global batch, such as the number of targets) at the
+    start of the step. Yield none if the stage reads no totals. ``job``: the block calls (such as layers) and transfers
+    of the stage.
+    """
     here = job.routes.stages[job.stage]
     if not here.totals:
         return
@@ -179,8 +183,9 @@ def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruc
 
 def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
     """Yield the instructions of ``action``, a backward of one microbatch: receives, block calls (such as layers), the
-    send, and the bucket reductions that start in it. ``job``: the calls, transfers and buckets of the pipeline rank.
-    ``index``: index of the action in the rank's order."""
+    send, and the reductions of gradients that start in it. ``job``: the calls, transfers and gradient buckets of the
+    pipeline rank. ``index``: index of the action in the rank's order of forwards and backwards.
+    """
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
@@ -290,9 +295,9 @@ def _list_accessed_values(
     """Return two lists: the values and gradients that ``instruction`` computes or adds to, and those that it reads. An
     entry is (name of the value, microbatch, whether its gradient is meant).
 
-    ``calls``: the block calls of the stage. ``flow``: the gradients that their backwards read and compute. ``totals``:
-    names of the values that are computed once for the global batch; their microbatch is ``None``. ``new_values``: for
-    each buffer that forward changes, the name of the value that becomes its content.
+    ``calls``: the block calls (such as layers) of the stage. ``flow``: the gradients that their backwards read and
+    compute. ``totals``: names of the values that are computed once for the global batch; their microbatch is ``None``.
+    ``new_values``: for each buffer that forward changes, the name of the value that becomes its content.
     """
     microbatch = instruction.microbatch
     named = [(v, microbatch, instruction.op.endswith("_B")) for v in instruction.values]

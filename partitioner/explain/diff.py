@@ -119,8 +119,8 @@ def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
-    """Return pairs (name, value as text) of the figures by which two plans are compared; all plans have the same names
-    in the same order.
+    """Return pairs (name, value as text) of the figures of ``plan`` by which two plans are compared; all plans have the
+    same names in the same order.
     """
     chosen, estimate = plan.chosen, plan.estimate
     given = plan.constraints.given
@@ -204,8 +204,8 @@ def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[Ren
 
 
 def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:
-    """Yield a table with the first module, the last module and the number of calls of each stage in the plans ``plan``
-    and ``other``; nothing if all stages are equal. ``names``: the column titles of the two plans.
+    """Yield a table with the first module, the last module and the number of block calls (such as layers) of each stage
+    in the plans ``plan`` and ``other``; nothing if all stages are equal. ``names``: the column titles of the two plans.
     """
     ones, twos = (
         [

@@ -104,7 +104,8 @@ _GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their s
 
 def memory_words(plan: Plan) -> dict[str, str]:
     """Return the names under which kinds of memory are shown to users: kind -> text. The kinds have names such as
-    ``parameters`` or ``saved``. The texts depend on whether ``plan`` is for training, and on its ZeRO stage.
+    ``parameters`` or ``saved`` (activations kept for backward). The texts depend on whether ``plan`` is for training,
+    and on its ZeRO stage.
     """
     words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
     return {**words, "gradients": _GRADIENTS_OF_ZERO_1} if plan.chosen.zero == 1 else words
@@ -512,8 +513,9 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a line with the names of the standard layouts, such as ZeRO-3 alone, whose step time was computed although
-    the search did not consider them, so that they are not in the table of layouts; nothing if there are none.
+    """Yield a line with the names of the standard layouts, such as ZeRO-3 alone, whose step time was computed for
+    comparison with ``plan`` although its search did not consider them, so that they are not in the table of layouts;
+    nothing if there are none.
     """
     rows = {_get_layout(row) for row in plan.certificate.candidates}
     names = [

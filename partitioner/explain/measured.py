@@ -85,9 +85,9 @@ def predicted_events(timeline: Timeline) -> Iterator[Event]:
 
 
 def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[str, ...]], float]:
-    """Return the time at which each receive of ``timeline`` ends, in seconds from the start of the step. The keys are
-    (stage, direction, microbatch, names of the received values); the direction is ``F`` or ``B``, for forward and
-    backward.
+    """Return the time at which each receive of ``timeline``, a simulated step, ends, in seconds from the start of the
+    step. The keys are (stage, direction, microbatch, names of the received values); the direction is ``F`` or ``B``,
+    for forward and backward. The microbatch is ``None`` if the receive belongs to none.
     """
     return {
         (stage, s.instruction.op[-1], s.instruction.microbatch, s.instruction.values): s.end

@@ -185,8 +185,8 @@ def list_uncovered_choices(plan: Plan) -> list[str]:
 
 
 def list_main_uncovered_choices(plan: Plan) -> list[str]:
-    """Return the two most important sentences on choices for which the proof of optimality does not hold, and one that
-    says how many further ones there are.
+    """Return the two most important sentences on choices (such as schedules) for which the proof that ``plan`` is
+    optimal does not hold, and one that says how many further ones there are.
     """
     told = list_uncovered_choices(plan)
     more = len(told) - _TOLD_GAPS

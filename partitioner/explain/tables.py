@@ -222,9 +222,10 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
-    """Return what the search found for the layout ``candidate`` as one word (a key of ``STATUS_WORDS``), such as
-    ``solved`` (its step time was computed) or ``infeasible``. Layouts with only a lower bound that may be faster than
-    the plan have a key of their own. ``certificate``: the results of the search.
+    """Return what the search found for the layout ``candidate`` as one word: ``chosen``, ``solved`` (its step time was
+    computed), ``bounded`` (a lower bound on its step time rules it out), ``infeasible`` (it has no plan), or a word of
+    its own for a layout with only a lower bound that may be faster than the plan. ``certificate``: the results of the
+    search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
@@ -494,8 +495,9 @@ def _format_recomputed(stage: StageEstimate) -> str:
 
 
 def host_text(plan: Plan) -> str:
-    """Return a text on the data of ``plan`` in host memory, with the bytes of the rank that has most; empty if there is
-    none.
+    """Return a text that names the kinds of data that ranks of ``plan`` keep in host memory instead of device memory
+    (such as optimizer states or activations), with the bytes of the rank that keeps most there; empty without such
+    offload.
     """
     most = max((stage.host for stage in plan.estimate.stages), default=0)
     return f"{' + '.join(host_kinds(plan))}: {bytes_text(most)} per rank" if plan.offload else ""
@@ -520,9 +522,9 @@ def format_offload(plan: Plan | Baseline) -> str:
 
 
 def describe_tried_offload(plan: Plan) -> str:
-    """Return a phrase on the offload with which layouts were tried, such as ``on the devices alone (offload to host
-    memory was not tried)``, for a message on a layout that does not fit and might fit with more offload. It is empty if
-    no more offload is possible, or if the user fixed the offload.
+    """Return a phrase on the offload with which the search of ``plan`` tried layouts, such as ``on the devices alone
+    (offload to host memory was not tried)``, for a message on a layout that does not fit and might fit with more
+    offload. It is empty if no more offload is possible, or if the user fixed the offload.
     """
     if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
         return ""
@@ -532,8 +534,8 @@ def describe_tried_offload(plan: Plan) -> str:
 
 
 def disk_text(plan: Plan) -> str:
-    """Return a text on the data of ``plan`` on disk, with the bytes of the rank that has most; empty if there
-    is none.
+    """Return a text with the bytes of optimizer states that a rank of ``plan`` keeps on disk, for the rank that keeps
+    most there; empty if they are not on disk.
     """
     most = max((stage.disk for stage in plan.estimate.stages), default=0)
     return f"optimizer states: {bytes_text(most)} per rank" if "disk" in plan.offload else ""
@@ -643,7 +645,9 @@ def _format_peak(peak: int, usable: int) -> str:
 
 
 def _simulate_stage_seconds(plan: Plan) -> list[tuple[float, float]]:
-    """Return the (forward, backward) seconds of each pipeline stage in one step, from a simulation of the step."""
+    """Return the (forward, backward) seconds of each pipeline stage of ``plan`` in one step, from a simulation of the
+    step.
+    """
     from partitioner.simulate.program_time import stage_seconds
 
     return [(seconds.forward, seconds.backward) for seconds in stage_seconds(plan)]
@@ -874,9 +878,10 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
-    """Yield a line on the best layout that the search found with ``size`` ranks on the mesh axis ``axis``, for
-    comparison with the plan: its step time or, if none was computed, a lower bound. ``words``: the beginning of the
-    line, which names this size.
+    """Yield a line on the best layout that the search of ``plan`` found with ``size`` ranks on the mesh axis ``axis``,
+    for comparison with the plan: its step time; if none was computed, a lower bound; or that no such layout fits in
+    memory. Nothing is yielded if the search had no layout of this size. ``words``: the beginning of the line, which
+    names this size.
     """
     others = [c for c in plan.certificate.candidates if c.mesh.get(axis, 1) == size]
     chosen = plan.certificate.objective

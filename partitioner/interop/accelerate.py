@@ -46,9 +46,9 @@ _BEYOND = {
 
 def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
     """Return the training layout (mesh, batch, schedule, state sharding) that a YAML configuration of accelerate
-    describes. ``text``: its content. ``folder``: the folder of the configuration, in which a DeepSpeed file is looked
-    for that it may name; ``None``: it must not name one. ``ignore``: names of options that belong to the training
-    script.
+    describes. ``text``: its content. ``folder``: the folder of the configuration. If the configuration names a
+    DeepSpeed file, the file is read from there; ``None``: it must not name one. ``ignore``: names of options that the
+    training script itself defines; they are not reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -188,8 +188,8 @@ def _read_deepspeed_section(options: Options, folder: Path | None, processes: in
 
 
 def _translate_deepspeed(options: Options) -> dict[str, Any]:
-    """Return the options of DeepSpeed (in nested sections, as in its JSON file) to which accelerate translates its own
-    section ``deepspeed_config``. ``options``: the options of the accelerate configuration.
+    """Return the options that accelerate would pass to DeepSpeed (in nested sections, as in DeepSpeed's JSON file) for
+    the section ``deepspeed_config`` of its own configuration. ``options``: the options of the accelerate configuration.
     """
     name = "deepspeed_config."
     zero: dict[str, Any] = {"stage": options.take_number(f"{name}zero_stage", 2, least=0)}

@@ -59,8 +59,8 @@ def read_deepspeed(
     text: str, where: str = "the DeepSpeed configuration", ignore: Collection[str] = ()
 ) -> TrainingLayout:
     """Return the training layout (mesh, batch, state sharding) that a JSON configuration of DeepSpeed describes.
-    ``text``: its content. ``where``: the name of the source, for error messages. ``ignore``: names of options that
-    belong to the training script.
+    ``text``: its content. ``where``: the name of the source, for error messages. ``ignore``: names of options that the
+    training script itself defines; they are not reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -68,9 +68,9 @@ def read_deepspeed(
 
 
 def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> TrainingLayout:
-    """Return the training layout that a DeepSpeed configuration describes. ``nested``: its options, with sections as
-    inner mappings. ``where``: the name of the source, for error messages. ``ignore``: names of options that belong to
-    the training script.
+    """Return the training layout (mesh, batch, state sharding) that a DeepSpeed configuration describes. ``nested``:
+    its options, with sections as inner mappings. ``where``: the name of the source, for error messages. ``ignore``:
+    names of options that the training script itself defines; they are not reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """

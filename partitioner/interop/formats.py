@@ -23,9 +23,10 @@ Written = tuple[str, tuple[UnusedOption, ...]]
 
 @dataclass(frozen=True)
 class _Source:
-    """The text of a configuration that is read. ``path``: its file; ``None`` if the text itself was given.
-    ``function``: name of the function that builds the configuration, for a Python module. ``ignore``: names of options
-    that belong to the training script.
+    """The text of a configuration of another framework, which is read. ``path``: its file; ``None`` if the text itself
+    was given. ``function``: if the text is a Python module, the name of the function in it that builds the
+    configuration. ``ignore``: names of options that the training script itself defines; they are not reported as
+    unknown.
     """
 
     text: str
@@ -103,7 +104,8 @@ def read_layout(
             Megatron-LM command line. Nothing in it is executed.
         format: ``megatron`` (command line, shell script, or YAML of Megatron-Bridge), ``torchtitan``, ``deepspeed``,
             ``accelerate`` or ``transformers``; ``None``: found by the content.
-        ignore: names of options that belong to the training script, and not to the framework.
+        ignore: names of options that the training script itself defines, and not the framework; they are not reported
+            as unknown.
 
     Raise :class:`partitioner.LayoutError`, or a subclass of it, for an option that is unknown, has a wrong value, or
     contradicts another.

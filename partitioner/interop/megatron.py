@@ -85,8 +85,9 @@ _BRIDGE_NAMES = {  # field of Megatron-Bridge -> option that means it
 
 
 def read_megatron(text: str, ignore: Collection[str] = ()) -> TrainingLayout:
-    """Return the training layout that a Megatron-LM command line describes. ``text``: the command line, or a shell
-    script that contains it. ``ignore``: names of options that belong to the training script.
+    """Return the training layout (mesh, batch, schedule, state sharding) that a Megatron-LM command line describes.
+    ``text``: the command line, or a shell script that contains it. ``ignore``: names of options that the training
+    script itself defines; they are not reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -100,8 +101,8 @@ def read_megatron(text: str, ignore: Collection[str] = ()) -> TrainingLayout:
 
 
 def read_megatron_bridge(text: str) -> TrainingLayout:
-    """Return the training layout that a YAML configuration describes. ``text``: the fields of Megatron-Bridge's
-    ``ConfigContainer``, or those of a ``TransformerConfig`` of Megatron-Core.
+    """Return the training layout (mesh, batch, schedule, state sharding) that a YAML configuration describes. ``text``:
+    the fields of Megatron-Bridge's ``ConfigContainer``, or those of a ``TransformerConfig`` of Megatron-Core.
 
     Raise :class:`LayoutError` for unknown fields, wrong values and contradictions.
     """
@@ -161,8 +162,8 @@ def _check_field(section: str, field: str, place: str) -> None:
 
 
 def _read_recipe(name: str) -> dict[str, Any]:
-    """Return the configuration fields (name -> value) that a named recipe of mixed precision stands for, such as
-    ``bf16_with_fp8_current_scaling_mixed``. Raise :class:`OptionValueError` for an unknown recipe.
+    """Return the configuration fields (name -> value) that ``name``, a named recipe of mixed precision such as
+    ``bf16_with_fp8_current_scaling_mixed``, stands for. Raise :class:`OptionValueError` for an unknown recipe.
     """
     found = re.fullmatch(r"\w*?(bf16|fp16)(?:_with_(\w+?))?_mixed", name.replace("-", "_"))
     if found is None:
@@ -179,7 +180,8 @@ def _read_recipe(name: str) -> dict[str, Any]:
 
 
 def _build_layout(options: Options, name: str, devices: int | None) -> TrainingLayout:
-    """Return the training layout that Megatron options describe. ``name``: ``megatron`` or ``megatron-bridge``.
+    """Return the training layout (mesh, batch, schedule, state sharding) that ``options``, options of Megatron-LM,
+    describe. ``name``: ``megatron`` or ``megatron-bridge``, the framework for which the options were written.
     ``devices``: number of devices; ``None`` if unknown. Raise :class:`LayoutError` for wrong values and contradictions.
     """
     take = options.take_number
@@ -244,7 +246,9 @@ def _read_precision(options: Options) -> str:
 
 
 def _read_zero(options: Options) -> int:
-    """Return the ZeRO stage, 0 to 3, that the options on the distributed optimizer and on FSDP mean."""
+    """Return the ZeRO stage, 0 to 3, that follows from ``options``, options of Megatron-LM: those on the distributed
+    optimizer and on FSDP. Raise :class:`ContradictionError` if they exclude each other.
+    """
     distributed = options.take_flag("use-distributed-optimizer")
     own, torch = options.take_flag("use-megatron-fsdp"), options.take_flag("use-torch-fsdp2")
     own = options.take_flag("use-custom-fsdp") or own
@@ -283,8 +287,9 @@ def _read_context(options: Options) -> str:
 
 
 def _read_recompute(options: Options) -> str:
-    """Return what backward recomputes: ``none``, ``scores``, ``selective`` or ``full``. Raise
-    :class:`ContradictionError` if the options exclude each other.
+    """Return what backward recomputes according to ``options``, options of Megatron-LM: ``none``, ``scores`` (attention
+    scores), ``selective`` (what is quick to compute) or ``full``. Raise :class:`ContradictionError` if the options
+    exclude each other.
     """
     kind = options.take_choice("recompute-granularity", {"full": "full", "selective": "selective"})
     method = options.take_choice("recompute-method", {"uniform": "uniform", "block": "block"})
@@ -446,8 +451,9 @@ def _parse_stage_layout(options: Options, given: Any) -> tuple[int, ...]:
 
 
 def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, Any]:
-    """Return the fields of the execution profile (how the framework runs a plan) that the options change, name ->
-    value. ``precision``: that of matrix products. ``sharded``: whether optimizer states are sharded.
+    """Return the fields of the execution profile (how the framework runs a plan) that ``options``, options of
+    Megatron-LM, change, as name -> value. ``precision``: that of matrix products. ``sharded``: whether optimizer states
+    are sharded.
     """
     facts: dict[str, Any] = {}
     gradients, parameters = options.take_flag("overlap-grad-reduce"), options.take_flag("overlap-param-gather")
@@ -505,8 +511,8 @@ def _read_expert_profile(options: Options) -> dict[str, Any]:
 
 
 def _read_graphs(options: Options) -> str:
-    """Return which part of a step runs as CUDA graphs: ``none``, ``part`` or ``all``. ``options``: the options of the
-    configuration.
+    """Return which part of a step runs as CUDA graphs: ``none``, ``part`` (only some modules of a layer) or ``all``.
+    ``options``: the options of the configuration.
     """
     kind = options.take_text("cuda-graph-impl", "none")
     on = options.take_flag("enable-cuda-graph") or options.take_flag("external-cuda-graph")

@@ -68,10 +68,10 @@ def _assign(found: re.Match[str], variables: dict[str, str]) -> None:
 
 
 def _follow_condition(line: str, variables: dict[str, str], branches: list[list[bool]]) -> bool:
-    """Return whether a line of a shell script should be skipped, because it belongs to a condition (``if`` to ``fi``)
-    or only prints or exits. ``variables``: name -> value of the shell variables. ``branches``: for each condition that
-    is open, the innermost last, whether its current branch is taken, and whether any of its branches has been; this
-    function updates it.
+    """Return whether ``line``, a line of a shell script, should be skipped, because it belongs to a condition (``if``
+    to ``fi``) or only prints or exits. ``variables``: name -> value of the shell variables. ``branches``: for each
+    condition that is open, the innermost last, whether its current branch is taken, and whether any of its branches has
+    been; this function updates it.
     """
     word = line.split(None, 1)[0].rstrip(";")
     if word == "if":
@@ -126,7 +126,7 @@ def _has_open_quote(line: str) -> bool:
 
 
 def _split(line: str, variables: dict[str, str]) -> list[str]:
-    """Return the words of a shell line, with variables replaced by their values. A variable that is not in
+    """Return the words of ``line``, a shell command, with variables replaced by their values. A variable that is not in
     ``variables`` (name -> value) and has no default stays as it is.
     """
     line = _replace_variables(line, variables)
@@ -174,8 +174,8 @@ def _replace(match: re.Match[str], variables: dict[str, str]) -> str:
 
 
 def _compute(text: str) -> str:
-    """Return the value of a product or quotient of whole numbers, such as ``8 * 4``, as text; an empty text for
-    anything else.
+    """Return the value of ``text``, a product or quotient of whole numbers such as ``8 * 4``, as text; an empty text
+    for anything else.
     """
     parts = re.findall(r"\d+|[*/]", text)
     if "".join(parts) != re.sub(r"\s", "", text) or not parts or not parts[0].isdigit() or len(parts) > _MOST_PARTS:
@@ -195,8 +195,9 @@ def _compute(text: str) -> str:
 
 def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dict[str, Any], int | None]:
     """Return the options of a Megatron-LM command line (name -> value), and the number of devices that its launcher
-    starts, or ``None``. ``words``: the command line's words; those before the Python script belong to the launcher.
-    ``ignore``: names of options that belong to the training script.
+    starts; ``None`` if it does not say it. ``words``: the command line's words; those before the Python script belong
+    to the launcher. ``ignore``: names of options that the training script itself defines; they are not reported as
+    unknown.
 
     Raise :class:`UnknownOptionError` for an unknown option, and :class:`OptionValueError` for a missing value.
     """

@@ -106,9 +106,9 @@ def _build_unique_mapping(pairs: list[tuple[str, Any]], where: str) -> dict[str,
 def flatten_sections(
     nested: Mapping[Any, Any], sections: Iterable[str], prefix: str = "", depth: int = 0
 ) -> dict[str, Any]:
-    """Return the options of nested sections as ``section.name`` -> value. ``sections``: names of all sections; mappings
-    under other names are values. ``prefix``, ``depth``: section names so far with a final dot, and level of nesting,
-    for the recursion.
+    """Return the options in ``nested``, a configuration whose sections are inner mappings, as ``section.name`` ->
+    value. ``sections``: names of all sections; mappings under other names are values. ``prefix``, ``depth``: section
+    names so far with a final dot, and level of nesting, for the recursion.
     """
     known = frozenset(sections)
     found: dict[str, Any] = {}
@@ -127,7 +127,8 @@ class Options:
 
     ``given``: the options. ``where``: the name of the configuration, for error messages. ``write``: a template for an
     option in messages, with ``{}`` for its name, such as ``--{}``. ``written``: name -> text in messages, for options
-    that the template does not fit. ``ignore``: names of options that belong to the training script.
+    that the template does not fit. ``ignore``: names of options, or of sections, that the training script itself
+    defines; they are not reported as unknown.
     """
 
     def __init__(

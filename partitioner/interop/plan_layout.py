@@ -71,9 +71,9 @@ def _lose(name: str, value: Any, reason: str) -> UnusedOption:
 
 
 def _find_recompute(plan: Plan, missing: list[UnusedOption]) -> str:
-    """Return what the backward of ``plan`` recomputes, as one word for all stages: ``none``, ``selective``, ``full``,
-    or the word that the user fixed. If stages differ, this is added to ``missing``, the properties that the word does
-    not express.
+    """Return what the backward of ``plan`` recomputes, as one word for all stages: ``none``, ``selective`` (what is
+    quick to compute), ``full``, or the word that the user fixed. If stages differ, this is added to ``missing``, the
+    properties that the word does not express.
     """
     given = plan.constraints.recompute
     if given is not None:

@@ -81,7 +81,7 @@ def predict_layout(
     Args:
         layout: from :func:`partitioner.read_layout`. What it leaves open is chosen by the search:
             ``layout.replace(recompute="full")`` fixes more.
-        model: as for :func:`partitioner.partition`.
+        model, topology: as for :func:`partitioner.partition`.
         inputs: one global batch, or a sample of it if the layout says how large the batch is.
         loss: as for :func:`partitioner.partition`.
         compare: also make this project's own plan for the job.
@@ -118,8 +118,8 @@ def _price_layout(
     inputs: Any,
     job: tuple[Constraints, dict[str, Any], list[str]],
 ) -> tuple[Plan, int]:
-    """Return the plan of ``layout`` without a program, and the bytes that its fullest rank lacks on ``topology`` (0 if
-    it fits). A layout that does not fit is planned on devices with larger memories.
+    """Return the plan of ``layout`` for ``model`` without a program, and the bytes that its fullest rank lacks on
+    ``topology`` (0 if it fits). A layout that does not fit is planned on devices with larger memories.
 
     ``inputs``: one global batch. ``job``: a triple of the constraints, further arguments of ``partition`` by name, and
     a list of assumptions (sentences), to which this function may add. Raise :class:`CapacityError` if the layout does

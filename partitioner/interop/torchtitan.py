@@ -100,8 +100,8 @@ def _read_flags(text: str) -> dict[str, Any]:
 
 
 def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a nested configuration as ``section.name`` -> value. Entries that name the Python class of
-    a component are left out.
+    """Return the options in ``nested``, a configuration whose sections are inner mappings, as ``section.name`` ->
+    value. Entries that name the Python class of a component are left out.
     """
     sections = [name for name in load_known_options()["torchtitan"] if name]
     parents = {".".join(name.split(".")[:i]) for name in sections for i in range(1, name.count(".") + 2)}

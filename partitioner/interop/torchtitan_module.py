@@ -119,9 +119,9 @@ class _Reader:
             place[path[-1]] = value
 
     def _value(self, node: ast.expr, names: dict[str, Any], depth: int) -> Any:
-        """Return the value of an expression; a configuration is a dict of its fields. If the value is not known without
-        running the module, return the source text as :class:`Unreadable`. ``names``: variable -> value. ``depth``:
-        number of calls around the expression.
+        """Return the value of the expression ``node``; a configuration is a dict of its fields. If the value is not
+        known without running the module, return the source text as :class:`Unreadable`. ``names``: variable -> value.
+        ``depth``: number of calls around the expression.
         """
         if isinstance(node, ast.Name):
             known = names if node.id in names else self._globals

@@ -33,8 +33,9 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 
 def candidate_text(candidate: Candidate) -> str:
-    """Return the mesh of ``candidate`` as text, followed by its ZeRO stage, number of sharding ranks (``dp_shard``) and
-    virtual stages per rank (``v``), if it has these: ``dp 64, zero 3``.
+    """Return the mesh of ``candidate`` as text, such as ``dp 64, zero 3``. Its ZeRO stage (``zero``), the number of
+    ranks that shard (``dp_shard``) and the number of virtual stages per rank (``v``) follow if they are not the
+    defaults.
     """
     more = [("zero", candidate.zero, 0), ("dp_shard", candidate.dp_shard, 0), ("v", candidate.virtual_stages, 1)]
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
@@ -64,7 +65,7 @@ class DeviceMemory:
 
 def device_memory(plan: Plan, rank: int) -> DeviceMemory:
     """Return how the memory of the device of ``rank`` is divided between the driver, communication groups, the margin
-    and the plan.
+    and ``plan``.
     """
     device = plan.topology.devices[plan.devices[rank]]
     groups = num_communicators(plan.mesh) * plan.topology.types[device.kind].communicator
@@ -73,7 +74,7 @@ def device_memory(plan: Plan, rank: int) -> DeviceMemory:
 
 
 def list_usable_bytes(plan: Plan) -> tuple[int, ...]:
-    """Return, for every rank in order, the bytes of its device that the plan may use."""
+    """Return, for every rank of ``plan`` in order, the bytes of its device that the plan may use."""
     devices, known = plan.topology.devices, dict[tuple[str, int, int], int]()
     found = []
     for rank, number in enumerate(plan.devices):
@@ -86,8 +87,8 @@ def list_usable_bytes(plan: Plan) -> tuple[int, ...]:
 
 
 def fullest_rank(plan: Plan) -> int:
-    """Return the rank whose peak memory is the largest fraction of its usable memory; 0 if the plan has no memory
-    estimate.
+    """Return the rank of ``plan`` whose peak memory is the largest fraction of its usable memory; 0 if the plan has no
+    memory estimate.
     """
     rooms, peaks = list_usable_bytes(plan), plan.estimate.memory
     return max(range(len(peaks)), key=lambda r: peaks[r] / max(1, rooms[r]), default=0)
@@ -99,8 +100,8 @@ def share_of_usable(peak: float, usable: float) -> float:
 
 
 def memory_text(plan: Plan) -> str:
-    """Return as text the peak memory of the fullest rank, the usable memory of its device, and their ratio in percent;
-    ``unknown`` if the plan has no memory estimate.
+    """Return as text the peak memory of that rank of ``plan`` which uses the largest fraction of its memory, the usable
+    memory of its device, and their ratio in percent; ``unknown`` if the plan has no memory estimate.
     """
     if not plan.estimate.memory:
         return "unknown"
@@ -115,8 +116,8 @@ def _format_microbatches(plan: Plan) -> str:
 
 
 def schedule_text(plan: Plan) -> str:
-    """Return the name of the pipeline schedule, with the number of virtual stages per rank if it has several; ``one
-    stage`` for a plan without a pipeline.
+    """Return the name of the pipeline schedule of ``plan``, with the number of virtual stages per rank if it has
+    several; ``one stage`` for a plan without a pipeline.
     """
     chunks = plan.chosen.virtual_stages
     if plan.num_stages == 1:
@@ -156,8 +157,8 @@ def waiting_shares(plan: Plan) -> WaitingShares:
 
 
 def bubble_text(plan: Plan) -> str:
-    """Return as text the percentage of the step that the slowest rank and the mean rank wait in the pipeline; empty for
-    a plan without a pipeline in which no rank waits.
+    """Return as text the percentage of the step that the slowest rank and the mean rank of ``plan`` wait in the
+    pipeline; empty for a plan without a pipeline in which no rank waits.
     """
     shares = waiting_shares(plan)
     if plan.num_stages == 1 and not plan.data_shares and not shares.slowest:

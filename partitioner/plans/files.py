@@ -94,7 +94,8 @@ def plan_schema() -> dict[str, Any]:
 
 def _rank_content(program: Program, rank: int) -> dict[str, Any]:
     """Return the content of the file of ``rank``: its coordinates in the mesh, its groups (mesh axis -> ranks), and
-    ``program`` reduced to the blocks, states, values and instructions that the rank uses.
+    ``program`` reduced to what the rank uses: graphs of pieces of the model, parameters and buffers, values, and
+    instructions.
     """
     mine = program.rank(rank)
     index = mine.stage_index

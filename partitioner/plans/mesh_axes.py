@@ -83,9 +83,10 @@ def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def level_rates(topology: Topology, level: Level) -> tuple[str, str, str]:
-    """Return three texts on the bandwidth of ``level``: the described bandwidth of one device or network card, then
-    that of a device and that of a node while all devices communicate. If devices or nodes differ, the text gives the
-    least and the greatest."""
+    """Return three texts on the bandwidth of ``level``, a level of links of ``topology``: the described bandwidth of
+    one device or network card, then that of a device and that of a node while all devices communicate. If devices or
+    nodes differ, the text gives the least and the greatest.
+    """
     left = level.bandwidth / level.oversubscription
     beyond = spans_nodes(level)
     has = np.flatnonzero(level_groups(topology, level) >= 0)

@@ -187,8 +187,9 @@ class CallGroup:
 
 @dataclass(frozen=True)
 class ValueFlow:
-    """Values that one group of calls computes and another one reads. ``source`` and ``target``: these groups, as (index
-    of the stage, index of the group in it). ``values``: names of the values.
+    """Values that one group of block calls (such as consecutive layers) of the model computes and another one reads.
+    ``source`` and ``target``: these groups, as (index of the stage, index of the group in it). ``values``: names of the
+    values.
 
     ``forward_bytes``: bytes of the values on one rank for one microbatch. ``backward_bytes``: bytes of their gradients.
     ``hops``: index of the reading stage minus index of the computing stage; 0 inside a stage.
@@ -220,7 +221,8 @@ class StageTransfer:
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """A parameter that several groups of calls read, so that its gradients from all of them are summed.
+    """A parameter that several groups of block calls (such as consecutive layers) of the model read, so that its
+    gradients from all of them are summed.
 
     ``state``: name of the parameter. ``aliases``: its further names in the model. ``places``: the groups that read it,
     as (index of the stage, index of the group in it). ``num_bytes``: bytes of its gradient on one rank.
@@ -306,8 +308,9 @@ def _count_repeats(names: Sequence[Any], start: int, period: int) -> int:
 
 
 def path_range(paths: Sequence[str]) -> str:
-    """Return ``paths``, the module paths of consecutive calls, as one text from the first to the last:
-    ``model.layers.0–7``. If the two differ in more than one part, both are written in full."""
+    """Return ``paths``, the module paths of consecutive layers or other pieces of the model, as one text from the first
+    to the last: ``model.layers.0–7``. If the two differ in more than one part, both are written in full.
+    """
     first, last = paths[0], paths[-1]
     if first == last:
         return first
@@ -392,7 +395,9 @@ class _Outliner:
         )
 
     def group_stage_calls(self, index: int) -> tuple[CallGroup, ...]:
-        """Return the block calls of the pipeline stage number ``index``, in order, as groups of repeated blocks."""
+        """Return the block calls (uses of pieces of the model, such as layers) of the pipeline stage number ``index``,
+        in order, as groups in which a sequence of blocks is repeated.
+        """
         stage = self.program.stages[index]
         recomputed, selective = set(stage.checkpoint_calls), set(stage.selective_calls)
         starts = chunk_starts(stage)
@@ -430,8 +435,12 @@ class _Outliner:
         return tuple(made)
 
     def describe_block(self, name: str, prologue: bool) -> str:
-        """Return the name of a block for reports. A block that needs sums over the whole batch is executed as two: one
-        computes its part of the sums (``prologue``), and the other, the rest, has the block's own name again.
+        """Return the name of a block (a piece of the model, such as a decoder layer) for reports. ``name``: its name in
+        the program. ``prologue``: whether it runs before the pipeline starts.
+
+        A block that needs sums over the whole batch, such as the number of targets, is two blocks in the program. The
+        first computes the sums before the pipeline starts; its name gets ``(sums over the batch)``. The second does the
+        rest; it gets the name of the undivided block.
         """
         if prologue and name.endswith(TOTALS):
             return f"{name.removesuffix(TOTALS)} (sums over the batch)"
@@ -477,8 +486,8 @@ class _Outliner:
         return sum(tensor_bytes(v.shape, v.dtype) for v in values if v.requires_grad or not gradients)
 
     def find_value_flows(self, stages: Sequence[StageOutline]) -> list[ValueFlow]:
-        """Return the values that one group of calls computes and another one reads, one entry for each pair of groups.
-        ``stages``: the summaries of all stages.
+        """Return the values that one group of block calls (such as consecutive layers) computes and another one reads,
+        one entry for each pair of groups. ``stages``: the summaries of all stages, which have the groups.
         """
         program = self.program
         made: dict[str, list[tuple[int, int]]] = {}
@@ -527,7 +536,9 @@ class _Outliner:
         ]
 
     def find_tied_weights(self, stages: Sequence[StageOutline]) -> list[TiedWeight]:
-        """Return the parameters that more than one group of calls reads. ``stages``: the summaries of all stages."""
+        """Return the parameters that more than one group of block calls (such as consecutive layers) reads. ``stages``:
+        the summaries of all stages, which have the groups.
+        """
         readers: dict[str, dict[tuple[int, int], None]] = {}
         for stage in stages:
             for group in stage.groups:

@@ -290,9 +290,9 @@ class _ByPlace(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Return the result of ``scaled_dot_product_attention`` of ``query``, ``key`` and ``value`` with these
-        arguments, where dropout draws from a random stream of its own. ``options``: its keyword arguments ``scale`` and
-        ``enable_gqa``.
+        """Return the result of ``scaled_dot_product_attention`` of ``query``, ``key`` and ``value``, where dropout
+        draws from a random stream of its own. ``attn_mask``, ``dropout_p``, ``is_causal``: as for that function.
+        ``options``: its keyword arguments ``scale`` and ``enable_gqa``.
         """
         scale: float | None = options.get("scale")
         if options.get("enable_gqa", False):
@@ -447,7 +447,7 @@ class _ReferenceRun:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the floating type of the model's parameters; float64 if they have several."""
+    """Return the floating type of the parameters of ``model``; float64 if they have several, or if there are none."""
     found = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return found.pop() if len(found) == 1 else torch.float64
 
@@ -552,8 +552,9 @@ def _held_by(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _failing_by_itself(model: nn.Module) -> Iterator[None]:
-    """Return a context that converts exceptions raised in it, by the unmodified model, into :class:`InputsError`. Its
-    message says that the model fails without any plan."""
+    """Return a context in which the unmodified ``model`` runs. Exceptions that are raised in it are converted to
+    :class:`InputsError`, whose message says that the model fails without any plan.
+    """
     try:
         yield
     except PartitionError:

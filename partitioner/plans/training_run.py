@@ -100,8 +100,8 @@ def training_run(
 
 
 def parse_count(text: str) -> float:
-    """Return a text such as ``15T``, ``1.5e12`` or ``300 B`` as a number (B is 1e9). Raise :class:`InputsError` if it
-    is not a positive number.
+    """Return the number in ``text``, such as ``15T``, ``1.5e12`` or ``300 B`` (B is 1e9). Raise :class:`InputsError` if
+    it is not a positive number.
     """
     words = text.strip().lower().replace(",", "").replace("_", "")
     scale = _SCALES.get(words[-1:], 1.0)
@@ -131,9 +131,9 @@ def money_of(plan: Plan, price: float | None = None) -> float | None:
 
 
 def energy_of(plan: Plan) -> float | None:
-    """Return the energy in joules that all devices use in one step, or ``None`` if the topology does not give their
-    power. Devices take their busy power while ranks work, and their idle power while the mean rank waits in the
-    pipeline.
+    """Return the energy in joules that all devices of ``plan`` use in one step, or ``None`` if the topology does not
+    give their power. Devices take their busy power while ranks work, and their idle power while the mean rank waits in
+    the pipeline.
     """
     kinds = [plan.topology.types[device.kind] for device in plan.topology.devices]
     shares = waiting_shares(plan)

@@ -36,15 +36,18 @@ HEADS_DIM = 1  # the dim of heads of a cache [batch, heads, length, d]
 
 @dataclass(frozen=True)
 class CacheShapes:
-    """The shapes ``(heads, d)`` and types of the keys and values of each attention layer of a model, in the order of
-    its layers.
+    """The shapes and types of the cached keys and values of each attention layer of a model, in the order of its
+    layers. ``layers``: for each layer ``(heads, d)`` of the keys and ``(heads, d)`` of the values; ``d`` is the size of
+    a head. ``dtypes``: the type of each layer's keys and values.
     """
 
     layers: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     dtypes: tuple[torch.dtype, ...]
 
     def allocate(self, batch: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Return meta tensors ``[batch, heads, length, d]`` for the keys and values of each layer."""
+        """Return a pair of meta tensors (keys, values) for each attention layer: empty caches of shape ``[batch, heads,
+        length, d]``. ``batch``: number of samples. ``length``: largest number of tokens of a sample.
+        """
 
         def make(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
             return torch.empty(batch, shape[0], length, shape[1], dtype=dtype, device="meta")
@@ -54,8 +57,9 @@ class CacheShapes:
 
 
 def find_cache_shapes(name: str, model: nn.Module, dtype: torch.dtype | None) -> CacheShapes:
-    """Return the shapes of the caches that ``model`` writes. ``name``: name of the program, for errors. ``dtype``: the
-    type to which floating-point parameters are cast; ``None`` keeps their types.
+    """Return the shapes and types of the key/value caches of the attention layers of ``model``, a causal model of
+    transformers. ``name``: name of the program, for errors. ``dtype``: the type to which floating-point parameters are
+    cast; ``None`` keeps their types.
 
     The forward of a copy without values is run on two tokens. Raise :class:`GenerationError` if it does not write keys
     and values by ``past_key_values``.
@@ -97,8 +101,12 @@ def _heads_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def build_inputs(model: nn.Module, shapes: CacheShapes, batch: int, length: int, positions: int) -> dict[str, Any]:
-    """Return the inputs of the forward that :func:`generating` traces, as meta tensors, for ``positions`` new tokens
-    of each of ``batch`` samples, and caches of ``length`` places.
+    """Return the inputs with which a step of generation is planned, by argument name, as meta tensors: token ids,
+    attention mask, position ids if ``model`` takes them, the place of the first new token, and the key/value caches.
+    They are arguments of the forward that ``model`` has inside of :func:`generating`.
+
+    ``shapes``: the shapes of the caches. ``batch``: number of samples. ``length``: places for tokens in the caches.
+    ``positions``: number of new tokens of each sample.
     """
     inputs: dict[str, Any] = {
         "input_ids": torch.empty(batch, positions, dtype=torch.int64, device="meta"),
@@ -110,7 +118,8 @@ def build_inputs(model: nn.Module, shapes: CacheShapes, batch: int, length: int,
 
 
 def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, grouped: bool) -> PreparedModel:
-    """Return ``model``, with the forward of :func:`generating`, prepared to be planned for ``inputs``.
+    """Return ``model`` prepared to be planned for ``inputs``, those of a step of generation. It must be called inside
+    of :func:`generating`, where the forward of ``model`` reads and writes key/value caches.
 
     ``precision``: as for ``partition``. ``grouped``: where several heads of queries read one head of keys, attention
     reads the caches as they are, instead of a copy with a head for each head of queries. The CPU's kernels can do so.
@@ -126,8 +135,9 @@ def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, groupe
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Return a context in which ``model`` has another forward: it takes new tokens and the caches, writes to the
-    caches, and returns the logits of the last position, ``[batch, vocabulary]``.
+    """Return a context in which ``model``, a causal model of transformers, has another forward: it takes new tokens and
+    the key/value caches of earlier tokens, writes the new keys and values to the caches, and returns the logits of the
+    last position, ``[batch, vocabulary]``.
 
     The class of the module is replaced by a subclass, so that copies of the module have this forward, too, and all
     parameters keep their names.
@@ -143,10 +153,12 @@ def generating(model: nn.Module) -> Iterator[None]:
         caches: list[tuple[Tensor, Tensor]],
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits of the last of the new tokens ``input_ids`` ``[batch, positions]``.
+        """Run the model on the new tokens ``input_ids`` ``[batch, positions]``, write their keys and values to
+        ``caches``, and return the logits of the last token.
 
         ``attention_mask`` ``[batch, length]``: 1 at the places of the caches that have a token of the sample.
-        ``start``: the place of the first new token, 0-dimensional. ``caches``: keys and values of each layer.
+        ``start``: the place of the first new token, 0-dimensional. ``caches``: cached keys and values of each layer.
+        ``position_ids`` ``[batch, positions]``: positions of the new tokens; ``None`` if the model takes none.
         """
         given: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids, "logits_to_keep": 1}
         given = {key: value for key, value in given.items() if key in accepted and value is not None}
@@ -168,7 +180,9 @@ def generating(model: nn.Module) -> Iterator[None]:
 
 
 def _configs_with_cache(model: nn.Module) -> list[Any]:
-    """Return the configurations of the modules of ``model`` in which ``use_cache`` is on."""
+    """Return the transformers configurations of the modules of ``model`` in which ``use_cache`` is on, that is, whose
+    modules create a key/value cache of their own. Each configuration is returned once.
+    """
     found = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False) is True}
     return [*found.values()]
 
@@ -179,17 +193,20 @@ def _make_cache(
     length: int,
     found: dict[int, tuple[Tensor, Tensor]],
 ) -> Any:
-    """Return an object that transformers' models accept as ``past_key_values``.
+    """Return a key/value cache that transformers' models accept as ``past_key_values``.
 
-    ``caches``: keys and values of each layer, to which it writes from the position ``start`` on; ``None``: it returns
-    new keys and values as they are. ``length``: the positions of the caches. ``found``: layer index -> new keys and
-    values, added by each write.
+    ``caches``: keys and values of each attention layer as ``[batch, heads, length, d]``; the new ones are written to
+    them from the position ``start`` on. ``None``: nothing is stored, and the model attends to the new keys and values
+    only. ``length``: number of positions of ``caches``. ``found``: a dict to which each write of the model adds: index
+    of the layer -> new keys and values.
     """
     import_transformers()  # raises an error of its own where there is none
     from transformers.cache_utils import Cache, StaticLayer
 
     class ProgramCacheLayer(StaticLayer):  # type: ignore[no-untyped-call]
-        """A layer of a cache whose tensors are inputs of a traced forward."""
+        """The key/value cache of one attention layer, with the interface that transformers requires. Its tensors are
+        passed to the model's forward as inputs, so that a program keeps them between calls.
+        """
 
         is_sliding = False
 
@@ -200,10 +217,15 @@ def _make_cache(
             self.cumulative_length = 0 if start is None else start  # type: ignore[assignment]
 
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            """Do nothing: the tensors exist."""
+            """Do nothing. Transformers calls this before the first write to allocate the tensors of the layer; here
+            they exist already.
+            """
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            """Write new keys and values, and return those of all positions."""
+            """Write the keys and values of new tokens to the cache of this layer, and return the keys and values of all
+            positions. Without caches, return the new ones unchanged. ``key_states``, ``value_states``: the new keys and
+            values, ``[batch, heads, new tokens, d]``.
+            """
             found[self.index] = key_states, value_states
             if caches is None:
                 return key_states, value_states
@@ -213,16 +235,24 @@ def _make_cache(
             return self.keys, self.values
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            """Return how many keys a mask covers, and the position of the first one."""
+            """Return two numbers for the attention mask: how many keys it covers (all positions of the cache, or
+            ``query_length`` without caches), and the position of the first one, 0. ``query_length``: number of new
+            tokens.
+            """
             return (query_length if caches is None else length), 0
 
     class ProgramCache(Cache):
-        """The caches of all layers, of which the model has as many as it writes."""
+        """The key/value caches of all attention layers of a model, with the interface that transformers requires.
+        Layers are added when the model first writes to them.
+        """
 
         def update(
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
-            """Write new keys and values of a layer, and return those of all positions."""
+            """Write the keys and values of new tokens to the cache of one layer, and return the keys and values of all
+            positions. ``key_states``, ``value_states``: the new keys and values, ``[batch, heads, new tokens, d]``.
+            ``layer_idx``: index of the layer.
+            """
             layers: list[Any] = self.layers
             while len(layers) <= layer_idx:
                 layers.append(ProgramCacheLayer(len(layers)))
@@ -233,5 +263,7 @@ def _make_cache(
 
 
 def is_cache(path: str) -> bool:
-    """Return whether the input at ``path`` of the traced forward is a cache, as ``caches.0.1`` is."""
+    """Return whether an input of the forward that generates tokens is a cached tensor of keys or values. ``path``: path
+    of the input in the arguments, such as ``caches.0.1`` for the values of layer 0.
+    """
     return path.startswith(f"{CACHES}.")

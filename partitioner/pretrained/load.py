@@ -55,12 +55,16 @@ _MOST_SECONDS = 300.0  # for building a model without memory
 class PretrainedModel:
     """A model that was built from its configuration.
 
-    Attributes: model: the model, in training mode; on the meta device, without values, unless ``load_pretrained`` was
-    called with ``values=True``. inputs: one batch that the model accepts, by argument name. task: what it is trained
-    for: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``. weights: the folder with all of the model's
-    weights as safetensors; ``None`` if there are none, or if the model has adapters, whose weights are in no folder.
-    longest: the longest sample in tokens, from the positions of the model; ``None`` if it has no limit. notes:
-    sentences for the user about what was left out or chosen.
+    Attributes:
+        model: the model, in training mode; on the meta device, without values, unless ``load_pretrained`` was called
+            with ``values=True``.
+        inputs: one batch that the model accepts, by argument name.
+        task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``.
+        weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
+            has adapters, whose weights are in no folder.
+        longest: the longest sample in tokens, from the number of positions of the model; ``None`` if it has no limit,
+            or if samples are no sequences of tokens.
+        notes: sentences for the user about what was left out or chosen.
     """
 
     model: nn.Module = field(repr=False)

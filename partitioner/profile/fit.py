@@ -115,8 +115,9 @@ def fit_launch(samples: Iterable[KernelSample]) -> float:
 def fit_memory(
     samples: Iterable[KernelSample], launch: float, dispatch: float = 0.0
 ) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
-    """Return three values fitted to kernels without FLOPs: the memory bandwidth in bytes/s; the fraction of it that
-    each kind of kernel reaches, by kind; and a table of (bytes, largest fraction that any kernel of that size reaches).
+    """Return three values fitted to the measured kernels ``samples``, which have no FLOPs: the memory bandwidth in
+    bytes/s; the fraction of it that each kind of kernel reaches, by kind; and a table of (bytes, largest fraction that
+    any kernel of that size reaches).
 
     Pointwise kernels do little but move memory. Their rates are the memory's rates at their size, and the largest ones
     give the bandwidth. The fraction of a kind has the least sum of relative errors. ``launch``: seconds to launch a

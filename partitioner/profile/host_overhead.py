@@ -34,8 +34,9 @@ _STEPS = 3  # before the first one that is timed
 
 @dataclass(frozen=True)
 class Issuing:
-    """A plan for one rank whose training step is to be timed. ``path``: the plan's file. ``operators``: number of
-    operators that the host issues in a step."""
+    """A plan for one rank whose training step is timed to find how long the host needs to issue one operator. ``path``:
+    the plan's file. ``operators``: number of operators that the host issues in a step.
+    """
 
     path: str
     operators: float

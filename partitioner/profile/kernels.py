@@ -99,14 +99,15 @@ _store = cache(_OperandPool)
 
 
 def _take_random_tensor(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor of the given shape with random numbers on ``device``, converted to ``dtype``."""
+    """Return a tensor of shape ``shape`` with random numbers on ``device``, converted to ``dtype``."""
     return _store(device).take(shape).to(dtype)
 
 
 def _build_product(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return the matrix product ``case``, ready to be timed: ``mm`` of dense factors, ``mm_nt`` with a transposed
-    second factor, or ``mm_tn`` with a transposed first factor. These are the three products of a linear layer's forward
-    and backward."""
+    """Return the matrix product ``case`` of random tensors on ``device``, ready to be timed: ``mm`` of dense factors,
+    ``mm_nt`` with a transposed second factor, or ``mm_tn`` with a transposed first factor. These are the three products
+    of a linear layer's forward and backward.
+    """
     m, n, k = case.shape
     dtype = DTYPES[case.precision]
     a = _take_random_tensor(*((k, m) if case.name == "mm_tn" else (m, k)), device=device, dtype=dtype)
@@ -155,9 +156,11 @@ def _on_rows(
     case: KernelCase,
     device: torch.device,
 ) -> BuiltCase:
-    """Return an operator on tensors of shape ``[rows, 256]`` (CPU) or ``[rows, 2048]`` (GPU), ready to be timed; the
-    shape of ``case`` is ``(rows,)``. ``kind``: the kind of kernel for the cost model. ``function``: the operator, which
-    gets ``num_operands`` tensors. ``results``: number of result elements for each element of one operand."""
+    """Return an operator on random tensors of shape ``[rows, 256]`` (CPU) or ``[rows, 2048]`` (GPU) on ``device``,
+    ready to be timed; the shape of ``case`` is ``(rows,)``. ``kind``: the kind of kernel for the cost model.
+    ``function``: the operator, which gets ``num_operands`` tensors. ``results``: number of result elements for each
+    element of one operand.
+    """
     (rows,), row, dtype = case.shape, ROW[device.type], DTYPES[case.precision]
     operands = [_take_random_tensor(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
     num_bytes = dtype.itemsize * rows * row * (num_operands + results)
@@ -165,8 +168,8 @@ def _on_rows(
 
 
 def _build_launch(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return a kernel with almost no work, ready to be timed, whose time is that of a launch. The shape of ``case`` is
-    its number of elements.
+    """Return a kernel on ``device`` with almost no work, ready to be timed, whose time is that of a launch. The shape
+    of ``case`` is its number of elements.
     """
     one = torch.ones(case.shape, device=device)
     return BuiltCase(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
@@ -179,8 +182,9 @@ def _build_embedding_table(device: torch.device) -> Tensor:
 
 
 def _build_embedding(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return an embedding, ready to be timed, that looks up random rows of a table. The shape of ``case`` is the number
-    of rows to look up."""
+    """Return an embedding on ``device``, ready to be timed, that looks up random rows of a table. The shape of ``case``
+    is the number of rows to look up.
+    """
     (rows,) = case.shape
     table = _build_embedding_table(device)
     index = torch.randint(_TABLE_ROWS, (rows,), device=device)
@@ -189,16 +193,18 @@ def _build_embedding(case: KernelCase, device: torch.device) -> BuiltCase:
 
 
 def _build_gather(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return a ``gather`` of random elements within each row, ready to be timed. The shape of ``case`` is the number of
-    rows."""
+    """Return a ``gather`` of random elements within each row of a tensor on ``device``, ready to be timed. The shape of
+    ``case`` is the number of rows.
+    """
     (rows,), row = case.shape, ROW[device.type]
     x, index = _take_random_tensor(rows, row, device=device), torch.randint(row, (rows, row), device=device)
     return BuiltCase(partial(torch.gather, x, 1, index), Kernel("lookup", float(index.nbytes + 2 * x.nbytes)))
 
 
 def _build_adamw(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return a step of AdamW on one float32 parameter, ready to be timed. The shape of ``case`` is its number of
-    rows."""
+    """Return a step of AdamW on one float32 parameter on ``device``, ready to be timed. The shape of ``case`` is its
+    number of rows.
+    """
     (rows,), row = case.shape, ROW[device.type]
     weight = torch.nn.Parameter(_take_random_tensor(rows, row, device=device).clone())
     weight.grad = _take_random_tensor(rows, row, device=device)

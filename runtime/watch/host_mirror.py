@@ -40,8 +40,8 @@ class KeyValueStore(Protocol):
 
 
 class Mirror:
-    """Copies the status files that the ranks of this host write to ``folder`` to all other hosts, and the status files
-    of the other hosts to ``folder``.
+    """Copies status files, in which ranks write what they do and why they fail, between hosts: those of this host's
+    ranks from ``folder`` to all other hosts, and those of the other hosts to ``folder``.
 
     Args:
         store: a store client that nothing else uses, because a client that waits for a key is blocked.
@@ -63,8 +63,8 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def exchange(self, within_s: float = _EVERY_S) -> None:
-        """Send the status files of this host's ranks, and receive those of the others; wait for at most ``within_s``
-        seconds.
+        """Send the status files of this host's ranks, in which they write what they do, to the other hosts, and receive
+        those of the other hosts' ranks; wait for at most ``within_s`` seconds.
 
         The first call starts a thread that repeats the exchange every second.
         """
@@ -98,8 +98,8 @@ class Mirror:
             self._wanted.clear()
 
     def _exchange_files(self) -> None:
-        """Write this host's status files to the store, and those of other hosts from the store to the folder. Errors
-        are ignored.
+        """Write the status files of this host's ranks, in which they write what they do, to the key-value store that
+        all hosts share. Copy those of the other hosts from the store to this host's folder. Errors are ignored.
         """
         with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
             own = {name: base64.b64encode(content).decode() for name, content in self._read_own_files().items()}
@@ -109,7 +109,9 @@ class Mirror:
                     self._write_received_files(json.loads(self.store.get(_format_host_key(other))))
 
     def _read_own_files(self) -> dict[str, bytes]:
-        """Return file name -> contents of the status files that this host's ranks have written."""
+        """Return the status files in which this host's ranks have written what they do and why training has ended, as
+        file name -> contents. Files that do not exist are left out.
+        """
         names = [f"rank-{rank}.{kind}" for rank in self.ranks for kind in _KINDS]
         found = {}
         for name in [*names, _CAUSE]:
@@ -118,8 +120,9 @@ class Mirror:
         return found
 
     def _write_received_files(self, files: dict[str, str]) -> None:
-        """Write the status files of another host, in which its ranks have written what they do, to the folder.
-        ``files``: file name -> contents in base64."""
+        """Write the status files of another host, in which its ranks have written what they do, to this host's folder
+        of status files. ``files``: file name -> contents in base64.
+        """
         for name in sorted(files, key=lambda n: n.endswith(".times")):  # last: it says that a rank is there
             if name == _CAUSE and (self.folder / name).exists():
                 continue

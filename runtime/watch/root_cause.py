@@ -166,8 +166,9 @@ def _find_lost_ranks(told: Sequence[RankState], states: Sequence[RankState]) -> 
 
 
 def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
-    """Return the failure of a lost rank on another host that sends no heartbeats any more. ``state``: its last known
-    state. ``told``: ranks that reported a failure.
+    """Return the failure of a rank on another host that sends no heartbeats any more, and to which ranks have lost
+    their connection. ``state``: the last known state of that rank. ``told``: ranks that reported a failure; the text of
+    the failure names those of them that lost the connection.
     """
     losers = [s for s in told if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
@@ -176,10 +177,11 @@ def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
 
 
 def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
-    """Return the failure of a rank that others have lost because its script ended early or was interrupted.
+    """Return the failure of a rank whose script ended early or was interrupted, and to which another rank has therefore
+    lost its connection. Return ``None`` if there is no such rank.
 
-    ``told``: ranks that reported a failure. ``states``: the known state of each rank. Return ``None`` if there is no
-    such rank.
+    ``told``: ranks that reported a failure, with the ranks to which they have lost their connection. ``states``: the
+    known state of each rank.
     """
     gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
     for state in gone:

@@ -29,17 +29,20 @@ class RankState:
     Args:
         stage: index of its pipeline stage.
         moment: the phase, the step and the current action that it reported.
-        index: index of its current instruction, which ``spot`` describes; ``None`` outside of the program.
+        spot: description of its current instruction: its text, the modules that it runs and their source line; ``None``
+            if it runs none.
+        index: index of its current instruction; ``None`` if it runs none.
         idle_s: seconds since its last progress.
         silent_s: seconds since its last heartbeat.
         here: whether it runs on this host.
         alive: whether its process runs; true if it is on another host.
         stopped: whether a signal has stopped its process.
         place: the position in the model that it has reported, if it is still current.
-        failure: the failure that it has reported.
+        failure: the failure that it has reported; ``None`` if there is none.
         failed_at: the time of this failure, in seconds of the time of day.
         lost: the ranks to which it lost the connection when it failed.
-        stage_index: index of the instruction in the list of its stage, if ranks skip parts of the list.
+        stage_index: index of its current instruction in the list of its pipeline stage, if ranks of the stage skip
+            parts of that list; otherwise ``None``.
     """
 
     rank: int
@@ -80,7 +83,9 @@ def instruction_words(index: int | None, spot: InstructionSpot | None) -> str:
 
 
 class Board:
-    """The folder of the ranks' status files. Each rank writes its own files; any process may read all of them."""
+    """Reads and writes the status files in ``folder``, in which ranks write what they do and why they fail. Each rank
+    writes its own files; any process may read all of them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,8 +108,8 @@ class Board:
         write_text(self.folder / f"rank-{rank}.{kind}", json.dumps(content), durable=False)
 
     def tell(self, cause: Failure) -> bool:
-        """Write ``cause``, the reason why training has ended, to the folder of status files, unless another rank has
-        done so.
+        """Write ``cause``, the reason why training has ended, to the folder in which ranks write their status, unless
+        another rank has done so.
 
         Return whether this rank has to report it to the user: ``False`` if another rank has written a cause.
         """

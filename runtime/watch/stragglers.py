@@ -37,8 +37,9 @@ class SlowRank:
     """A rank whose computation takes longer than expected.
 
     ``seconds``: its computation time per step. ``expected``: the seconds per step that ranks with the same work take
-    or, if there are none, that this rank took before, scaled by the change of the other ranks. ``index``, ``spot``: the
-    instruction with the largest excess. ``against``: text that says what it is compared with.
+    or, if there are none, that this rank took before, scaled by the change of the other ranks. ``index``, ``spot``:
+    index and description of the instruction that exceeds its expected time most. ``against``: text that says what the
+    time is compared with, such as ``its peers take``.
     """
 
     rank: int
@@ -59,10 +60,11 @@ class SlowRank:
 
 
 class SlowRanks:
-    """Reads the recorded last step of every rank, and finds ranks that have become slow.
+    """Finds ranks that have become slow, from the times of instructions that every rank records for its last step.
 
-    ``board``: the folder of the records. ``factor``: a rank is slow if its computation in a step takes more than
-    ``factor`` times as long as that of ranks with the same work or, if there are none, as its own computation before.
+    ``board``: reads the folder in which ranks record them. ``factor``: a rank is slow if its computation in a step
+    takes more than ``factor`` times as long as that of ranks with the same work or, if there are none, as its own
+    computation before.
     """
 
     def __init__(self, board: Board, factor: float = 1.5) -> None:

@@ -145,8 +145,9 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching. After an exception, report the failure of this rank and, if ``leave`` is set, end the process.
-        ``kind``, ``error``, ``trace``: type, value and traceback of the exception; ``None`` without one.
+        """Stop watching. After an exception, report the failure of this rank and, unless the watch was created with
+        ``leave=False``, end the process. ``kind``, ``error``, ``trace``: type, value and traceback of the exception;
+        ``None`` without one.
         """
         self._end.set()
         _open.discard(self._key)
@@ -174,8 +175,8 @@ class Watch:
             self.folder.parent.rmdir()
 
     def failed(self, error: Exception) -> Failure:
-        """Write the failure of this rank to the folder of status files, and return its description. ``error``: the
-        exception with which the rank has failed.
+        """Write the failure of this rank to the folder in which ranks write their status, and return its description.
+        ``error``: the exception with which the rank has failed.
         """
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
         place = place_of(walk_traceback_frames(origin.__traceback__), self.executor)

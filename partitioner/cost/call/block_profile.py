@@ -67,9 +67,10 @@ class KernelRow:
       selective recomputation runs it a second time in backward. ``ring``: if its operator is an attention over a
       sharded sequence, the index of that attention among those of the block, else -1.
     - ``expert``: its operator is a matrix product of a mixture of experts. Only then the other fields matter:
-      ``widest``: the smaller side of an expert's weight matrix. ``rows``: the number of rows (tokens) of all experts in
-      the graph; 0: every expert processes all rows. ``held``: the number of experts in the graph. ``each``: a rank
-      launches the kernel separately for each of its experts.
+      ``widest``: the smaller side of an expert's weight matrix; the smallest of M, N and K of the product is never
+      greater, however many rows the expert gets. ``rows``: the number of rows (tokens) of all experts in the graph; 0:
+      every expert processes all rows. ``held``: the number of experts in the graph. ``each``: a rank launches the
+      kernel separately for each of its experts.
     """
 
     kernel: Kernel
@@ -184,9 +185,9 @@ class StateRead:
     small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
-        """Return two numbers: the bytes of this parameter and the bytes of its gradient, both multiplied by ``share``,
-        a fraction from 0 to 1. ``short_gradients``: the gradient has the parameter's dtype, even if gradients are
-        otherwise accumulated in float32.
+        """Return two numbers: the bytes of this parameter and the bytes of its gradient on a rank that holds the
+        fraction ``share`` of both (0 to 1), such as of experts' weights. ``short_gradients``: the gradient has the
+        parameter's dtype, even if gradients are otherwise accumulated in float32.
         """
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
@@ -567,7 +568,9 @@ def is_state(node: fx.Node, states: set[str]) -> bool:
 
 
 def gradient_bytes_of(placeholder: fx.Node) -> int:
-    """Return the bytes of the accumulated gradient of a parameter, given its placeholder; 0 if it has no gradient."""
+    """Return the bytes of the accumulated gradient of a parameter; 0 if it has no gradient. ``placeholder``: the graph
+    node by which a block (such as a layer) reads the parameter.
+    """
     return gradient_bytes(TensorSpec.of(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
 
 

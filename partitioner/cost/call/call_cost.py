@@ -121,8 +121,8 @@ class CallCost:
 
     def at_least(self, forward_s: float, backward_s: float) -> CallCost:
         """Return this cost of a block call (such as a layer) with ``forward_s`` and ``backward_s`` raised to at least
-        the given seconds. The part of the backward for gradients of inputs takes at least half of the given
-        ``backward_s``.
+        the given seconds, which are known lower bounds. The part of the backward for gradients of inputs is raised to
+        at least half of the given ``backward_s``.
         """
         back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
@@ -151,7 +151,7 @@ class CallCost:
     @cached_property
     def later_s(self) -> float:
         """Return the seconds of the backward that may run after the gradients of inputs are sent to the previous
-        pipeline stage; at most half of ``backward_s``.
+        pipeline stage: those of gradients of weights, but at most half of the whole backward.
         """
         return min(self.weights_s, self.backward_s / 2)
 
@@ -424,7 +424,8 @@ def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: D
     kernels, or if each expert's rows are padded to a fixed number.
 
     ``asked``: kernels and operators of the block (such as a layer). ``spread``: how experts are distributed over ranks.
-    ``device_s``: seconds that the device takes for these kernels.
+    ``device``: has the time in which the host launches an operator. ``device_s``: seconds that the device takes for
+    these kernels.
     """
     profile = spread.profile
     if profile.expert_kernels != "each" or profile.graphs == "all" or profile.even_experts == "padded":

@@ -128,9 +128,10 @@ def exchange_seconds(
 
 
 def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Seconds, bool]:
-    """Return the forward and backward seconds of communication of an attention node over a sharded sequence, and
-    whether it overlaps with the node's computation. For other nodes the seconds are 0. ``groups``: the communication
-    group of each mesh axis."""
+    """Return two values for the operator ``node``: the forward and backward seconds of communication if it is an
+    attention over a sharded sequence (0 for other operators), and whether this communication overlaps with the node's
+    computation. ``groups``: the communication group of each mesh axis.
+    """
     group = groups.get(get_node_argument(node, "axis", "")) if collective_name(node.target) in CONTEXT else None
     if group is None or group.size == 1:
         return (0.0, 0.0), False

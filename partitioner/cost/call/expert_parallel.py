@@ -34,7 +34,8 @@ _ALONE = Group(1)
 @hashed_once
 @dataclass(frozen=True)
 class Spread:
-    """How a call is distributed over ranks by expert parallelism and ZeRO-3, besides ``tp`` and ``cp``.
+    """How a call of a block (such as a layer) is distributed over ranks by expert parallelism and ZeRO-3, besides
+    ``tp`` and ``cp``.
 
     - ``tp``: number of ranks of the axis ``tp``. ``experts``: the group over which experts are distributed (``ep``).
       ``sharers``: the group of ranks that share one expert. ``expert_tensor``: ``tp`` divided by ``etp``, the number of
@@ -176,8 +177,10 @@ def _skip_views_and_casts(node: object) -> fx.Node:
 
 
 def _count_row_copies(node: fx.Node) -> float:
-    """Return the number of elements of ``node``'s value divided by those of the tensor from which views, selections and
-    repetitions of rows produced it; for example ``k`` if each row was repeated ``k`` times."""
+    """Return how many copies of each element a sequence of views, selections and repetitions of rows has made: the
+    number of elements of ``node``'s value divided by those of the tensor at the start of the sequence; for example
+    ``k`` if each row was repeated ``k`` times. 1 if this is unknown.
+    """
     size, source = node.meta["val"].numel(), node
     while source.op == "call_function" and (is_view(source) or operator_name(source) in _REPEATS):
         source = source.all_input_nodes[0]
@@ -207,11 +210,11 @@ def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
 def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: DeviceType) -> float:
     """Return the seconds in which ``device`` copies received rows (tokens) into the order of the experts, and copies
     the results back, for one pass (forward or backward). ``region``: the products of experts. ``held``: number of
-    experts in the graph. ``spread``: how experts are distributed over ranks.
+    experts in the graph. ``spread``: how experts are distributed over ranks, and how the framework exchanges rows.
 
     Rows arrive in the order of the sending ranks (``passes/experts/sorted_rows.py``; Megatron-Core's
-    ``sort_chunks_by_idxs``). 0 if a rank has only one expert, or if the exchange itself writes rows in the order of the
-    experts (``dispatch`` ``"once"``).
+    ``sort_chunks_by_idxs``). 0 if a rank has only one expert, or if the exchange of the framework itself writes rows in
+    the order of the experts.
     """
     if not region.sorts or held * spread.of_experts <= 1 or spread.profile.dispatch == "once":
         return 0.0

@@ -141,10 +141,10 @@ def least_in_fp8(
     fused: bool = False,
     first: bool = True,
 ) -> list[Kernel]:
-    """Return the kernels of a product that take less time on ``device``: those in fp8 with its casts, or ``kernels``,
-    those without fp8. The result is a lower bound for any shard of the product, which runs in fp8 only if its sizes are
-    multiples of 16.
+    """Return one of two lists of kernels for a matrix product, the one that takes less time on ``device``: those in
+    fp8, with casts of the operands but without the launches of these casts, or ``kernels``, those without fp8.
 
+    Their time is a lower bound for any shard of the product: a shard runs in fp8 only if its sizes are multiples of 16.
     ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of the
     backward. ``fused``: neighbouring kernels do the casts. ``first``: no earlier product reads the same operands.
     """

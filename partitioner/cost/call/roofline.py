@@ -103,8 +103,8 @@ def memory_efficiency(kind: str, device: DeviceType) -> float:
 
 
 def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
-    """Return the largest fraction of memory bandwidth that a kernel reaches that moves ``num_bytes``; ``None``: at the
-    best size. ``math.inf`` if the device has no such measurements.
+    """Return the largest fraction of the memory bandwidth of ``device`` that a kernel reaches if it moves
+    ``num_bytes``; ``None``: at the best size. ``math.inf`` if the device has no such measurements.
     """
     curve = device.memory_sizes
     if not curve:

@@ -121,8 +121,8 @@ def find_score_nodes(block: Block) -> frozenset[fx.Node]:
 
 
 def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the operators from which ``scores`` (nodes of attention scores) are computed and that depend on no input
-    of the block (such as a layer) and on no parameter.
+    """Return those operators of ``block`` (a piece of the model, such as a layer) from which ``scores``, nodes of
+    attention scores, are computed and that depend on no input of the block and on no parameter.
     """
     free: set[fx.Node] = set()
     placeholders = {
@@ -183,8 +183,8 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
     """Yield the values that must be kept so that backward can compute the nodes ``nodes`` a second time, as pairs (node
-    that computed it, index of the result). ``without``: all nodes whose results are not kept; values are traced back
-    through them.
+    that computed it, index of the result). ``without``: all nodes whose results are not kept. An operand that one of
+    these computes is computed a second time, too, so the operands of that node are needed instead.
     """
     seen, stack = set(nodes), [*nodes]
     while stack:
@@ -365,8 +365,8 @@ def carried_bytes(block: Block) -> int:
 
 
 def _depends_on_inputs(block: Block) -> set[fx.Node]:
-    """Return the set of nodes through which the gradient of an input of the block (such as a layer) flows: nodes that
-    need a gradient and are computed from an input that needs one.
+    """Return the set of nodes of ``block`` (a piece of the model, such as a layer) through which the gradient of an
+    input of the block flows: nodes that need a gradient and are computed from an input that needs one.
     """
     inputs = set(block.inputs)
     through = {node for node in block.placeholders if node.name in inputs and needs_gradient(node)}

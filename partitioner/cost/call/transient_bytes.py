@@ -64,10 +64,10 @@ def passing_bytes(
     """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """Return a pair for the block call (such as a layer): ``own``, and its bytes if it is the first or last call of
-        the stage. ``own``: its bytes of gathered weights and gradients at any position in a stage. ``copied``: bytes of
-        the copy from which its gradients are sent. ``lingers``: its gradients are still being sent during the next
-        microbatch.
+        """Return the two results of the enclosing function for its block call (such as a layer): ``own``, and the bytes
+        that the call holds if it is the first or the last call of its pipeline stage. ``own``: bytes of gathered
+        weights and of gradients at any position in a stage. ``copied``: bytes of the copy from which its gradients are
+        sent. ``lingers``: its gradients are still being sent during the next microbatch.
         """
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)

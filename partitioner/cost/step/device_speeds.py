@@ -104,9 +104,10 @@ class GroupSpeeds:
         microbatches, over every way to form pipelines of the groups. ``work``: seconds of one microbatch on all stages
         at speed 1. ``plain``: the schedule is GPipe or 1F1B; otherwise the bound holds for any schedule.
 
-        The fastest group of the slowest pipeline is at most as fast as the ``pipelines``-th fastest group. If the ``J``
-        fastest groups work and the others are idle, the formula of GPipe and 1F1B, summed over all pipelines, gives
-        ``(microbatches - pipelines + J) work / v(J)``, where ``v(J)`` is the summed speed of these groups.
+        Let ``P`` be the number of pipelines. The fastest group of the slowest pipeline is at most as fast as the
+        ``P``-th fastest group. If the ``J`` fastest groups work and the others are idle, the formula of GPipe and 1F1B,
+        summed over all pipelines, gives ``(microbatches - P + J) work / v(J)``, where ``v(J)`` is the summed speed of
+        these groups.
         """
         if self.number == self.pipelines:
             return PipelineSpeeds(self.speeds[:, None], self.counts).least(work, microbatches, plain=plain)

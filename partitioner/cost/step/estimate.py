@@ -280,10 +280,10 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Return ``paces`` (for each virtual stage, the costs of all block calls on its devices) for ranks with several
-    virtual stages. A rank runs the calls that all stages need only once, so their cost (``overhead``) is set to zero in
-    all its virtual stages but the first. ``ranks``: the rank of each virtual stage. A block is a piece of the model,
-    such as a layer.
+    """Return ``paces`` (for each virtual stage, the costs of block calls on its devices, and the summed cost of the
+    calls that every stage runs) for ranks with several virtual stages. A rank runs the latter calls only once, so their
+    cost is set to zero in all its virtual stages but the first. ``ranks``: the rank of each virtual stage. A block is a
+    piece of the model, such as a layer.
     """
     without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
@@ -388,8 +388,10 @@ def estimate_step(
 
 
 def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
-    """Return ``estimate`` with the step time replaced by ``seconds``, which must not be less. The difference is added
-    to the bubble, and ``mfu`` is scaled accordingly."""
+    """Return ``estimate``, that of a training step, with the step time ``seconds``, which must not be less than its
+    own. The difference is added to the bubble (the time spent waiting for other stages), and ``mfu`` is scaled
+    accordingly.
+    """
     more = seconds - estimate.step_time
     breakdown = {**estimate.breakdown, "bubble": estimate.breakdown.get("bubble", 0.0) + more}
     share = estimate.step_time / seconds if seconds else 1.0
@@ -460,8 +462,8 @@ def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePl
 
 
 def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
-    """Return the seconds of collectives inside a stage's block calls (such as layers) for one microbatch, forward and
-    backward. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    """Return the seconds of collectives inside the block calls (such as layers) of ``stage`` for one microbatch,
+    forward and backward. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
     """
     pace = problem.pace(stage.number)
     costs = [pace.costs[place] for place in stage.places]
@@ -528,15 +530,15 @@ def _followed_tail(
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
-    """Return the seconds that gathers of updated parameters and gradient reductions add to a schedule with several
-    virtual stages on each rank. The schedule is simulated action by action (an action is a forward or backward of one
-    microbatch on one virtual stage).
+    """Return the seconds that gathers of updated parameters and gradient reductions add to ``schedule``, which has
+    several virtual stages on each rank. The schedule is simulated action by action (an action is a forward or backward
+    of one microbatch on one virtual stage).
 
-    ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
-    buffers. ``how``: the reduction scheme (one collective or a hierarchical reduction, with or without compression).
-    ``chunks``: number of virtual stages of each rank. ``problem``: the block calls (such as layers) of the model with
-    their costs, to be cut into pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``: the
-    devices and links that the mesh is laid over.
+    ``schedule``: its name or table. ``states``: the cost of each parameter and buffer by name. ``held``: for each
+    stage, the costs of its parameters and buffers. ``how``: the reduction scheme (one collective or a hierarchical
+    reduction, with or without compression). ``chunks``: number of virtual stages of each rank. ``problem``: the block
+    calls (such as layers) of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of
+    each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
     """
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []
@@ -570,7 +572,7 @@ def _reduction_tail(
     ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
 
     A stage reduces its gradients while the stages in front of it still run their last backwards, which hides these
-    seconds. With ``overlap_steps`` nothing is hidden, because the stage begins the next step in this time.
+    seconds. Nothing is hidden if consecutive steps overlap, because the stage begins the next step in this time.
     """
     first_s = _added_up(problem, machine)
     if not problem.train:

@@ -229,10 +229,12 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """Return a list with one :class:`Reducer` whose every collective runs over ``group``, for a lower bound: if no
-    collective of as many ranks on ``topology`` is faster than over ``group``, then no reduction of gradients is. The
-    list is empty if a reduction may be faster because it is compressed or hierarchical. ``device``: the type of the
-    devices. ``constraints``: the choices that the user fixed.
+    """Return a list with one :class:`Reducer`, which computes the seconds of gradient collectives, for a lower bound on
+    the time of gradient reductions on ``topology``. It runs every collective over ``group``. The bound holds if no
+    collective of as many ranks on ``topology`` is faster than over ``group``.
+
+    The list is empty if this is no lower bound, because gradients may be compressed or reduced hierarchically, which
+    can be faster. ``device``: the type of the devices. ``constraints``: the choices that the user fixed.
     """
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []
@@ -319,8 +321,9 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Return six durations in seconds of this reduction, in this order: all reductions, the last bucket, gathers of
-        parameters, reduce-scatters per further microbatch, compression, compression per further microbatch.
+        """Return six durations in seconds of this reduction of a stage's gradients, in this order: all reductions, that
+        of the last bucket (gradients that are reduced together), gathers of parameters, reduce-scatters per further
+        microbatch, compression, compression per further microbatch.
         """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 
@@ -418,8 +421,8 @@ def reduced_sizes(cost: StateCost) -> Sizes:
 
 
 def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
-    """Return whether the reduce-scatter of a parameter's gradient is the last data-parallel reduction of it, as a dict
-    with one entry: tuple of the mesh axes of the reduce-scatter -> bool. Empty if ZeRO does not scatter the gradient at
+    """Return, as a dict with one entry, whether no other data-parallel reduction of a parameter's gradient follows its
+    reduce-scatter: tuple of the mesh axes of the reduce-scatter -> bool. Empty if ZeRO does not scatter the gradient at
     the end of a step, as under ZeRO-3. ``cost``: the cost of the parameter.
     """
     scattered = cost.gradient and cost.scatter_axes and cost.stage < 3

@@ -134,8 +134,9 @@ def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: fl
     sent back, as far as computation does not hide this.
 
     ``costs``: the costs of the parameters of a rank. ``host``: the part of a host's memory and bandwidth that the rank
-    has. The backward of one microbatch (``backward_s`` seconds) hides the transfer of gradients, except the last
-    bucket, which is complete only after it. The forward (``forward_s`` seconds) hides the transfer of parameters.
+    has. The backward of one microbatch (``backward_s`` seconds) hides the transfer of gradients, except that of the
+    last bucket (gradients that are sent together), which is complete only after it. The forward (``forward_s`` seconds)
+    hides the transfer of parameters.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)

@@ -270,9 +270,9 @@ class _ReductionTails:
         return delays
 
     def _compute_reduction_delay(self, stage: int, plan: StagePlan) -> float:
-        """Return the seconds of gradient reductions after the last backward of one stage that consists of the calls in
-        ``plan``, under the fastest reduction scheme. ``stage``: index of the stage; for index 0 the delay of the first
-        forward is added.
+        """Return the seconds of gradient reductions after the last backward of one stage, under the fastest reduction
+        scheme. ``stage``: index of the stage; for index 0 the delay of the first forward by gathers of parameters is
+        added. ``plan``: the block calls (such as layers) that the stage has.
         """
         problem, (first, halves, slowdown, _) = self.tables.problem, self._describe_stage(stage)
         found = math.inf
@@ -352,7 +352,8 @@ class _ReductionTails:
     def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
         """Return six durations in seconds of a gradient reduction: all reductions, the last bucket, gathers of
         parameters, reduce-scatters per further microbatch, compression, compression per further microbatch. ``sizes``:
-        the bytes that each collective in ``self.keys`` moves. ``reducer``: computes the seconds of single collectives.
+        the bytes that each collective of the reduction moves, in the order of the list ``self.keys``, which has the
+        name and the mesh axes of each. ``reducer``: computes the seconds of single collectives.
         """
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)

@@ -129,7 +129,9 @@ class PlacedMesh:
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
         """Return, for each pipeline stage, the slowest of the groups that its ranks form along the mesh axes ``axes``,
         which exclude ``pp``. The axis ``"experts"`` means the ranks that hold replicas of the same expert. The axes of
-        hybrid sharding (``dp_replicate``, ``dp_shard``, ``edp_replicate``, ``edp_shard``) are allowed, too.
+        hybrid sharding are allowed, too: ``dp_shard``, the data-parallel ranks that shard a parameter together,
+        ``dp_replicate``, the ranks that hold the same shard of it, and ``edp_shard`` and ``edp_replicate``, the same
+        for experts.
         """
         if any(a in HYBRID_AXES for a in axes):
             return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
@@ -140,9 +142,8 @@ class PlacedMesh:
         """Return, for each pipeline stage, the slowest of the communication groups that its ranks form along the axes
         ``axes`` of ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
 
-        Groups are found on a mesh with three axes inside a stage. If ``axes`` alternate with the other axes of ``grid``
-        so often that three do not suffice, the group of all ranks of the stage is returned; it contains each group
-        along ``axes``.
+        Neighbouring axes are joined if all of them are in ``axes``, or none is. If more than three joined axes are left
+        inside a stage, the group of all ranks of the stage is returned instead; it contains each group along ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():
@@ -194,9 +195,10 @@ class PlacedMesh:
         return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
 
     def hybrid_grid(self, experts: bool) -> dict[str, int]:
-        """Return a mesh of the same ranks (axis -> size, outermost first) with ``dp`` divided into ``dp_replicate`` and
-        ``dp_shard``. With ``experts``, return the mesh in which experts are distributed, with the axes
-        ``edp_replicate``, ``edp_shard``, ``ep`` and ``etp``.
+        """Return a mesh of the same ranks (axis -> size, outermost first) with ``dp`` divided into ``dp_shard``, the
+        ranks that shard a parameter together, and ``dp_replicate``, the ranks that hold the same shard of it. With
+        ``experts``, return the mesh in which experts are distributed, with the axes ``ep``, ``etp`` (ranks that share
+        one expert), and ``edp_shard`` and ``edp_replicate``, the same for parameters of experts.
         """
         parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
         if experts:
@@ -277,8 +279,10 @@ class PlacedMesh:
         return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
 
     def scattering(self, num_microbatches: int) -> Scattering:
-        """Return the bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2, while they are
-        scattered to the ranks that own the shards. ``num_microbatches``: number of microbatches of a step."""
+        """Return the bytes that a rank holds temporarily under ZeRO-1 and ZeRO-2 in gradient buckets, buffers that
+        collect gradients before they are scattered to the ranks that own the shards. ``num_microbatches``: number of
+        microbatches of a step.
+        """
         all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
         ranks = self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
         bucket = min(float(bucket_limit(ranks)), all_of_them)

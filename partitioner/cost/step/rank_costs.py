@@ -181,7 +181,8 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:
-    """Return the seconds of gradients of weights for a lower bound on the backward: the least seconds of a whole
-    backward in ``costs``, minus the least seconds of its part for gradients of inputs.
+    """Return the seconds that gradients of weights take in a lower bound on the cost of a block call (such as a layer),
+    whose backward has the least seconds of all ``costs``: the least seconds of a whole backward, minus the least
+    seconds of its part for gradients of inputs. ``costs``: the cost of the call on each kind of rank.
     """
     return min(c.backward_total_s for c in costs) - min(c.backward_total_s - c.later_s for c in costs)

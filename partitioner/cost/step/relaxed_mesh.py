@@ -224,13 +224,14 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 def _enumerate_groups(
     topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
 ) -> Iterator[Group]:
-    """Yield a group of ranks for each way in which ``size`` devices of ``topology`` can lie on the levels of links,
-    such as all in one node or divided between two. ``storeys``: the levels, innermost first, each of which joins
-    devices into parts (such as nodes). Parts have as many devices as possible.
+    """Yield a group of ranks for each way in which ``size`` devices of ``topology`` can be distributed over the levels
+    of links, such as all in one node, or divided between two. ``storeys``: the levels, innermost first; each joins
+    devices into parts (such as nodes).
 
-    ``farthest``: at least one device has at most this fraction of the bandwidth between nodes. The other devices in its
-    part share that bandwidth, so the size of the smallest part matters. ``parted``: the group must span at least two
-    parts of each level whose parts cannot hold all groups of ``size`` devices.
+    ``farthest``: at least one device of the group has at most this fraction of the bandwidth between nodes. It divides
+    the bandwidth of its part among all devices of the group in this part, so the size of the smallest part matters:
+    each range of this size gives a further group. ``parted``: the group must span at least two parts of each level
+    whose parts cannot hold all groups of ``size`` devices.
     """
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
@@ -283,12 +284,12 @@ def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> It
 
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
-    """Return the greatest fraction of a level's bandwidth that each of ``devices`` devices in one part (such as a node)
-    can have, if one of them is among the slowest.
+    """Return the greatest fraction of the bandwidth of a level of links that each of ``devices`` devices in one part
+    (such as a node) can have, if one of the devices is a slow one. The bandwidth of its part is divided among the
+    ``devices``.
 
     ``shares``: bandwidth of each device as a fraction of the level's; ``None`` if all have 1. ``parts``: index of the
-    part of each device. ``farthest``: a device is among the slowest if its fraction is at most this number; its part's
-    bandwidth is divided among the ``devices``.
+    part of each device. ``farthest``: a device is slow if its fraction is at most this number.
     """
     if shares is None:
         return 1.0
@@ -336,16 +337,20 @@ def _list_storey_links(topology: Topology, storey: Storey) -> list[Level]:
 
 
 def _list_level_rates(level: Level) -> Iterator[float]:
-    """Yield the bandwidth of a level's links in bytes/s, and the bandwidths measured for its collectives."""
+    """Yield the bandwidth of the links of ``level`` in bytes/s, and then the bandwidths that were measured for
+    collectives over them.
+    """
     yield level.bandwidth
     for op in COLLECTIVES:
         yield from (rate for _, _, rate in getattr(level, op))
 
 
 def _over_all_links(topology: Topology, size: int) -> Group:
-    """Return a group of ``size`` ranks for a lower bound, where a closer one is not computed, such as on a topology
-    with links between single devices. It has no latency, and every device sends and receives over all of its links at
-    once."""
+    """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of
+    ``topology``. It has no latency, and every device sends and receives over all of its links at once. This is a weak
+    lower bound; it is used where the possible groups are not enumerated, such as on a topology with links between
+    single devices.
+    """
     every = [level.shared(most_share(topology)) for level in topology.levels]
     rates = [0.0, *(rate for level in every for rate in _list_level_rates(level))]
     inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])

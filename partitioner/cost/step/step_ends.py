@@ -181,8 +181,8 @@ class Reductions:
         self._left: list[tuple[OverlappedCollective, GradientBucket]] = []
 
     def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
-        """Begin to reduce the gradients in ``buckets`` (gradients that are reduced together), whose backward has run.
-        Without ``whole`` the gradients are only scattered to shards, because more backwards follow.
+        """In the simulation, begin to reduce the gradients in ``buckets`` (gradients that are reduced together), whose
+        backward has run. Without ``whole`` the gradients are only scattered to shards, because more backwards follow.
         """
         self.settle()
         if any(bucket.scatter is not _NOTHING for bucket in buckets):
@@ -198,8 +198,9 @@ class Reductions:
                 self._begin_collective(bucket.rest)
 
     def settle(self) -> None:
-        """Wait for the reduce-scatters whose shards still have to be all-reduced over other mesh axes, and begin these
-        all-reduces."""
+        """In the simulation, wait for the reduce-scatters of gradients whose shards still have to be all-reduced over
+        other mesh axes, and begin these all-reduces.
+        """
         for scatter, bucket in self._left:
             self.clock.wait_for(scatter)
             self._begin_collective(bucket.rest)

@@ -95,7 +95,9 @@ class Failure:
 
     Args:
         rank: global rank that failed. ``error``: text of the error.
-        kind: class name of the error, or ``"ProcessDied"``, ``"Stalled"``, ``"ConnectionLost"`` or ``"LeftEarly"``.
+        kind: class name of the error, or what else is known: ``"ProcessDied"`` (its process or host ended),
+            ``"Stalled"`` (it made no progress), ``"ConnectionLost"`` (connections broke, but no process is known to
+            have ended) or ``"LeftEarly"`` (its script ended before those of the others).
         instruction: printed form of the instruction, such as ``0F3``; outside of the program, what the rank did.
         index: position of the instruction in the rank's list, from 0; ``None`` outside of the program.
         call: module path of the part of the model that ran. ``node``: graph node. ``path``: module path of the node.

@@ -108,7 +108,8 @@ def _is_independent_total(
     be computed before the first layer runs.
 
     ``model``: the model as blocks (graphs) and their calls. ``call``: the call whose graph contains ``node``.
-    ``producers``: name of a value -> (index of the call that computes it, index among the outputs of this call).
+    ``producers``: name of a tensor that passes between calls -> (index of the call that computes it, index among the
+    outputs of this call).
     """
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
@@ -141,13 +142,13 @@ def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
 def _totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-    """Return three values: a new block (a graph) that computes the operands of the sums ``totals`` from the inputs of
-    the model; the names of the states (parameters, buffers, constants) that it reads; and the names of the inputs that
-    it reads.
+    """Return three values: a new block (a graph) that computes the operands of ``totals`` from the inputs of the model;
+    the names of the states (parameters, buffers, constants) that it reads; and the names of the inputs that it reads.
 
+    ``totals``: nodes of collectives that sum over the batch. The new block computes what they sum, not the sums.
     ``model``: the model as blocks and their calls. ``call``: the call whose graph contains the nodes ``totals``.
-    ``name``: the name of the new block. ``producers``: name of a value -> (index of the call that computes it, index
-    among the outputs of this call).
+    ``name``: the name of the new block. ``producers``: name of a tensor that passes between calls -> (index of the call
+    that computes it, index among the outputs of this call).
     """
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
@@ -158,15 +159,16 @@ def _totals_block(
 
 class _CallInliner:
     """Copies values, and all operators from which they are computed, out of the graphs of several calls of ``model``
-    into one new graph.
+    into one new graph. A call is one execution of a block (a graph, such as that of a layer).
 
-    ``producers``: name of a value -> (index of the call that computes it, index among the outputs of this call).
-    ``graph``: the new graph.
+    ``producers``: name of a tensor that passes between calls -> (index of the call that computes it, index among the
+    outputs of this call). ``graph``: the new graph.
     """
 
     def __init__(self, model: FoldedModel, producers: Mapping[str, tuple[int, int]]) -> None:
-        """Start with an empty graph. ``model``: the model from whose calls operators are copied. ``producers``: name
-        of a value -> (index of the call that computes it, index among the outputs of this call)."""
+        """Start with an empty graph. ``model``: the model from whose calls operators are copied. ``producers``: name of
+        a tensor that passes between calls -> (index of the call that computes it, index among the outputs of this
+        call)."""
         self.model = model
         self.producers = producers
         self.graph = fx.Graph()

@@ -78,16 +78,21 @@ torch.library.register_fake("partition::own", lambda x, *_: torch.empty_like(x),
 
 
 def _keep_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
-    """Store in ``ctx`` how many loss terms and how many inputs the operator ``partition::own`` was called with; its
-    backward reads these counts. ``inputs``: the arguments of the call: a tensor, a list of loss terms and a list of
-    inputs. ``output``: its result, which is not used."""
+    """Store in ``ctx`` the lengths of the two lists with which the operator ``partition::own(tensor, loss terms,
+    inputs)`` was called; its backward reads them. ``inputs``: the arguments of this call. ``output``: its result, which
+    is not used.
+
+    The operator marks, during a trace, the result ``tensor`` of a user's ``torch.autograd.Function`` and the inputs of
+    this function. The loss terms are zeros with a gradient; they are added to the loss if it depends on the result."""
     ctx.counts = len(inputs[1]), len(inputs[2])
 
 
 def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[None]]:
     """Compute the backward of the operator ``partition::own(tensor, loss terms, inputs)``, which returns its tensor
-    unchanged. Return ``grad`` as the gradient of the tensor, and a list of ``None`` for the loss terms and for the
-    inputs. ``ctx``: has the lengths of both lists. ``grad``: the gradient of the operator's result."""
+    unchanged. Return ``grad``, the gradient of the operator's result, as the gradient of the tensor, and a list of
+    ``None`` for each of the two other arguments. ``ctx``: has the lengths of these lists.
+
+    The operator only marks, during a trace, the result of a user's ``torch.autograd.Function``."""
     terms, inputs = ctx.counts
     return grad, [None] * terms, [None] * inputs
 

@@ -299,7 +299,10 @@ class _GradientBody:
     def _read_again(tracer: Any, tensor: Tensor, again: Tensor) -> None:
         """Change the trace so that operators that are recorded from now on and use ``tensor`` read the node of
         ``again`` instead. ``again``: a traced tensor with equal values. ``tracer``: torch's object that records the
-        traced operators."""
+        traced operators.
+
+        This is called for the tensors whose gradient was taken, because they were computed again together with the
+        gradient."""
         track_tensor(tensor, get_proxy_slot(again, tracer).proxy, constant=None, tracer=tracer)
 
 

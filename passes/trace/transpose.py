@@ -225,7 +225,8 @@ class _AtZero:
     """Computes the values that nodes in the graph of a ``backward`` function have if all incoming gradients are zero.
 
     ``parts``: for each node, whether its value depends on the incoming gradients, and whether it is zero if they are.
-    ``env``: node -> value, for other incoming gradients; values that do not depend on the gradients are used.
+    ``env``: node -> value in a run of the graph with other incoming gradients. Only those values that do not depend on
+    the gradients are taken from it.
     """
 
     def __init__(self, parts: Mapping[fx.Node, AffinePart], env: Mapping[fx.Node, Any]) -> None:
@@ -282,11 +283,12 @@ def _make_zeros_like(value: Tensor) -> Tensor:
 
 
 def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
-    """Return the operand of the sum ``node`` that the sum is equal to, because the other operand is zero if the
-    incoming gradients are zero; return ``None`` if there is none.
+    """Return the operand that is equal to the sum ``node`` if the incoming gradients of a ``backward`` function are
+    zero, because the other operand is then zero. Return ``None`` if ``node`` is no such sum, or if the operand has
+    another shape or dtype than the sum.
 
-    ``parts``: for each node of the graph of a ``backward`` function, how its value depends on the incoming gradients,
-    and whether it is zero if they are.
+    ``parts``: for each node of the graph of the ``backward`` function, whether its value depends on the incoming
+    gradients, and whether it is zero if they are.
     """
     if node.target is not aten.add.Tensor or node.kwargs:
         return None

@@ -432,7 +432,8 @@ class MemoryCopies:
         whose second copy it keeps.
 
         Files with copies of the current step are opened as they are. On the first rank of a node, also remove files
-        whose name has another identity, which are left from an earlier run of this training.
+        that are left from an earlier run of this training. They are recognised by the identity in their names: a hash
+        of the plan and of a token that changes when training resumes from a checkpoint on disk.
         """
         if self._is_node_leader():
             for name, path in slots_in(self.folder):

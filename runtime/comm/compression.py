@@ -24,7 +24,7 @@ class ErrorFeedbackEncoder:
     """Compresses the data that one rank sends in one collective, step after step.
 
     ``residual`` has the rounding error of the last step, which is added to the data of the next one. ``codec``: the
-    format. ``numel``: number of elements sent in a step; ``dtype`` is their type.
+    format. ``numel``: number of elements that the rank sends in one step, over all receivers; ``dtype`` is their type.
     """
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -32,7 +32,8 @@ class ErrorFeedbackEncoder:
         self.residual = torch.zeros(numel if codec.feedback else 0, dtype=dtype, device=device)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Compress ``rows``, of shape ``[rows, numel]``, and return bytes, ``uint8[rows, nbytes]``.
+        """Compress ``rows``, of shape ``[rows, n]`` with as many elements as the rank sends in one step, and return
+        bytes, ``uint8[rows, bytes of a row]``.
 
         The rounding error of the last step is first added to ``rows`` in place. The new rounding error is stored for
         the next step.

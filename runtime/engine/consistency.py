@@ -52,9 +52,10 @@ _Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class _GradientProbe(NamedTuple):
-    """The largest element of a gradient right after backward.
+    """The element of a gradient with the largest magnitude, right after backward. Comparing the same element later with
+    its value here gives the factor by which the training script has scaled the gradient, such as by clipping it.
 
-    ``gradient``: the gradient, flat. ``place``: index of the element. ``value``: a copy of the element at that time.
+    ``gradient``: the gradient, flat. ``place``: index of the element. ``value``: a copy of the element after backward.
     """
 
     gradient: Tensor
@@ -64,7 +65,8 @@ class _GradientProbe(NamedTuple):
 
 class Agreement:
     """Checks at regular intervals of steps that the ranks are consistent: that replicas of parameters are equal, that
-    all ranks scaled gradients alike, and that they were given the same batch. Every rank has one.
+    the training script scaled the gradients of all ranks by the same factor (such as by clipping them), and that all
+    ranks were given the same batch. Every rank has one.
 
     ``parameters``: name -> this rank's parameter, as optimizers update it. ``gradients``: name -> gradient that
     optimizers read.
@@ -90,7 +92,8 @@ class Agreement:
 
     def before_step(self, batch: Any, local: bool, rank: RankProgram | None = None) -> None:
         """Run the checks between ranks that are due before this step: at regular intervals that replicas of parameters
-        are equal, that gradients were scaled alike, and that ranks were given the same batch. All ranks call this.
+        are equal, that the training script scaled the gradients of all ranks by the same factor (such as by clipping
+        them), and that ranks were given the same batch. All ranks call this.
 
         ``local``: whether ``batch`` has only this rank's samples. ``rank``: the program of the step, if it is not the
         first one of the plan. Raise :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks. Raise
@@ -123,14 +126,17 @@ class Agreement:
         self._probes = list(self._probe_gradients()) if self.active and self._is_time(self._steps) else []
 
     def forget(self) -> None:
-        """Drop the copies of gradient elements with which scaled gradients are detected, because gradients will change
-        outside of a step (loading, ``zero_grad``).
+        """Drop the copies of some gradient elements that were made right after backward. Comparing gradients with these
+        copies before the next step gives the factor by which the training script has scaled them, such as by clipping.
+
+        This is called when gradients change in another way, so that the comparison would be wrong: when a checkpoint
+        is loaded, and by ``zero_grad``.
         """
         self._probes = []
 
     def check(self) -> None:
-        """Check now that all ranks scaled their gradients alike, and that replicas of parameters are equal. All ranks
-        call this.
+        """Check now that the training script scaled the gradients of all ranks by the same factor, such as by clipping
+        them, and that replicas of parameters are equal. All ranks call this.
 
         Raise :class:`AgreementError` on all of them.
         """
@@ -144,6 +150,9 @@ class Agreement:
     def _probe_gradients(self) -> Iterator[_GradientProbe]:
         """Yield, for a sample of this rank's gradients, the position and a copy of the element with the largest
         magnitude.
+
+        This is done right after backward. Comparing the same elements with these copies before the next step gives the
+        factor by which the training script has scaled the gradients, such as by clipping them.
         """
         held = [g for g in self._gradients.values() if g.numel()]
         for gradient in held[:: max(1, len(held) // _PROBES)][:_PROBES]:
@@ -184,9 +193,10 @@ class Agreement:
         self._warn_on_first_rank(f"{text}, unless this was meant")  # one factor on some ranks, none on others
 
     def _measure_scale_factor(self) -> float | None:
-        """Return the factor by which all of this rank's gradients were multiplied since backward.
+        """Return the factor by which the training script has multiplied all of this rank's gradients since backward,
+        such as by clipping them. It is measured on a few elements that were copied right after backward.
 
-        Return ``None`` if they have no common factor, or if no elements were stored after backward.
+        Return ``None`` if they have no common factor, or if no elements were copied.
         """
         ratios = [
             float(gradient[place]) / float(value) for gradient, place, value in self._probes if torch.is_nonzero(value)

@@ -382,8 +382,9 @@ class Engine:
         return torch.cat([input_ids.to(made), made], 1)
 
     def _run_further(self, name: str, values: Mapping[str, Tensor]) -> Executor:
-        """Run the further program ``name`` on this rank's ``values`` of the inputs, by value name. Return what executed
-        it.
+        """Run the further program of the plan that is called ``name``, such as an evaluation, on this rank. ``values``:
+        name of an input tensor in the program -> this rank's part of it. Return the executor that ran the program,
+        which has its loss and outputs.
         """
         executor = self._further.executor(name)
         with products_of(executor.program, self.device):
@@ -620,8 +621,8 @@ class Engine:
         self._counted_at = self.steps_run
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
-        """Report ``phase`` ("saving", "loading") inside the ``with`` block, in this rank's flight record if it has
-        one.
+        """Report that this rank is in ``phase`` ("saving", "loading") inside the ``with`` block. It is written to the
+        rank's flight record: the files in which a rank records what it does at which time. Do nothing if it has none.
         """
         recorder = self._executor.recorder
         return nullcontext() if recorder is None else recorder.phase(phase)

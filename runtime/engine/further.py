@@ -77,7 +77,8 @@ class FurtherExecutors:
         """Return the further program called ``name``. Raise :class:`LaunchError` if the plan has none of this name and
         ``purpose``.
 
-        ``purpose``: "evaluate" or "step".
+        ``purpose``: "evaluate" for a program that :meth:`Engine.run` runs, such as an evaluation; "step" for a training
+        step on batches of another shape.
         """
         found = self.family.further.get(name)
         if found is None or found.purpose != purpose:

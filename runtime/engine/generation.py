@@ -78,11 +78,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompts of one call, in the shape of the programs.
+    """The prompts of one call that generates text, padded to the sizes that the plan's programs expect.
 
-    ``tokens``: ``[batch, width]``; the width is at least the number of tokens that prefill reads. ``mask``: ``[batch,
-    length]``, 1 at the places of the caches that have or will have a token of the sample. ``positions``: of each place
-    of the caches, counted in the sample's own tokens. ``samples``: the number of real samples, which come first.
+    ``tokens``: ``[batch, width]``; ``batch`` is the planned number of samples, and ``width`` at least the number of
+    tokens that prefill (the program that reads prompts) takes at a time. ``mask``: ``[batch, length]``, for each place
+    (position) of the key/value caches: 0 for padding, 1 if it has, or will have, a token of the sample. ``positions``:
+    ``[batch, length]``, for each place, the position of its token in the sample without padding. ``samples``: the
+    number of real samples, which come first; the others repeat the last one.
     """
 
     tokens: Tensor
@@ -96,9 +98,11 @@ class Prompt:
 
 
 def find_generation(family: ProgramFamily, name: str | None) -> str:
-    """Return the name of the generation ``name`` of a plan; of the only one, if it is ``None``.
+    """Return the name under which a plan has programs that generate text: ``name`` itself or, if it is ``None``, the
+    only one that the plan has.
 
-    ``family``: all programs of the plan. Raise :class:`LaunchError` if there is none, or if several are possible.
+    ``family``: all programs of the plan. Raise :class:`LaunchError` if the plan does not have ``name``, or if ``name``
+    is ``None`` and the plan has no such programs or several.
     """
     known = [n.removesuffix(" decode") for n, further in family.further.items() if further.purpose == "decode"]
     if name is None and len(known) == 1:
@@ -114,10 +118,12 @@ def find_generation(family: ProgramFamily, name: str | None) -> str:
 
 @dataclass
 class TokenGenerator:
-    """One generation on one rank: the two programs, and this rank's part of the caches.
+    """Generates text on one rank, with two programs of a plan: ``prefill`` reads prompts, and ``decode`` reads one
+    further token of each sample. Both write to the key/value caches, of which this rank has a part.
 
-    ``name``: the name of the generation in the plan. ``family``: all programs of the plan. ``run``: runs the further
-    program of a name on this rank's values of the inputs, by value name, and returns what executed it.
+    ``name``: the name under which the plan has the two programs. ``family``: all programs of the plan. ``run``: called
+    with the name of one of the two programs and with this rank's inputs (name in the program -> tensor), it runs the
+    program and returns the executor that ran it.
     """
 
     name: str
@@ -133,16 +139,19 @@ class TokenGenerator:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the planned number of samples, of tokens that prefill reads, and of places of the caches."""
+        """Return three planned numbers: of samples, of tokens that prefill (the program that reads prompts) takes at a
+        time, and of places (positions) of the key/value caches.
+        """
         sizes = {data.path: data.shape for data in self.prefill.program.inputs}
         return *sizes["input_ids"], sizes["attention_mask"][1]  # type: ignore[return-value]
 
     def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, filling: int) -> Prompt:
-        """Return the prompts ``tokens`` ``[batch, positions]`` in the shape of the programs.
+        """Return the prompts ``tokens`` ``[batch, positions]``, padded to the sizes that the plan's programs expect:
+        with more samples, and with tokens on the left if they are shorter than what prefill reads at a time.
 
         ``mask``: 0 at tokens on the left that are padding, else 1; ``None``: there are none. ``new``: the number of
-        tokens to generate. ``filling``: the token that stands for padding. Raise :class:`BatchError` if they do not
-        fit the caches, or are malformed.
+        tokens to generate. ``filling``: the token that stands for padding. Raise :class:`BatchError` if the prompts and
+        the new tokens do not fit the key/value caches, or if an argument is malformed.
         """
         batch, read, length = self.shape
         self._check_prompt(tokens, mask, new)
@@ -160,7 +169,10 @@ class TokenGenerator:
         return Prompt(tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), samples)
 
     def _check_prompt(self, tokens: Tensor, mask: Tensor | None, new: int) -> None:
-        """Raise :class:`BatchError` if prompts and ``new`` further tokens do not fit the caches, or are malformed."""
+        """Raise :class:`BatchError` if the prompts ``tokens`` ``[batch, positions]`` and ``new`` further tokens do not
+        fit the key/value caches, or if ``tokens`` or ``mask`` is malformed. ``mask``: 0 at tokens on the left that are
+        padding, else 1; ``None``: there are none.
+        """
         batch, read, length = self.shape
         if tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:
             raise BatchError(
@@ -196,11 +208,12 @@ class TokenGenerator:
         filling: int,
         generator: torch.Generator,
     ) -> Tensor:
-        """Return the new tokens of all real samples, ``[samples, positions]``, with at most ``new`` positions, on every
-        rank.
+        """Generate at most ``new`` tokens after each of the prompts ``prompt``. Return them on every rank, ``[samples,
+        positions]``, for the real samples only.
 
-        ``ends``: tokens after which a sample has ended and gets ``filling``. ``generator``: draws random numbers, alike
-        on all ranks. The caches are allocated here, and are gone afterwards.
+        ``sampling``: how a token is chosen from the logits. ``ends``: tokens after which a sample has ended and gets
+        ``filling``. ``generator``: draws random numbers, alike on all ranks. The key/value caches are allocated here,
+        and are gone afterwards.
         """
         self.caches = self._allocate_caches()
         try:
@@ -220,7 +233,9 @@ class TokenGenerator:
             self.caches = {}
 
     def _allocate_caches(self) -> dict[str, Tensor]:
-        """Return this rank's part of the caches by value name: its samples, heads and layers, with zeros."""
+        """Return this rank's part of the key/value caches (its samples, heads and layers), filled with zeros: path of
+        the cache among the inputs of the program -> tensor.
+        """
         program, found = self.decode.program, {}
         share, at = share_of(self.rank), self.rank.coordinates["tp"]
         for data in program.inputs:
@@ -232,10 +247,12 @@ class TokenGenerator:
         return found
 
     def _read_prompt(self, prompt: Prompt) -> Tensor | None:
-        """Run prefill on all tokens of the prompts. Return the logits of their last tokens, see :meth:`_run`.
+        """Read all tokens of the prompts ``prompt`` with the program prefill, which writes their keys and values to the
+        caches. It runs several times if the prompts are longer than what it reads at a time.
 
-        The last run ends at the end of the prompts. If it begins before the one before it ends, keys and values are
-        written twice, with the same numbers.
+        Return the logits of the last token of each of this rank's samples, ``[samples, vocabulary]``; ``None`` on a
+        rank that does not compute them. The last run ends at the end of the prompts. If it begins before the one before
+        it ends, keys and values are written twice, with the same numbers.
         """
         read, logits = self.shape[1], None
         for start in (*range(0, prompt.width - read, read), prompt.width - read):
@@ -244,16 +261,24 @@ class TokenGenerator:
         return logits
 
     def _read_tokens(self, prompt: Prompt, chosen: Tensor, place: int) -> Tensor | None:
-        """Run decode on the tokens ``chosen`` ``[samples]`` at ``place`` of the caches. Return logits, see
-        :meth:`_run`.
+        """Run decode, the program that reads one further token of each sample, on the tokens ``chosen`` ``[samples]``.
+        Their keys and values are written to the caches at the position ``place``. ``prompt``: the prompts that the
+        tokens continue.
+
+        Return the logits for this rank's samples, ``[samples, vocabulary]``; ``None`` on a rank that does not compute
+        them.
         """
         rows = torch.arange(self.shape[0], device=chosen.device).clamp(max=prompt.samples - 1)
         return self._run("decode", prompt, chosen[rows, None], place)
 
     def _run(self, purpose: str, prompt: Prompt, tokens: Tensor, start: int) -> Tensor | None:
-        """Run a program on ``tokens`` ``[batch, positions]``, which begin at the place ``start`` of the caches. Return
-        the logits of their last position for the samples of this rank, ``[samples, vocabulary]``; ``None`` on a rank
-        that does not compute them.
+        """Run one of the two programs that generate text on ``tokens`` ``[batch, positions]``, whose keys and values
+        are written to the caches from the position ``start`` on. ``purpose``: "prefill", which reads prompts, or
+        "decode", which reads one further token of each sample. ``prompt``: the prompts, with the mask and the positions
+        of all tokens.
+
+        Return the logits of the last position of ``tokens`` for the samples of this rank, ``[samples, vocabulary]``;
+        ``None`` on a rank that does not compute them.
         """
         name = f"{self.name} {purpose}"
         program = self.family.further[name].program
@@ -280,10 +305,12 @@ class TokenGenerator:
     def _agree_on_tokens(
         self, logits: Tensor | None, samples: int, sampling: Sampling, generator: torch.Generator
     ) -> Tensor:
-        """Return the next token of each of the ``samples`` real samples, the same on all ranks.
+        """Choose the next token of each of the ``samples`` real samples, and return the tokens ``[samples]``, the same
+        on all ranks. All ranks call this.
 
-        ``logits``: of this rank's samples, on the ranks that compute them. One rank of each part of the batch chooses,
-        and the others add zeros.
+        ``logits``: of this rank's samples; ``None`` on ranks that do not compute them. ``sampling``: how a token is
+        chosen from the logits. ``generator``: draws random numbers, alike on all ranks. For each part of the batch, one
+        rank chooses. The tokens are then summed over all ranks, to which the other ranks contribute zeros.
         """
         batch, device = self.shape[0], self.communicator.device
         tokens = torch.zeros(batch, dtype=torch.int64, device=device)

@@ -78,8 +78,9 @@ class OptimizerCheck:
         self._checked[optimizer] = seen
 
     def check(self, optimizer: Optimizer, call: StepCall) -> None:
-        """Try copies of ``optimizer`` on small tensors, whole and sharded. Raise :class:`OptimizerError` if the updates
-        differ.
+        """Try copies of ``optimizer`` on small tensors with random values, which stand for its parameters. One copy
+        updates the whole tensors, others update parts of them, cut as the plan shards the parameters. Raise
+        :class:`OptimizerError` if the updates differ.
 
         ``call``: how the script calls ``step``.
         """

@@ -169,11 +169,13 @@ class NotCopied(Exception):
 
 
 def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
-    """Compare the updates of copies of ``optimizer`` on whole small tensors and on parts of them. Return the problem,
-    or ``None``.
+    """Try copies of ``optimizer`` on small tensors with random values, which stand for its parameters: compare how they
+    update the whole tensors, and parts of them that are cut as the plan shards the parameters. Return the problem that
+    is found; ``None`` if there is none.
 
-    ``samples``: the small tensors. ``stages``: also compare with steps on only some of them. ``call``: how the script
-    calls ``step``. The optimizer, its parameters and all random generators are unchanged afterwards.
+    ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of the tensors, as
+    on one pipeline stage. ``call``: how the script calls ``step``. The optimizer, its parameters and all random
+    generators are unchanged afterwards.
     """
     device = samples[0].device
     if stages and len(samples) == 1:
@@ -203,13 +205,13 @@ def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool
 
 
 def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
-    """Try copies of ``optimizer`` on small tensors, whole and sharded, and return the problem that is found; ``None``
-    if there is none.
+    """Try copies of ``optimizer`` on small tensors that stand for its parameters: compare the updates of whole tensors
+    and of parts, cut as the plan shards the parameters. Return the problem that is found; ``None`` if there is none.
 
     There are several ways to copy an optimizer and to call its ``step``. The result is that of the first way in which a
     copy can step whole tensors and changes them; if there is no such way, the problem is that the optimizer cannot be
-    tried. ``samples``: the small tensors. ``stages``: also compare with steps on only some of them, as on one pipeline
-    stage. ``call``: how the script calls ``step``.
+    tried. ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of them, as
+    on one pipeline stage. ``call``: how the script calls ``step``.
     """
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)
@@ -232,17 +234,20 @@ def _report_untried(samples: Sequence[Sample], why: str) -> TrialFinding:
 
 
 class _WholeFailed(Exception):
-    """Raised if a copy of an optimizer cannot step whole tensors, so that there is nothing to compare with."""
+    """Raised in the trial of an optimizer if a copy of it cannot step whole tensors, so that there is nothing with
+    which its updates of parts of tensors could be compared.
+    """
 
 
 @dataclass
 class _Stepped:
-    """A copy of the optimizer in a trial, with the small tensors, or parts of them, that it steps.
+    """A copy of an optimizer in a trial, with the tensors that it steps: small tensors that stand for the optimizer's
+    parameters, or parts of them.
 
     ``tensors``: index of a small tensor -> the parts of it that are stepped. ``parts``: index of a small tensor ->
-    function that selects these parts. ``what``: "parts", or "stages" if only some of the small tensors are stepped.
-    ``rows``: for each stepped part, the numbers that define its loss. ``before``: index of a small tensor -> values of
-    its parts before the last step.
+    function that selects these parts. ``what``: "parts", or "stages" if only some of the small tensors are stepped, as
+    on one pipeline stage. ``rows``: for each stepped part, the numbers that define its loss. ``before``: index of a
+    small tensor -> values of its parts before the last step.
     """
 
     optimizer: Any
@@ -253,18 +258,18 @@ class _Stepped:
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
     def updates(self, index: int) -> list[Tensor]:
-        """Return the changes that the last step made to the stepped parts of the small tensor with the index
-        ``index``.
+        """Return the changes that the last step of this copy of an optimizer made to a small tensor, which stands for a
+        parameter: one tensor for each part of it that is stepped. ``index``: the index of the small tensor.
         """
         return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
 
 
 @dataclass(frozen=True)
 class _TrialRow:
-    """A tensor that is stepped in a trial, with the numbers that define its loss.
+    """A tensor that is stepped in the trial of an optimizer, with the numbers that define its loss.
 
-    At the distance ``x`` from ``start``, the loss is the sum of ``gradient * x + curvature * x * x / 2``; each step has
-    another ``gradient``.
+    The loss is the sum of ``gradient * x + curvature * x * x / 2``, where ``x`` is the tensor minus ``start``, its
+    value before the first step. ``gradient`` is one of ``gradients``: each step takes the next one.
     """
 
     tensor: nn.Parameter
@@ -287,11 +292,11 @@ class _TrialRow:
 
 
 class _Trial:
-    """A trial of ``optimizer`` with one way to copy it: copies step small tensors, whole and in parts, and the updates
-    are compared.
+    """A trial of ``optimizer`` with one way to copy it: copies step small tensors, which stand for its parameters,
+    whole and in parts, and the updates are compared.
 
-    ``samples``: the small tensors. ``make``: makes a copy from the optimizer and the tensors of each group. ``call``:
-    how to call ``step``. ``wide``: use float64.
+    ``samples``: descriptions of the small tensors. ``make``: makes a copy from the optimizer and the tensors of each
+    parameter group. ``call``: how to call ``step``. ``wide``: the tensors are in float64 (or complex128).
     """
 
     def __init__(
@@ -314,11 +319,11 @@ class _Trial:
         self._gradients = [gradients for _, _, *gradients in numbers]
 
     def compare_copies(self, stages: bool) -> TrialFinding | None:
-        """Return the first difference between updates of whole small tensors and of their parts; ``None`` if there is
-        none.
+        """Let copies of the optimizer step small tensors, which stand for its parameters, whole and in parts. Return
+        the first difference between the updates of the whole tensors and of their parts; ``None`` if there is none.
 
-        ``stages``: also compare with steps on only some of the small tensors. Raise :class:`_WholeFailed` if a copy
-        cannot step whole ones.
+        ``stages``: also compare with steps on only some of the small tensors, as on one pipeline stage. Raise
+        :class:`_WholeFailed` if a copy cannot step whole ones.
         """
         try:
             whole = self._copy_parts({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
@@ -346,9 +351,10 @@ class _Trial:
         return None
 
     def _iterate_variants(self, stages: bool) -> Iterator[tuple[dict[int, Part], Literal["parts", "stages"]]]:
-        """Yield the ways to step the small tensors in parts, each of which is compared with a step of whole tensors.
+        """Yield the ways in which a copy of the optimizer steps only parts of the small tensors, which stand for its
+        parameters. Each is compared with a step of the whole tensors.
 
-        Each is a pair: index of a small tensor -> function that selects the part to step; and "parts", or "stages" if
+        A way is a pair: index of a small tensor -> function that selects the part to step; and "parts", or "stages" if
         only every other small tensor is stepped, as on one of two pipeline stages. ``stages``: whether to yield those,
         too.
         """
@@ -361,10 +367,10 @@ class _Trial:
                 yield {i: s.cut.parameters for i, s in chosen}, "stages"
 
     def _copy_parts(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _Stepped:
-        """Return a copy of the optimizer that steps parts of the small tensors.
+        """Return a copy of the optimizer that steps parts of the small tensors, which stand for its parameters.
 
         ``parts``: index of a small tensor -> function that selects its parts. ``what``: "parts", or "stages" if only
-        some of the small tensors are stepped.
+        some of the small tensors are stepped, as on one pipeline stage.
         """
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         tensors: dict[int, list[nn.Parameter]] = {}
@@ -397,10 +403,10 @@ class _Trial:
         self.draws |= before is not None and _has_state_changed(before, random_state(device))
 
     def _compare_updates(self, whole: _Stepped, other: _Stepped) -> TrialFinding | None:
-        """Return the difference between the last updates of whole small tensors and of their parts, if it is more than
-        rounding; else ``None``.
+        """Compare the last updates of whole small tensors, which stand for the optimizer's parameters, with those of
+        their parts. Return the first difference that is more than rounding; ``None`` if there is none.
 
-        ``whole``, ``other``: the copies of the optimizer that stepped them.
+        ``whole``, ``other``: the copies of the optimizer that stepped the whole tensors and the parts.
         """
         for i, part in other.parts.items():
             sample, updates = self.samples[i], whole.updates(i)
@@ -539,7 +545,8 @@ class _Withheld:
 
 
 class _OptimizerMirror:
-    """Copies the objects that an optimizer holds, each object once, and replaces its parameters by small tensors.
+    """Copies the objects that an optimizer holds, each object once, and replaces its parameters by small tensors, on
+    which the copy of the optimizer is tried.
 
     ``groups``: for each parameter group, the small tensors.
     """
@@ -556,8 +563,8 @@ class _OptimizerMirror:
         self._groups = optimizer.param_groups
 
     def copy_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the optimizer's parameter groups with small tensors as parameters, and a learning rate of
-        0.01 or more.
+        """Return copies of the optimizer's parameter groups, with the small tensors of the trial in place of the
+        parameters, and a learning rate of 0.01 or more.
         """
         found = [self.copy_value(group) for group in self._groups]
         for group in found:
@@ -565,7 +572,8 @@ class _OptimizerMirror:
         return found
 
     def copy_optimizer(self, original: Optimizer) -> Any:
-        """Return a copy of the optimizer ``original`` without state and hooks, with small tensors as parameters.
+        """Return a copy of the optimizer ``original`` without state and hooks, with the small tensors of the trial in
+        place of its parameters.
 
         Raise :class:`NotCopied` if it cannot be copied.
         """

@@ -20,9 +20,9 @@ Shards = Mapping[str, Mapping[int, Tensor]]  # value name -> microbatch -> a ran
 class RunOutputs:
     """One rank's results of the last step or further program of an engine.
 
-    ``rank``: the rank's program that ran. ``shards``: value name -> microbatch -> this rank's shard, with padded
-    samples and positions. ``padding``: how the program's batches are padded; ``None``: not at all. ``real``: the shape
-    of the batch before it was padded; ``None``: it was not.
+    ``rank``: the rank's program that ran. ``shards``: name of an output tensor in the program -> microbatch -> this
+    rank's shard, still with padded samples and positions. ``padding``: how the program's batches are padded; ``None``:
+    not at all. ``real``: the shape of the batch before it was padded; ``None``: it was not.
     """
 
     rank: RankProgram
@@ -37,10 +37,10 @@ class RunOutputs:
         return trim_outputs(self.rank, self.padding, self.real, self.shards)
 
     def join(self, parts: Mapping[int, Shards]) -> dict[str, Any]:
-        """Return the whole results without padded samples and positions, as path -> tensor or constant.
+        """Return the model's whole results without padded samples and positions, as path in the result -> tensor or
+        constant; ``None`` for a result that no rank has.
 
-        ``parts``: rank -> its shards with what is padded, as :func:`select_outputs` returns them. ``None`` stands for
-        a result that no rank has.
+        ``parts``: rank -> its shards, still with padded samples and positions, as :func:`select_outputs` returns them.
         """
         return {path: self._trim_whole(path, x) for path, x in join_outputs(self.rank.program, parts).items()}
 
@@ -60,7 +60,8 @@ def select_outputs(rank: RankProgram, outputs: Shards) -> dict[str, dict[int, Te
     """Return those of ``outputs`` that ``rank`` contributes to the whole results: replicas are contributed by one rank
     only.
 
-    ``outputs``: value name -> microbatch -> this rank's shard.
+    ``outputs``: name of an output tensor in the program -> microbatch -> this rank's shard. The result has the same
+    form.
     """
     layouts = {o.value: (Layout.parse(o.layout), Layout.parse(o.context)) for o in rank.program.outputs if o.value}
     at = rank.coordinates

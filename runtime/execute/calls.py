@@ -56,8 +56,8 @@ class Environment:
             kept.clear()
 
     def gradient(self, microbatch: int, value: str) -> Tensor:
-        """Return the accumulated gradient of the value named ``value`` in the microbatch with the index ``microbatch``;
-        zeros if nothing has been added.
+        """Return the accumulated gradient of the tensor that is named ``value`` in the program, for the microbatch with
+        the index ``microbatch``; zeros if nothing has been added.
         """
         gradient = self.gradients[microbatch].get(value)
         if gradient is None:
@@ -66,8 +66,8 @@ class Environment:
         return gradient
 
     def add_gradient(self, microbatch: int, value: str, gradient: Tensor) -> None:
-        """Add ``gradient`` to the gradient of the value named ``value`` in the microbatch with the index
-        ``microbatch``.
+        """Add ``gradient`` to the gradient of the tensor that is named ``value`` in the program, for the microbatch
+        with the index ``microbatch``.
         """
         # Not in place: a gradient may share its memory with another value's.
         gradients = self.gradients[microbatch]
@@ -144,8 +144,8 @@ class BoundCall:
             self.run_weight = binder.compile_piece(self.call.block, needs, "backward_weight").function
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
-        """Run the forward of this call on the microbatch with the index ``microbatch``: read the inputs from ``values``
-        (name -> tensor), and store the outputs there.
+        """Run the forward of this call (an execution of a block, such as a layer) on the microbatch with the index
+        ``microbatch``: read the inputs from ``values`` (name -> tensor), and store the outputs there.
 
         The tensors that backward needs are saved in the environment.
         """
@@ -168,8 +168,8 @@ class BoundCall:
             tell(microbatch, name, results[k])
 
     def backward(self, microbatch: int) -> None:
-        """Run the backward of this call on the microbatch with the index ``microbatch``: add the gradients of the
-        inputs and of the parameters. Do nothing if the call needs no backward.
+        """Run the backward of this call (an execution of a block, such as a layer) on the microbatch with the index
+        ``microbatch``: add the gradients of the inputs and of the parameters. Do nothing if the call needs no backward.
         """
         if self.has_backward:
             self._add_input_gradients(
@@ -177,8 +177,8 @@ class BoundCall:
             )
 
     def backward_input(self, microbatch: int) -> None:
-        """Run the half of this call's backward on the microbatch with the index ``microbatch`` that adds the gradients
-        of the inputs, and save the tensors that the other half needs.
+        """Run the half of the backward of this call (an execution of a block, such as a layer) that adds the gradients
+        of the inputs, on the microbatch with the index ``microbatch``. Save the tensors that the other half needs.
         """
         if self.has_backward:
             results = self.run_input(self._collect_backward_arguments(microbatch), ())
@@ -186,16 +186,17 @@ class BoundCall:
             self._add_input_gradients(microbatch, results)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run the half of this call's backward on the microbatch with the index ``microbatch`` that adds the gradients
-        of the parameters, after the half that adds the gradients of the inputs.
+        """Run the half of the backward of this call (an execution of a block, such as a layer) that adds the gradients
+        of the parameters, on the microbatch with the index ``microbatch``. The half that adds the gradients of the
+        inputs must have run before.
         """
         if self.has_backward:
             self.moment.microbatch = microbatch
             self.run_weight(self.env.saved.pop((microbatch, self.index)), self.sinks)
 
     def offload(self, microbatch: int) -> None:
-        """Start to move the tensors that this call's forward saved for the microbatch with the index ``microbatch`` to
-        host memory.
+        """Start to move the tensors that the forward of this call (an execution of a block, such as a layer) saved for
+        the microbatch with the index ``microbatch`` to host memory.
         """
         if self.has_backward:
             place = microbatch, self.index
@@ -203,15 +204,15 @@ class BoundCall:
             self.env.parked[place] = OffloadedActivations(saved, stay, self.env.copier)
 
     def fetch(self, microbatch: int) -> None:
-        """Start to copy the tensors that this call's forward saved for the microbatch with the index ``microbatch``
-        from host memory back to the device.
+        """Start to copy the tensors that the forward of this call (an execution of a block, such as a layer) saved for
+        the microbatch with the index ``microbatch`` from host memory back to the device.
         """
         if self.has_backward:
             self.env.parked[microbatch, self.index].fetch()
 
     def _collect_backward_arguments(self, microbatch: int) -> list[Any]:
-        """Return the arguments of this call's backward on the microbatch with the index ``microbatch``: saved tensors,
-        recomputed if necessary, then gradients of the outputs.
+        """Return the arguments for the backward of this call (an execution of a block, such as a layer) on the
+        microbatch with the index ``microbatch``: saved tensors, recomputed if necessary, then gradients of the outputs.
         """
         self.moment.microbatch = microbatch
         place = microbatch, self.index

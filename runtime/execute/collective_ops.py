@@ -61,7 +61,8 @@ class KeyExchange:
     Queries are ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]`` for ``n`` ranks. ``band`` says which keys each
     query sees, by positions in the whole sequence. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     Each rank has a consecutive part of the sequence or, with ``zigzag``, two parts from opposite ends. ``algorithm``:
-    ``"ring"`` or ``"all_gather"``.
+    ``"ring"`` (keys and values are passed on from rank to rank, step by step) or ``"all_gather"`` (every rank gathers
+    all of them at once).
     """
 
     group: RankGroup
@@ -240,7 +241,7 @@ class ContextAttention(KeyExchange):
 @dataclass(frozen=True)
 class ContextDocumentAttention(KeyExchange):
     """Attention over a sequence that is sharded over ``group``, as one rank computes it. Each query sees only keys of
-    its own document, within ``band``.
+    its own document, within ``band``, a range of positions relative to its own, such as all earlier ones.
 
     ``ids`` ``[b, s/n]`` has the document of each position of the rank. Every rank gathers the ids of all positions, so
     that it knows which keys its queries see.

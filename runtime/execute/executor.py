@@ -122,8 +122,9 @@ class Executor:
     def run(self, inputs: Mapping[str, Tensor], step: int = 0) -> None:
         """Run one step.
 
-        ``inputs``: value name -> this rank's part of the global batch, along the batch dim. ``step``: number of the
-        step from 0, for records and errors. Raise :class:`InstructionError` if an instruction fails.
+        ``inputs``: name of an input tensor in the program -> this rank's part of the global batch, along the batch dim.
+        ``step``: number of the step from 0, for records and errors. Raise :class:`InstructionError` if an instruction
+        fails.
         """
         self._inputs = inputs
         self.outputs, self.totals = {}, {}
@@ -276,8 +277,8 @@ class Executor:
         calls = [c for c in self.calls if c.call.prologue]
 
         def total_forward() -> None:
-            """Run the calls that compute what the microbatch adds to the totals (sums over the global batch), and add
-            their results to the totals of this rank.
+            """Run the calls of blocks (pieces of the model) that compute what the microbatch adds to the totals (sums
+            over the global batch), and add their results to the totals of this rank.
             """
             values = self.env.values[microbatch].copy()
             for call in calls:

@@ -282,7 +282,9 @@ class MeasuredStep:
 
 
 def list_recordings(folder: Path) -> dict[int, Recording]:
-    """Return the flight records of all ranks in ``folder``, as rank -> record, in ascending order of ranks."""
+    """Return the flight records of all ranks in ``folder``, as rank -> record, in ascending order of ranks. A flight
+    record is a set of files in which a rank writes what it does at which time.
+    """
     found = {}
     for path in folder.glob("rank-*.times"):
         rank = int(path.stem.split("-")[1])

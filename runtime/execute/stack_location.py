@@ -133,10 +133,11 @@ def _find_direct_peer(
 
 
 def _find_send_peer(sender: TransferSender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
-    """Return the rank whose receives ``sender`` waits for, as ``{"waits": ranks}``.
+    """Return the ranks that have not yet received what this rank sent, and for which it therefore waits, as ``{"waits":
+    ranks}``.
 
-    ``names``: the local variables of the waiting method. A Gloo send ends only when the receiver has read it.
-    ``executor``: what runs the rank's instructions.
+    ``sender``: the object that starts this rank's sends. ``names``: the local variables of its method that waits. A
+    Gloo send ends only when the receiver has read it. ``executor`` is not used.
     """
     queue = names.get("under_way")
     stages = [stage for (stage, _), waiting in sender._under_way.items() if waiting is queue]

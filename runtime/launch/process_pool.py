@@ -69,7 +69,7 @@ class RankResults:
 
     Args:
         loss: the loss of the global batch; ``None`` if the program has none.
-        outputs: value name -> microbatch -> this rank's shard.
+        outputs: name of an output tensor in the program -> microbatch -> this rank's shard.
         grads: parameter name -> gradient of this rank's shard.
         buffers: name of a buffer that the step has changed -> this rank's shard.
     """

@@ -72,7 +72,8 @@ class CallFacts:
         return bool(self.gives or self.adds)
 
     def collectives(self, op: str) -> tuple[CollectiveUse, ...]:
-        """Return the collectives, in execution order, that this call runs in an instruction of kind ``op``.
+        """Return the collectives, in execution order, that this call (an execution of a block, such as a layer) runs in
+        an instruction of kind ``op``.
 
         ``op``: "F" forward, "B" backward, "I" its half for inputs, "W" its half for weights. B and I include the
         forward collectives if backward recomputes the call.
@@ -277,8 +278,8 @@ class ProgramFacts:
         )
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
-        """Return gradients, collectives and memory of the call at ``place``, a pair (stage index, position on the
-        stage).
+        """Return gradients, collectives and memory of one call of a block (a piece of the model, such as a layer).
+        ``place``: a pair (index of its pipeline stage, position of the call on the stage).
 
         ``index``: position of the call in :attr:`order`, which indexes the tuples of :attr:`flow`.
         """

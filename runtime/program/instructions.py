@@ -148,7 +148,8 @@ class Instruction(Data):
         return "GATHER_B" if self.op == "GATHER" and self.gradients else self.op
 
     def __str__(self) -> str:
-        """Return a short text: stage, operation, and microbatch or bucket index, such as ``0F3`` or ``0REDUCE:1``.
+        """Return a short text: stage, operation, and index of the microbatch or bucket (the set of parameters that the
+        operation is about), such as ``0F3`` or ``0REDUCE:1``.
 
         If torch.distributed.pipelining has the action, the text is its name there.
         """

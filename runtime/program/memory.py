@@ -91,10 +91,10 @@ Key = tuple[str, int | None]
 
 class MemoryMoment(NamedTuple):
     """Device bytes that a rank holds besides its parameters, buffers and their lasting gradients at one moment: the
-    peak of a call, or the end of an instruction.
+    peak of a call (an execution of a block, such as a layer), or the end of an instruction.
 
-    ``call``: position of the call on its pipeline stage; ``None`` for a whole instruction. ``saved``: bytes of values
-    that pass between calls, and of tensors saved for backward. ``gradients``: of gradients of values that pass between
+    ``call``: position of the call on its pipeline stage; ``None`` for a whole instruction. ``saved``: bytes of tensors
+    that pass between calls, and of tensors saved for backward. ``gradients``: of gradients of tensors that pass between
     calls. ``recomputed``: of recomputed tensors of a running backward. ``gathered``: of gathered parameters, and of
     sharded parameters' gradients before, during and after their reduce-scatter. ``host``: bytes in host memory.
     """
@@ -418,15 +418,15 @@ class _Holder:
         return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
 
     def list_moved_calls(self, i: Instruction) -> list[CallFacts]:
-        """Return the calls whose activations the OFFLOAD or FETCH instruction ``i`` moves: those of its calls that have
-        a backward.
+        """Return the calls (executions of blocks, such as layers) whose activations the OFFLOAD or FETCH instruction
+        ``i`` moves: those of its calls that have a backward.
         """
         assert i.calls is not None
         return [call for call in self.calls[slice(*i.calls)] if call.has_backward]
 
     def offload_activations(self, i: Instruction) -> None:
-        """Count the saved tensors of the calls of the OFFLOAD ``i`` as in host memory, and as leaving the device during
-        the next computation.
+        """Count the tensors that the calls (executions of blocks, such as layers) of the OFFLOAD instruction ``i``
+        saved for backward as in host memory, and as leaving the device during the next computation.
         """
         for call in self.list_moved_calls(i):
             before = self.saved
@@ -437,8 +437,8 @@ class _Holder:
             self.host += self.facts.moved_bytes(call)
 
     def fetch_activations(self, i: Instruction) -> None:
-        """Count the tensors that were saved for backward by the calls of the FETCH instruction ``i``, and moved to host
-        memory, as on the device again.
+        """Count tensors as on the device again: those that the calls (executions of blocks, such as layers) of the
+        FETCH instruction ``i`` saved for backward, and that were moved to host memory.
         """
         for call in self.list_moved_calls(i):
             for value in call.moves:
@@ -464,8 +464,8 @@ class _Holder:
             self.flowing += self.sizes[value]
 
     def run_forward(self, i: Instruction) -> None:
-        """Count as held the outputs of the calls of the forward instruction ``i``, and the tensors that they save for
-        backward.
+        """Count as held the outputs of the calls (executions of blocks, such as layers) of the forward instruction
+        ``i``, and the tensors that they save for backward.
         """
         assert i.calls is not None
         for position, call in enumerate(self.calls[slice(*i.calls)], i.calls[0]):

@@ -137,7 +137,8 @@ class Durations(Protocol):
     """
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        """Return the seconds of one part of a call on one microbatch, with the collectives in its graph.
+        """Return the seconds of one part of a call (an execution of a block, such as a layer) on one microbatch, with
+        the collectives in its graph.
 
         ``call``: position in the calls of the pipeline stage ``stage``. ``part``: "F" forward, "B" backward, "I" and
         "W" its halves for inputs and weights. Recomputation is not included.
@@ -405,9 +406,11 @@ class _InstructionJob(OverlappedCollective):
 
 @dataclass
 class _SimulatedRank(RankClock):
-    """The simulated rank of one pipeline stage: ``position``, that of its next instruction in ``instructions``; the
-    collectives and copies in progress, by the buckets, states or calls that wait for them; and the times so far
-    (``spans`` of instructions, ``background`` transfers).
+    """The simulated rank of one pipeline stage. ``instructions``: its list; ``position``: that of its next instruction.
+
+    It also has the collectives and copies in progress, by what waits for them: buckets (sets of parameters that are
+    gathered or reduced together), parameters and buffers, or calls of blocks. ``spans``: the times of its instructions
+    so far. ``background``: the times of its transfers and collectives so far.
     """
 
     stage: int = 0

@@ -34,9 +34,9 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
     """Return the communication events of a rank that runs ``instructions``, as pairs (instruction index, event).
 
     The events are collectives, sends and receives, in order. ``stage``: index of the rank's pipeline stage.
-    ``returns``: the gradients that the stage must receive, as (value name, microbatch) -> the stages that send a part
-    of it. Raise :class:`Refusal` at the first invalid instruction, or at the end if a value or gradient was not freed.
-    ``facts``: the analysis of the program.
+    ``returns``: the gradients that the stage must receive, as (name of a tensor that stages send each other,
+    microbatch) -> the stages that send a part of its gradient. Raise :class:`Refusal` at the first invalid instruction,
+    or at the end if a tensor or gradient was not freed. ``facts``: the analysis of the program.
     """
     check_fields(facts.program, stage, instructions)
     machine = _StageInterpreter(facts, stage, returns)
@@ -193,7 +193,7 @@ class _StageInterpreter:
 
     def agree_on_totals(self, i: Instruction) -> None:
         """Raise :class:`Refusal` unless ``i`` names the same totals (sums over the batch) as earlier instructions, and
-        the calls that run before the pipeline compute all of them.
+        the calls of blocks (pieces of the model) that run before the pipeline compute all of them.
         """
         if self.totals is None:
             self.totals = i.values
@@ -221,10 +221,11 @@ class _StageInterpreter:
         self.total_at = self.index
 
     def f(self, i: Instruction) -> None:
-        """Check a forward instruction ``i``. Record that the values which it computes exist from now on, and the
+        """Check a forward instruction ``i``. Record that the tensors which it computes exist from now on, and the
         collectives in the graphs that it runs.
 
-        Raise :class:`Refusal` if one of its calls has run before on the microbatch, or if what it reads does not exist.
+        Raise :class:`Refusal` if one of its calls (executions of blocks, such as layers) has run before on the
+        microbatch, or if what it reads does not exist.
         """
         assert i.calls is not None
         assert i.microbatch is not None
@@ -280,7 +281,8 @@ class _StageInterpreter:
             self.backward.add((position, microbatch))
 
     def backward_runs(self, i: Instruction, after_inputs: bool = False) -> list[tuple[int, int]]:
-        """Return the pairs (call position, microbatch) whose backward the instruction ``i`` runs, last call first.
+        """Return the pairs (call position, microbatch) whose backward the instruction ``i`` runs, last call first. A
+        call is one execution of a block, such as a layer; its position is that on the pipeline stage.
 
         ``after_inputs``: whether the instruction runs the half of the backward for parameters, which must follow the
         half for inputs. Raise :class:`Refusal` if forward has not run, or the backward has run before.
@@ -371,7 +373,8 @@ class _StageInterpreter:
         """Check the GATHER instruction ``i``, and record its collective: an all-gather of parameters, or of gradients
         as a step of a hierarchical reduction.
 
-        Raise :class:`Refusal` if this all-gather is not allowed now.
+        Raise :class:`Refusal` if ZeRO does not divide the parameters, if they are gathered already, if their values
+        were not copied from host memory, or if another step of the reduction is the next one.
         """
         assert i.bucket is not None
         if i.gradients:
@@ -382,7 +385,8 @@ class _StageInterpreter:
         self.trace_collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
-        """Raise :class:`Refusal` if a parameter or buffer that a call reads is not on the device.
+        """Raise :class:`Refusal` if a parameter or buffer that a call (an execution of a block, such as a layer) reads
+        is not on the device.
 
         If ZeRO shards a parameter, record that the call waits for its all-gather. ``position``: the call's position on
         the stage.
@@ -522,8 +526,8 @@ class _StageInterpreter:
         return [(p, m) for m in range(self.program.num_microbatches) for p in positions]
 
     def check_end(self) -> None:
-        """Raise :class:`Refusal` if, after the last instruction of the rank, a call has not run, a gradient was not
-        reduced, or a value was not freed.
+        """Raise :class:`Refusal` if, after the last instruction of the rank, a call (an execution of a block, such as a
+        layer) has not run, a gradient was not reduced, or a tensor was not freed.
         """
         for position, microbatch in self.list_runs():
             if (position, microbatch) not in self.forward:
@@ -543,8 +547,9 @@ class _StageInterpreter:
         self.gradients.finish()
 
     def check_taken(self, value: str, what: str) -> None:
-        """Raise :class:`Refusal` unless the value named ``value`` was created on this rank in every microbatch; it may
-        be freed by now. ``what``: what the value is in the model, such as "the output 'logits'", for the message.
+        """Raise :class:`Refusal` unless the tensor that is named ``value`` in the program was created on this rank in
+        every microbatch; it may be freed by now. ``what``: what the tensor is in the model, such as "the output
+        'logits'", for the message.
         """
         for microbatch in range(self.program.num_microbatches):
             place = self.find_place(value, microbatch)

@@ -102,14 +102,16 @@ def _first_of_each(keys: Sequence[Hashable]) -> list[int]:
 class Mismatch(Exception):
     """Raised if two ranks disagree on a communication, or if ranks deadlock.
 
-    ``fault``: kind of fault. ``rank`` and ``index``: the instruction at fault, as rank and position in its list.
-    ``node``: graph node, or empty.
+    ``fault``: kind of fault: ``"match"`` (two ranks disagree on what they exchange) or ``"deadlock"`` (ranks wait for
+    each other for ever). ``rank`` and ``index``: the instruction at fault, as rank and position in its list. ``node``:
+    graph node, or empty.
     """
 
     def __init__(self, fault: Fault, message: str, rank: int, index: int, node: str = "") -> None:
-        """Create the error. ``fault``: kind of fault. ``message``: what is wrong, without rank and instruction.
-        ``rank`` and ``index``: the instruction at fault, as rank and position in its list. ``node``: name of the graph
-        node; empty if no graph runs.
+        """Create the error. ``fault``: kind of fault: ``"match"`` (two ranks disagree on what they exchange) or
+        ``"deadlock"``. ``message``: what is wrong, without rank and instruction. ``rank`` and ``index``: the
+        instruction at fault, as rank and position in its list. ``node``: name of the graph node; empty if no graph
+        runs.
         """
         super().__init__(message)
         self.fault = fault

@@ -28,9 +28,9 @@ class FaultLocation:
     """The location of a fault in a program.
 
     ``stage``: index of the pipeline stage. ``index``: position of the instruction. If it is ``None``, the fault is
-    reported at the first instruction that uses ``call`` (position on the stage), ``bucket`` (index of a set of
-    parameters that are reduced together) or ``state`` (name of a parameter or buffer). ``node``: node of the call's
-    graph.
+    reported at the first instruction that uses ``call`` (position, on the stage, of an execution of a block, such as a
+    layer), ``bucket`` (index of a set of parameters that are reduced together) or ``state`` (name of a parameter or
+    buffer). ``node``: node of the call's graph.
     """
 
     stage: int = 0
@@ -45,7 +45,8 @@ class Refusal(Exception):
     """Raised inside the prover for a fault in the instructions of a pipeline stage, before it is known which rank runs
     them.
 
-    ``fault``: kind of fault. ``message``: what is wrong. ``location``: where.
+    ``fault``: kind of fault, such as ``"order"`` (something is used before it exists, or after it was freed) or
+    ``"leak"`` (a tensor is never freed). ``message``: what is wrong. ``location``: where.
     """
 
     def __init__(self, fault: Fault, message: str, location: FaultLocation | None = None) -> None:
@@ -59,7 +60,9 @@ class ProofError(PartitionError):
     """Raised if a program would hang, compute a wrong result, or use more memory than allowed.
 
     ``rank``: the (first) rank concerned. ``index`` and ``instruction``: position and printed form of its instruction.
-    ``node``: the graph node at fault; empty if there is none. ``fault``: the kind of fault.
+    ``node``: the graph node at fault; empty if there is none. ``fault``: the kind of fault, such as ``"deadlock"``,
+    ``"memory"`` (a rank holds more than it may) or ``"order"`` (something is used before it exists, or after it was
+    freed).
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class ProofError(PartitionError):
     ) -> None:
         """Create the error; its text is ``message`` after rank, instruction and graph node. ``index``, ``instruction``:
         position of the instruction in the rank's list, and its printed form. ``node``: name of the graph node; empty if
-        no graph runs. ``fault``: the kind of fault.
+        no graph runs. ``fault``: the kind of fault, such as ``"deadlock"``, or ``"order"`` if something is used before
+        it exists; by default ``"structure"``: the data of the program contradict each other.
         """
         where = f"rank {rank}, instruction {index} ({instruction})"
         if node:

@@ -87,11 +87,12 @@ class ValueGradients:
         self.freed: dict[Key, int] = {}
 
     def add(self, key: Key, adder: Adder, index: int) -> None:
-        """Record that a call or another stage adds to the gradient of a value. Raise :class:`Refusal` if the gradient
-        was used or freed before, or if ``adder`` has added to it already.
+        """Record that a call (an execution of a block, such as a layer) or another stage adds to the gradient of a
+        tensor that passes between calls. Raise :class:`Refusal` if the gradient was used or freed before, or if
+        ``adder`` has added to it already.
 
-        ``key``: (value, microbatch). ``adder``: what adds: the position of a call on this stage, or ``("stage",
-        index)`` for the part that another stage sends. ``index``: position of the instruction.
+        ``key``: (name of the tensor, microbatch). ``adder``: what adds: the position of a call on this stage, or
+        ``("stage", index)`` for the part that another stage sends. ``index``: position of the instruction.
         """
         gone = self.freed.get(key, self.taken.get(key))
         if gone is not None:
@@ -107,10 +108,10 @@ class ValueGradients:
         self.add(key, ("stage", peer), index)
 
     def take(self, key: Key, index: int) -> None:
-        """Record that the gradient of a value is used, by backward or by a send.
+        """Record that the gradient of a tensor that passes between calls of blocks is used, by backward or by a send.
 
-        ``key``: (value, microbatch). ``index``: position of the instruction. Raise :class:`Refusal` if the gradient is
-        incomplete, freed, or already used.
+        ``key``: (name of the tensor, microbatch). ``index``: position of the instruction. Raise :class:`Refusal` if the
+        gradient is incomplete, freed, or already used.
         """
         if key in self.freed:
             raise Refusal("order", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
@@ -131,10 +132,10 @@ class ValueGradients:
         self.taken[key] = index
 
     def free(self, key: Key, index: int) -> None:
-        """Record that the gradient of a value is freed. Raise :class:`Refusal` if it does not exist, or was not used
-        before.
+        """Record that the gradient of a tensor that passes between calls of blocks is freed. Raise :class:`Refusal` if
+        it does not exist, or was not used before.
 
-        ``key``: (value, microbatch). ``index``: position of the instruction.
+        ``key``: (name of the tensor, microbatch). ``index``: position of the instruction.
         """
         if key in self.freed:
             raise Refusal("twice", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
@@ -188,7 +189,8 @@ class StateGradients:
         self.stepped: int | None = None
 
     def add(self, state: str, position: int, microbatch: int) -> None:
-        """Record that the backward of a call adds to the gradient of the parameter ``state``.
+        """Record that the backward of a call (an execution of a block, such as a layer) adds to the gradient of the
+        parameter ``state``.
 
         ``position``: the call's position on the stage. ``microbatch``: index of the microbatch. Raise :class:`Refusal`
         if the gradient was already reduced or copied to the host.

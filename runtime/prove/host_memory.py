@@ -34,7 +34,7 @@ class ActivationOffloads:
 
     def runs(self, i: Instruction, forward: Collection[Run], *backward: Collection[Run]) -> list[Run]:
         """Return the (call position, microbatch) pairs whose activations the instruction ``i`` moves to or from host
-        memory.
+        memory. A call is one execution of a block, such as a layer; its position is that on the pipeline stage.
 
         ``forward``: the pairs whose forward has run. ``backward``: one or more collections of pairs whose backward, or
         a half of it, has run. Raise :class:`Refusal` if a call has not run forward, or has already run backward.
@@ -50,9 +50,11 @@ class ActivationOffloads:
         return runs
 
     def offload(self, run: Run, index: int) -> None:
-        """Record that the instruction at position ``index`` moves the activations saved by ``run``, a pair (call
-        position, microbatch), to host memory. Raise :class:`Refusal` if that is not allowed, such as before the forward
-        or twice.
+        """Record that the instruction at position ``index`` moves saved activations to host memory. ``run``: the pair
+        (call position, microbatch) whose forward saved them; a call is one execution of a block, such as a layer.
+
+        Raise :class:`Refusal` if the program does not declare that it offloads activations, or if they were moved
+        before.
         """
         if not self.offloads:
             raise Refusal("fields", "moves activations to host memory, which the program does not say it does")
@@ -65,7 +67,8 @@ class ActivationOffloads:
         """Record that the instruction at position ``index`` moves saved activations from host memory back to the
         device. Raise :class:`Refusal` if they are not in host memory.
 
-        ``run``: (call position, microbatch) that saved them.
+        ``run``: the pair (call position, microbatch) whose forward saved them; a call is one execution of a block, such
+        as a layer.
         """
         if run in self.back:
             raise Refusal("twice", f"what {self._format_run(run)} keeps came back at instruction {self.back[run]}")
@@ -75,8 +78,9 @@ class ActivationOffloads:
         self.back[run] = index
 
     def read(self, run: Run) -> None:
-        """Raise :class:`Refusal` if the activations that ``run``, a pair (call position, microbatch), saved are in host
-        memory.
+        """Raise :class:`Refusal` if the activations that a forward saved are in host memory, because a backward reads
+        them now. ``run``: the pair (call position, microbatch) whose forward saved them; a call is one execution of a
+        block, such as a layer.
         """
         if run in self.away:
             message = (
@@ -123,8 +127,8 @@ class HostStates:
             self.there[state] = index
 
     def read(self, states: Sequence[str], gather: bool = False) -> None:
-        """Record that a call reads the parameters ``states`` or, with ``gather``, that an all-gather reads this rank's
-        pieces of them.
+        """Record that a call (an execution of a block, such as a layer) reads the parameters ``states`` or, with
+        ``gather``, that an all-gather reads this rank's pieces of them.
 
         Raise :class:`Refusal` if one is in host memory and was not copied to the device.
         """
@@ -206,10 +210,10 @@ def _find_producing_stages(program: Program) -> dict[str, set[int]]:
 
 
 def _find_update_problem(program: Program, state: StateData, name: str, makers: dict[str, set[int]]) -> str:
-    """Return why a buffer, which ``state`` describes, cannot take the value ``name`` at the end of a step; an empty
-    string if it can.
+    """Return why a buffer, which ``state`` describes, cannot take the values of the tensor ``name`` of the program at
+    the end of a step; an empty string if it can.
 
-    ``makers``: value -> indices of the stages whose calls compute it.
+    ``makers``: name of a tensor -> indices of the pipeline stages that compute it.
     """
     if state.kind != "buffer":
         return f"is a {state.kind} and takes the value {name!r}: only buffers do"
@@ -227,8 +231,8 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
     """Raise :class:`Refusal` if a buffer takes a new value that depends on the microbatch or on the ``dp`` rank, so
     that ranks would have different buffers.
 
-    Buffers whose new value is a sum over microbatches and ``dp`` ranks are not checked. ``known``: name of a value ->
-    ``"alike"`` if it is equal in all microbatches and on all ``dp`` ranks, or ``"different"``.
+    Buffers whose new value is a sum over microbatches and ``dp`` ranks are not checked. ``known``: name of a tensor of
+    the program -> ``"alike"`` if it is equal in all microbatches and on all ``dp`` ranks, or ``"different"``.
     """
     for name, state in program.states.items():
         if state.update is not None and state.keeps is None and known.get(state.update) == "different":
@@ -287,16 +291,16 @@ class WrittenUpdates:
         """Raise :class:`Refusal` unless all microbatches have added to the sum from which the buffer ``name`` is
         updated.
 
-        ``position``: position, on the pipeline stage, of the call that computes what each microbatch adds. ``forward``:
-        the (call position, microbatch) pairs that have run.
+        ``position``: position, on the pipeline stage, of the call (an execution of a block, such as a layer) that
+        computes what each microbatch adds. ``forward``: the (call position, microbatch) pairs that have run.
         """
         missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
         if missing and self.program.states[name].keeps is not None:
             raise Refusal("order", f"takes the sum for {name!r}, to which microbatch {missing[0]} has not added yet")
 
     def read(self, states: Sequence[str]) -> None:
-        """Raise :class:`Refusal` if one of the buffers ``states``, which a call reads, was already updated in this
-        step.
+        """Raise :class:`Refusal` if one of the buffers ``states``, which a call (an execution of a block, such as a
+        layer) reads, was already updated in this step.
         """
         for name in states if self.done else ():
             if name in self.done:

@@ -277,8 +277,9 @@ def _locate_refusal(
 
 
 def _is_about(program: Program, location: FaultLocation, instruction: Instruction) -> bool:
-    """Return whether ``instruction`` uses what ``location``, the location of a fault, names: a call, a parameter or
-    buffer, or a set of parameters that are reduced together. The fault is reported at the first such instruction.
+    """Return whether ``instruction`` uses what ``location``, the location of a fault, names: a call (an execution of a
+    block, such as a layer), a parameter or buffer, or a set of parameters that are reduced together. The fault is
+    reported at the first such instruction.
     """
     if location.bucket is not None:
         return instruction.bucket == location.bucket

@@ -195,12 +195,15 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
 
 def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
-    """Return the names of the nodes in the graph that the call at ``position`` of the pipeline stage ``stage`` runs."""
+    """Return the names of the nodes in the graph that a call (an execution of a block, such as a layer) runs.
+    ``position``: the call's position on the pipeline stage ``stage`` (an index).
+    """
     return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
 
 
 class Parameters:
-    """Checks that parameters that ZeRO shards are gathered before a call reads them, and freed afterwards under ZeRO 3.
+    """Checks that parameters that ZeRO shards are gathered before a call (an execution of a block, such as a layer)
+    reads them, and freed afterwards under ZeRO 3.
 
     Parameters that are gathered together form a bucket, which is identified by its index on the pipeline stage.
     """
@@ -241,7 +244,8 @@ class Parameters:
         return self.under_way[number]
 
     def read(self, position: int) -> Iterator[Hashable]:
-        """Yield the keys of the all-gathers that must end before the call at ``position`` on the stage runs.
+        """Yield the keys of the all-gathers that must end before a call (an execution of a block, such as a layer)
+        runs. ``position``: the call's position on the stage.
 
         Raise :class:`Refusal` if a parameter that the call reads is not gathered.
         """

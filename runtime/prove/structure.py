@@ -298,8 +298,8 @@ def _state_spec(program: Program, name: str) -> TensorSpec | None:
 
 
 def _check_call_order(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` if a value that a call reads is never computed, or if calls depend on each other in a
-    cycle. ``facts``: the analysis of the program.
+    """Raise :class:`Refusal` if a tensor that a call (an execution of a block, such as a layer) reads is never
+    computed, or if calls depend on each other in a cycle. ``facts``: the analysis of the program.
     """
     placed = set(facts.order)
     for s, stage in enumerate(facts.program.stages):

@@ -193,8 +193,8 @@ class ScatteredBucket:
             self.give()
 
     def begin(self) -> None:
-        """Prepare the gradients of the bucket for a new training step: additions start from zero, and reduce-scatters
-        of a failed step are dropped.
+        """Prepare the gradients of the bucket (parameters that are reduced together) for a new training step: additions
+        start from zero, and reduce-scatters of a failed step are dropped.
         """
         self.fresh = True
         self._sent.clear()  # of a step that failed
@@ -204,8 +204,8 @@ class ScatteredBucket:
             self.flat.give()
 
     def restore(self) -> None:
-        """Allocate this rank's ZeRO pieces of the bucket's gradients, filled with zeros, if a failed step has released
-        them.
+        """Allocate this rank's ZeRO pieces of the gradients of the bucket (parameters that are reduced together),
+        filled with zeros, if a failed step has released them.
         """
         if self.flat.given:
             self.flat.take()

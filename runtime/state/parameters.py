@@ -389,8 +389,8 @@ class MasterParameters:
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def take(self, pieces: Mapping[str, Tensor]) -> None:
-        """Replace this rank's ZeRO pieces of parameters by ``pieces`` (name -> tensor), tensors with the same values
-        whose memory the all-gather of the parameters uses.
+        """Use ``pieces`` (name -> tensor) as this rank's ZeRO pieces of parameters from now on, in place of the tensors
+        held so far. They have the same values, but lie in the buffers from which the parameters are all-gathered.
         """
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})

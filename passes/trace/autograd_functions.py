@@ -869,9 +869,9 @@ def _insert_call_like(
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the set of those nodes of ``graph`` that are in ``marks`` or depend on a node in ``marks``, and that
-    autograd reaches from ``loss``, even by a zero gradient. ``loss`` is always in the set. ``marks``: nodes that
-    mark results of users' ``torch.autograd.Function`` classes."""
+    """Return the set of those nodes of ``graph`` that are in ``marks`` or depend on a node in ``marks``, and to which
+    gradients flow from ``loss`` in backward, even if they are zero. ``loss`` is always in the set. ``marks``: nodes
+    that mark results of users' ``torch.autograd.Function`` classes."""
     behind = set(marks)
     for node in graph.nodes:
         if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

@@ -263,8 +263,8 @@ def _full_speed(plan: Any) -> float | None:
 
 
 def _open_tensorboard(folder: Path, step: int) -> Any:
-    """Return a TensorBoard writer to ``folder`` that hides entries from ``step`` on; ``None`` if TensorBoard is not
-    installed.
+    """Return a TensorBoard writer to ``folder`` that hides existing entries of step ``step`` and later, because these
+    steps are written again; ``None`` if TensorBoard is not installed.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter

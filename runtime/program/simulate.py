@@ -673,8 +673,9 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def start_offload(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copies to host memory of the OFFLOAD ``i`` of the simulated rank ``lane``: of activations after
-        earlier copies, of gradients after their reductions.
+        """Start the copies to host memory of the OFFLOAD instruction ``i`` of the simulated rank ``lane``. Copies of
+        activations begin when earlier copies have ended; copies of gradients also wait for the collectives that reduce
+        them.
         """
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:

@@ -255,11 +255,12 @@ class WrittenUpdates:
         self, states: Sequence[str], index: int, forward: Collection[tuple[int, int]]
     ) -> tuple[list[str], list[CollectiveEvent]]:
         """Record that the instruction at position ``index`` gives the buffers ``states`` their new values. Return two
-        values: the names of the values that it reads on this stage, and the collectives that it starts.
+        values: the names of the tensors of the program that it reads on this stage, and the collectives that it starts.
 
-        The collectives sum over ``dp``, or copy values between stages that share a buffer. ``forward``: the (call
-        position, microbatch) pairs that have run forward. Raise :class:`Refusal` if the buffers are not ones that
-        forward changes, all on the same stages, or if one of them is updated twice or from a sum that is incomplete.
+        The collectives sum over ``dp``, or copy new values between stages that share a buffer. ``forward``: the pairs
+        (position of a block call on the stage, microbatch) that have run forward. Raise :class:`Refusal` if forward
+        does not change one of the buffers, if they are not all on the same stages, or if one of them is updated twice
+        or from a sum to which a microbatch has not added yet.
         """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:

@@ -15,6 +15,8 @@ STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.installed-docs
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FITS   := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+# Tests wait for the processes that they start, so a few more run than there are processors.
+WORKERS ?= $(shell python3 -c 'import os; print(min(4, 3 * (os.cpu_count() or 1) // 2))' 2>/dev/null || echo 2)
 PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
             $$p -c '$(FITS)' 2>/dev/null && echo $$p; done))
 
@@ -44,7 +46,7 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)

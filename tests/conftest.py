@@ -1,13 +1,21 @@
 """One thread per process: the tests start several processes on few cores, and results stay the same everywhere.
 
 And few passes of the cycle collector, each of which looks at all that torch, transformers and 5,000 tests are made of.
+
+Of a test function with many cases, ``make test`` runs as many as fit in a budget of time, evenly spaced over the list
+of cases; the others are marked slow, so that ``make test-all`` runs them. ``case_costs.json`` has the seconds of a case
+of each function that takes long; ``make test ARGS=--record-costs`` writes it anew. Only their proportions matter.
+Functions marked ``all_cases`` run whole.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +32,53 @@ from partitioner.solve.search import search
 
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 20)
+
+_COSTS = Path(__file__).parent / "case_costs.json"
+_BUDGET_S = 4.0  # for the cases of one function
+_LEAST_CASES = 2
+_RECORDED_S = 3.0  # functions that take less are not recorded, and run whole
+
+_seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # function -> case -> seconds
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-costs", action="store_true", help="write tests/case_costs.json anew (all cases run)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow the cases of each test function that do not fit in the budget of ``make test``."""
+    if config.getoption("--record-costs"):
+        return
+    costs: dict[str, float] = json.loads(_COSTS.read_text())
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not (item.get_closest_marker("slow") or item.get_closest_marker("all_cases")):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, of_function in cases.items():
+        for item in _list_beyond_budget(of_function, costs.get(name, 0.0)):
+            item.add_marker(pytest.mark.slow)
+
+
+def _list_beyond_budget(cases: list[pytest.Item], seconds: float) -> list[pytest.Item]:
+    """Return the cases of one test function that do not fit in the budget. ``seconds``: the time of one case."""
+    kept = max(_LEAST_CASES, int(_BUDGET_S / seconds)) if seconds else len(cases)
+    if kept >= len(cases):
+        return []
+    chosen = {round(k * (len(cases) - 1) / (kept - 1)) for k in range(kept)}
+    return [item for index, item in enumerate(cases) if index not in chosen]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("[")[0]][report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the seconds of a case of each function that takes long, if that was asked for."""
+    if not session.config.getoption("--record-costs") or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    mean = {name: sum(of.values()) / len(of) for name, of in sorted(_seconds.items()) if sum(of.values()) > _RECORDED_S}
+    _COSTS.write_text(json.dumps({name: round(seconds, 2) for name, seconds in mean.items()}, indent=1) + "\n")
 
 
 def pytest_configure() -> None:

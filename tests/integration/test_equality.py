@@ -56,6 +56,7 @@ def check(name: str, mesh: tuple[int, int, int], schedule: str, ranks: partition
         assert plan.shares.matmul_sharded >= 0.95
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("name", "mesh", "schedule"), SAMPLE, ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else v
 )

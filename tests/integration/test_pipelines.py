@@ -59,6 +59,7 @@ def shown(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(("model", "kind", "pp", "batch", "recompute"), SAMPLE, ids=shown)
 def test_schedules_compute_what_the_model_computes(
     model: str, kind: tuple[str, int], pp: int, batch: tuple[int, int], recompute: str

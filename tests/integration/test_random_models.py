@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("without_baselines")
 
 _PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 _FAST = settings(
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,

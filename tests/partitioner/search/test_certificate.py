@@ -144,7 +144,7 @@ def check(job: dict[str, Any], fixed: dict[str, Any]) -> None:
 OFTEN = dict(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
-@settings(max_examples=4, **OFTEN)
+@settings(max_examples=2, **OFTEN)
 @given(jobs(), pins())
 def test_no_pinned_plan_goes_below_the_bound(job: dict[str, Any], fixed: dict[str, Any]):
     check(job, fixed)

@@ -66,9 +66,9 @@ def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: 
 
 
 def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[list[float]]:
-    """Return this rank's CPU seconds of a fixed piece of work: one row for each of ``repeats`` repetitions, with one
-    entry for each of ``active``. ``active``: numbers of ranks; so many ranks, from rank 0, do the work at the same
-    time. An entry is NaN if this rank did not take part.
+    """Measure how much slower ranks compute that share CPU cores. Return this rank's CPU seconds of a fixed piece of
+    work: one row for each of ``repeats`` repetitions, with one entry for each number in ``active``. For a number ``n``,
+    the ranks 0 to ``n - 1`` do the work at the same time; for other ranks the entry is NaN. All ranks must call this.
 
     Half of the work is limited by compute, half by memory. A piece takes about ``budget_s`` seconds, which is long
     against the time slices of the operating system. CPU time is used, because waiting for a core depends on other

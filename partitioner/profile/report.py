@@ -18,9 +18,11 @@ _DIGITS = 4
 
 
 def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -> str:
-    """Return ``topology`` as YAML text that :meth:`Topology.load` reads, with numbers rounded to four digits. Comments
-    at its start list ``errors``, the errors of the fits to the measured times. ``machine``: a text that names the
-    machine."""
+    """Return ``topology``, whose figures were fitted to measured times, as YAML text that :meth:`Topology.load` reads,
+    with numbers rounded to four digits. Comments at its start list ``errors``: for each kind of kernel or collective,
+    how far the times that follow from these figures are from the measured ones. ``machine``: a text that names the
+    machine.
+    """
     lines = [f"# Measured by `partitioner profile` on {machine}.", "#"]
     lines.append("# Median error of the fitted figures against the times that were measured:")
     lines += [f"#   {e.what:<24} {e.median:>6.1%}  of {e.num_samples} times" for e in errors]
@@ -32,8 +34,10 @@ def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -
 
 
 def large_errors(errors: Sequence[FitError]) -> str:
-    """Return a warning that names those of ``errors`` (one for each fit) whose predictions are over 25 % from the
-    measured times; ``""`` if there are none."""
+    """Return a warning that names the kinds of kernels and collectives whose times are predicted badly, with a median
+    error over 25 %; ``""`` if there are none. ``errors``: for each kind, how far the predicted times are from the
+    measured ones.
+    """
     far = [f"{e.what} ({e.median:.0%})" for e in errors if e.is_large]
     if not far:
         return ""
@@ -68,8 +72,10 @@ _Dumper.add_representer(list, _represent_row)
 
 
 def profile_parts(topology: Topology, errors: Sequence[FitError]) -> Iterator[RenderableType]:
-    """Yield what the terminal shows of a profile: a table of ``errors`` (the errors of the fits to the measured times),
-    a warning if some are large, and a sentence if the ranks of ``topology`` share CPU cores."""
+    """Yield what the terminal shows of a profile, a topology whose figures were fitted to measured times: a table of
+    ``errors`` (for each kind of kernel or collective, how far predicted times are from measured ones), a warning if
+    some are large, and a sentence if the ranks of ``topology`` share CPU cores.
+    """
     table = Table("fit", "times", "median error", title_justify="left", box=None, pad_edge=False)
     for error in errors:
         table.add_row(error.what, str(error.num_samples), f"{error.median:.1%}")

@@ -165,11 +165,13 @@ class _Timer:
         self.compute = compute
 
     def seconds(self, run: _TransferRun, repeats: int, budget_s: float) -> float:
-        """Return the seconds by which one transfer lengthens a computation, as the median of ``repeats`` differences.
-        ``run``: repeats the transfer (a collective or a message) on this rank. Each difference is the time of a block
-        of computations with transfers between them, less that of the computations alone, for one transfer. The result
-        is at least a tenth of the time of a transfer in a series without computations. ``budget_s``: approximate
-        seconds for all measurements together."""
+        """Return the seconds by which one transfer (a collective or a message) lengthens a computation. ``run``:
+        repeats the transfer on this rank.
+
+        Two blocks are timed ``repeats`` times: computations alone, and the same computations with a transfer after
+        each. The result is the median of the differences, for one transfer. It is at least a tenth of the seconds of a
+        transfer without computations. ``budget_s``: approximate seconds for all measurements together.
+        """
 
         def alone() -> None:
             """Run the computation without a transfer, on ranks that take part in the measured transfer; do nothing on

@@ -82,8 +82,10 @@ class FirstProgram:
     )
 
     def evaluator_at(self, shape: Shape) -> CandidateEvaluator:
-        """Return the object that finds the best plans of mesh candidates for batches of ``shape`` (samples, positions),
-        one of the batch shapes in ``family``. It is created once for each shape and then reused."""
+        """Return the object that finds the best plan of each mesh candidate (mesh sizes, microbatch size, schedule and
+        ZeRO stage) for batches of ``shape`` (samples, positions), one of the batch shapes in ``family``. It is created
+        once for each shape and then reused.
+        """
         assert self.family is not None
         if shape not in self._evaluators:
             self._evaluators[shape] = CandidateEvaluator(self.job_of(None, self.family.prepared_at(shape)))
@@ -381,8 +383,9 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Request]) 
     """Return all programs of a plan besides ``first``, by name: a training step for each further batch shape, and an
     evaluation or the two programs of a generation for each entry of ``programs``.
 
-    Raise :class:`ConstraintError` if the plan of ``first`` cannot have further programs, and :class:`PlanError` if one
-    of them has no plan.
+    Raise :class:`ConstraintError` if the plan of ``first`` cannot have further programs (it cannot be executed, keeps
+    data in host memory, or gives ranks different parts of the batch), and :class:`PlanError` if one of them has no
+    plan.
     """
     shapes = () if first.family is None else first.family.shapes[1:]
     if not programs and not shapes:
@@ -402,8 +405,9 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Request]) 
 
 
 def check_first_program(found: PlannedProgram) -> None:
-    """Raise :class:`ConstraintError` if no further program can share the parameters and buffers of the plan ``found``:
-    it has no program, offloads to host memory, or divides batches unevenly.
+    """Raise :class:`ConstraintError` if no further program, such as an evaluation, can share the parameters and buffers
+    of the plan ``found``: the plan can only be estimated and not executed, it keeps data in host memory, or its ranks
+    compute different numbers of microbatches.
     """
     if found.program is None:
         raise ConstraintError(

@@ -27,13 +27,14 @@ class ShapeError(PlanError):
 
 
 class Generate(BaseModel, metaclass=DocumentedModel):
-    """Programs that generate tokens with a causal model of transformers, on the weights that the plan trains, for
-    :meth:`partitioner.Engine.generate`.
+    """The user's request for programs that generate tokens with a causal language model of transformers. They use the
+    weights that the plan trains, and are run by :meth:`partitioner.Engine.generate`.
 
     Keys and values of all positions are kept in caches of a fixed length. One program (``prefill``) reads a prompt,
-    another one (``decode``) reads one token of each sample.
+    another one (``decode``) reads one token of each sample. The fields are the number of samples (``batch``), the
+    tokens that prefill reads at once (``prompt``), and the positions of the caches (``length``).
 
-    Raises :class:`GenerationError` for a malformed value.
+    Raises :class:`GenerationError` for an invalid value.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,8 +47,8 @@ class Generate(BaseModel, metaclass=DocumentedModel):
     length: PositiveInt = Field(description="Positions of the caches: the prompt and the new tokens.")
 
     def __init__(self, **data: Any) -> None:
-        """Check the fields. Raise :class:`GenerationError` for an invalid value, or if a cache has no room for a
-        prompt and a new token.
+        """Check the fields, given by name as ``data``. Raise :class:`GenerationError` for an invalid value, or if a
+        cache has no room for a prompt and a new token.
         """
         try:
             super().__init__(**data)
@@ -63,9 +64,11 @@ class Generate(BaseModel, metaclass=DocumentedModel):
 
 
 class Evaluate(BaseModel, metaclass=DocumentedModel):
-    """A program that runs forward alone, of the model in evaluation mode, on the weights that the plan trains.
+    """The user's request for a program that runs only the forward of the model, in evaluation mode, on the weights that
+    the plan trains. ``inputs``: one global batch; ``None``: as in training. ``loss``: function that computes the scalar
+    loss from the model's output; ``None``: as in training.
 
-    Raises :class:`ShapeError` for a malformed value.
+    Raises :class:`ShapeError` for an invalid field.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -140,15 +143,17 @@ class Shapes(BaseModel, metaclass=DocumentedModel):
         batch: int | tuple[int, ...] = (),
         multiple: int = 64,
     ) -> Shapes:
-        """Return the shapes that pad batches of given lengths least: at most ``count`` numbers of positions, with
-        weights that say how often batches have each. The largest length always fits.
+        """Return the batch shapes with which batches of given lengths need the least padding: at most ``count`` numbers
+        of positions (such as tokens of a sample), with weights that say how often batches have each. The largest length
+        always fits.
 
         The sum of the padded lengths is minimised exactly, by dynamic programming over the sorted lengths. ``lengths``:
-        the positions of each batch of a sample, or a mapping of positions to how often batches have them. If a sampler
-        puts texts of similar lengths into a batch, these are the lengths of the texts. ``batch``: numbers of samples,
-        as for :class:`Shapes`. ``multiple``: each number of positions is a multiple of this one.
+        the positions of each batch in a typical series of batches, or a mapping from numbers of positions to how often
+        batches have them. If a sampler puts texts of similar lengths into a batch, the lengths of the texts can be
+        given instead. ``batch``: numbers of samples, as for :class:`Shapes`. ``multiple``: each returned number of
+        positions is a multiple of this number.
 
-        Raise :class:`ShapeError` if there are no lengths, or if a number is not a whole one of 1 or more.
+        Raise :class:`ShapeError` if there are no lengths, or if a number is not a positive whole number.
         """
         given: dict[int, float] = dict(lengths if isinstance(lengths, Mapping) else Counter(lengths))
         _check_lengths(given, count, multiple)

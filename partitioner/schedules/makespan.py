@@ -141,13 +141,14 @@ def longest_path(
 
 class Waits(NamedTuple):
     """Dependencies of the actions of all pipeline ranks in one step: parallel lists with one entry per action, in
-    topological order. The first entries, one per rank, stand for the start of the step on that rank.
+    topological order. The first entries, one per rank, are no actions: they stand for the start of the step on that
+    rank.
 
-    ``before``: index of the previous action of the same rank. ``needed``: index of the action whose result is the
-    input. ``what``: four times the virtual stage, plus 0 for a forward, 1 or 2 for the backward for inputs or weights,
-    3 for a whole backward. ``message``: index of the message that brings the input: twice the virtual stage, plus 1 for
-    gradients; twice the number of stages if there is none. ``rank``: the rank of each action. ``last``, with one entry
-    per rank: index of its last action.
+    ``before``: index of the previous action of the same rank. ``needed``: index of the action on another virtual stage
+    that computes the input; the start of the rank if there is none. ``what``: four times the virtual stage, plus 0 for
+    a forward, 1 or 2 for the backward for inputs or weights, 3 for a whole backward. ``message``: index of the message
+    that brings the input: twice the virtual stage, plus 1 for gradients; twice the number of stages if there is none.
+    ``rank``: the rank of each action. ``last``, with one entry per rank: index of its last action.
     """
 
     before: list[int]

@@ -105,8 +105,9 @@ def find_steady_state(
         return None  # a table is for one number of microbatches
 
     def orders(p: int, m: int) -> tuple[Order, ...]:
-        """Return each rank's order of actions under the given schedule, for ``p`` pipeline ranks and ``m``
-        microbatches."""
+        """Return each rank's order of actions for ``p`` pipeline ranks and ``m`` microbatches, under the schedule that
+        the enclosing function got.
+        """
         return schedule_orders(schedule, p, m, chunks)
 
     wanted = None

@@ -29,9 +29,10 @@ Sizes = dict[str, int]  # bytes by kind
 
 def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
     """Return the bytes that a rank of one pipeline stage holds during the whole step, by kind: ``parameters``,
-    ``gradients``, ``optimizer`` (its states), and ``residuals`` of gradient compression if there are any. Data in host
-    memory are not counted. ``facts``: figures derived from the program, such as the bytes of its parameters on a rank.
-    ``stage``: index of the stage. ``optimizer``: name, such as ``"adamw"``.
+    ``gradients``, ``optimizer`` (its states), and, if gradients are compressed, ``residuals`` (their rounding errors,
+    which are added to the gradients of the next step). Data in host memory are not counted. ``facts``: figures derived
+    from the program, such as the bytes of its parameters on a rank. ``stage``: index of the stage. ``optimizer``: name,
+    such as ``"adamw"``.
     """
     program, hosted = facts.program, host_states(facts.program, stage)
     sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}

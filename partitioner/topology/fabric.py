@@ -198,8 +198,8 @@ def _compute_level_rate(level: Level) -> float:
 
 def inside_level(topology: Topology, kind: int, members: int) -> Level:
     """Return the direct links among some devices of a node, summarized as one level of links. ``kind``: index into
-    ``topology.pattern_kinds``. ``members``: bit mask of the devices; bit ``k`` is the device with index ``k`` in the
-    node.
+    ``topology.pattern_kinds``, the list of the different patterns of direct links that nodes have; it says which
+    pattern the node has. ``members``: bit mask of the devices; bit ``k`` is the device with index ``k`` in the node.
 
     The bandwidth of the level is the least cut of the graph of links (Stoer and Wagner 1997), because rings carry at
     most what crosses each cut. On the cube mesh of DGX-1, the cut times the efficiency equals the rate measured with
@@ -367,9 +367,10 @@ def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floa
 
 
 def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """Write the direct links inside nodes that the patterns of ``topology`` give into ``bandwidth`` (bytes/s) and
-    ``latency`` (s), which have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). Return a mask of the
-    pairs with such a link.
+    """Write the bandwidth (bytes/s) and latency (s) of direct links inside nodes into the arrays ``bandwidth`` and
+    ``latency``, which have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). The links are those of the
+    patterns of ``topology``; a pattern describes which devices of a node are linked. Return a mask of the pairs with
+    such a link.
     """
     direct = np.zeros(a.shape, dtype=bool)
     if not topology.pattern_kinds:

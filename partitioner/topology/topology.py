@@ -256,8 +256,10 @@ class Topology(TopologyPart):
 
     def inside_level(self, kind: int, members: int) -> Level:
         """Return the direct links among some devices of a node, summarized as one level of links. Results are cached.
-        ``kind``: index into :attr:`pattern_kinds`. ``members``: bit mask of the devices; bit ``k`` is the device with
-        index ``k`` in the node."""
+        ``kind``: index into :attr:`pattern_kinds`, the list of the different patterns of direct links that nodes have;
+        it says which pattern the node has. ``members``: bit mask of the devices; bit ``k`` is the device with index
+        ``k`` in the node.
+        """
         if (kind, members) not in self._inner_level_cache:
             self._inner_level_cache[kind, members] = inside_level(self, kind, members)
         return self._inner_level_cache[kind, members]

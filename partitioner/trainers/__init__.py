@@ -13,9 +13,11 @@ __all__ = ["PartitionedTrainer", "TrainerError"]
 
 
 def __getattr__(name: str) -> object:
-    """Import and return the trainer ``name`` when it is first used.
+    """Import and return ``PartitionedTrainer`` when it is first used, so that importing this package does not import
+    transformers. ``name``: the requested attribute of the package.
 
-    Raise :class:`TrainerError` if its library is not installed, and :class:`AttributeError` for an unknown name.
+    Raise :class:`TrainerError` if transformers or accelerate cannot be imported, and :class:`AttributeError` for any
+    other name.
     """
     if name != "PartitionedTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

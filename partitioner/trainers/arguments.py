@@ -15,7 +15,9 @@ from partitioner.passes.errors import PartitionError
 
 
 class TrainerError(PartitionError):
-    """Error: a trainer has an option that a plan cannot honour, or is used in a way that a plan does not allow."""
+    """Error of :class:`PartitionedTrainer`: an option of the trainer cannot have its effect if a plan divides the model
+    over ranks, or the trainer is used in a way that a plan does not allow.
+    """
 
 
 HONOURED = frozenset(
@@ -96,9 +98,9 @@ _OF_DATA_LOADERS = {"split_batches": False, "dispatch_batches": None, "gradient_
 
 
 def check_arguments(arguments: Any) -> None:
-    """Raise :class:`TrainerError`, which names every field with a value that cannot be honoured.
-
-    ``arguments``: an instance of ``TrainingArguments``.
+    """Raise :class:`TrainerError` if a field of ``arguments``, an instance of transformers' ``TrainingArguments``, has
+    a value that cannot have its effect if a plan divides the model over ranks, such as ``fp16=True``. The message lists
+    all such fields, each with the allowed values and what to do instead.
     """
     faults = []
     for field in dataclasses.fields(arguments):
@@ -117,7 +119,10 @@ def check_arguments(arguments: Any) -> None:
 
 
 def check_constructor(options: dict[str, Any]) -> None:
-    """Raise :class:`TrainerError` if ``options``, the keyword arguments of a trainer, cannot be honoured."""
+    """Raise :class:`TrainerError` if ``options``, arguments of ``transformers.Trainer`` by name, has one that is
+    impossible if a plan divides the model over ranks: a finished optimizer (``optimizers``), ``model_init`` or
+    ``compute_loss_func``.
+    """
     if any(each is not None for each in options.get("optimizers") or ()):
         raise TrainerError(
             "optimizers=(optimizer, schedule) has an optimizer of the whole model's parameters, of which a rank has a "
@@ -133,7 +138,10 @@ def check_constructor(options: dict[str, Any]) -> None:
 
 
 def _list_loader_faults(config: Any) -> list[str]:
-    """Return a text for each option of ``config``, an ``AcceleratorConfig``, that cannot be honoured."""
+    """Return an error text for each field of ``config``, an instance of transformers' ``AcceleratorConfig``, whose
+    value does not suit a trainer in which every rank reads the whole global batch. The list is empty if all fields are
+    suitable.
+    """
     found = [(name, getattr(config, name, value), value) for name, value in _OF_DATA_LOADERS.items()]
     return [
         f"accelerator_config.{name}={_show(value)}: expected {expected!r}; every rank reads the whole global batch"
@@ -143,7 +151,9 @@ def _list_loader_faults(config: Any) -> list[str]:
 
 
 def _is_same(value: Any, accepted: Any) -> bool:
-    """Return whether an option has the value ``accepted``. An enumeration is compared by its value; 0 is not False."""
+    """Return whether ``value``, the value of an option, equals ``accepted``, a value that is allowed for it. Both must
+    have the same type, so that 0 is not ``False``. For a member of an enumeration, its ``value`` is compared.
+    """
     value = getattr(value, "value", value)
     return type(value) is type(accepted) and bool(value == accepted)
 

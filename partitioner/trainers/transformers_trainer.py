@@ -50,25 +50,26 @@ _REPLACED = """
 
 
 class PartitionedTrainer(Trainer):
-    """A ``transformers.Trainer`` that trains by a plan: the ranks of this launch run one model together.
+    """A ``transformers.Trainer`` that trains by a plan: all ranks of this launch, such as that of torchrun, train one
+    model together, and each has a part of it.
 
     The global batch of a step has ``per_device_train_batch_size`` samples for each rank, however the plan uses the
-    ranks. Losses, gradients and updates are those of ``Trainer`` in one process with that whole batch: with gradient
-    accumulation the gradient is the mean over all targets of the accumulated batches, if the model takes
-    ``num_items_in_batch``, else the mean over batches.
+    ranks. Losses, gradients and updates are those of ``Trainer`` in one process with this whole batch. With gradient
+    accumulation, the gradient is the mean over all targets of the accumulated batches if the model takes
+    ``num_items_in_batch``, and otherwise the mean over the batches.
 
     Args:
-        topology: the cluster; ``None``: the ranks of this launch on this machine (or on alike nodes with GPUs).
-        constraints: what of the plan is fixed, such as ``Constraints(tp=2)``; the planner chooses the rest.
-        shapes: lengths of batches, if the longest samples of the data do not say them. ``None``: the data set is read
-            once to find the longest sample. A batch is padded to the next larger length.
-        options: those of ``Trainer``.
+        topology: the cluster; ``None``: the ranks of this launch on this machine (or on equal nodes with GPUs).
+        constraints: what is fixed in the plan, such as ``Constraints(tp=2)``; the planner chooses the rest.
+        shapes: the lengths of batches to plan for. ``None``: the data sets are read once to find their longest sample,
+            whose length is the largest. A batch is padded to the next larger length.
+        options: further arguments of ``Trainer``.
 
-    Attributes: ``plan``, the plan, and ``engine``, this rank's :class:`partitioner.Engine`; both are made at the first
-    use. ``model`` keeps the weights that it was given: ``save_model`` writes the trained ones.
+    Attributes: ``plan``, the plan, and ``engine``, this rank's :class:`partitioner.Engine`; both are made when they are
+    first used. ``model`` keeps its initial weights; ``save_model`` writes the trained ones.
 
-    Raises :class:`TrainerError` for what cannot be honoured, before anything starts, and errors of
-    :func:`partitioner.partition` if there is no plan.
+    Raises :class:`TrainerError` for options that cannot have their effect with a plan, before anything starts, and the
+    errors of :func:`partitioner.partition` if there is no plan.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class PartitionedTrainer(Trainer):
 
     @property
     def plan(self) -> Plan:
-        """Return the plan of the model. The first rank makes it at the first use, and sends it to all ranks, which ask
-        for it here or in :meth:`train`.
+        """Return the plan of the model. It is made at the first access: the first rank searches for it and sends it to
+        the others. All ranks must therefore make this access, here or by a call of :meth:`train`.
         """
         if self._plan is None:
             self._plan = self._make_plan()
@@ -108,7 +109,9 @@ class PartitionedTrainer(Trainer):
 
     @property
     def engine(self) -> Engine:
-        """Return the engine of this rank. It is made at the first use, by all ranks."""
+        """Return the engine, which runs this rank's part of the model by the plan. It is created at the first access,
+        which all ranks must make.
+        """
         if self._engine is None:
             with _kept_generators():
                 compiled = self.args.torch_compile and (self.args.torch_compile_backend or True)
@@ -119,14 +122,17 @@ class PartitionedTrainer(Trainer):
 
     @property
     def runner(self) -> EngineModule:
-        """Return the module that stands for the model in the loop of ``Trainer``."""
+        """Return the module that the training loop of ``Trainer`` gets in place of the model. Its parameters are this
+        rank's parts of the model's parameters.
+        """
         assert self.engine is not None and self._runner is not None
         return self._runner
 
     def _make_plan(self) -> Plan:
-        """Return the plan, made on the first rank and sent to the others.
+        """Search for the plan on the first rank, send it to the other ranks, and return it. All ranks must call this.
 
-        Raise the error of the first rank on all ranks if there is none.
+        If the search fails, the first rank raises its error, and the others raise :class:`TrainerError` with the text
+        of this error. :class:`TrainerError` is also raised if the last batch of a data set is too small for the plan.
         """
         told: list[Any] = [None]
         error: Exception | None = None
@@ -192,8 +198,13 @@ class PartitionedTrainer(Trainer):
         return [*self.eval_dataset.values()] if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
 
     def _sample_batch(self, datasets: list[Any], size: int) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """Return a batch of ``size`` samples of the first of ``datasets`` that is as long as the longest sample of all
-        of them, and the lengths to plan for: empty if all samples have one length.
+        """Return two values: an example batch (input name -> value) to plan with, and the lengths of batches to plan
+        for.
+
+        The batch has ``size`` samples of the one of ``datasets`` with the longest sample, which is among them. If the
+        data set is smaller, samples are repeated. The lengths are that of the longest sample and, if it is a multiple
+        of 4, a quarter and a half of it. They are empty if all samples have equal lengths, or if lengths are not
+        measured. Raise :class:`TrainerError` if a data set has no samples.
         """
         found: list[tuple[int, dict[str, Any]]] = []
         lengths: set[int] = set()
@@ -220,14 +231,20 @@ class PartitionedTrainer(Trainer):
         return batch, several if len(lengths) > 1 else ()
 
     def _measure_samples(self, dataset: Any) -> list[int]:
-        """Return the length of the model's main input in each sample of ``dataset``; empty if it has no length."""
+        """Return the length of each sample of ``dataset``, that of the model's main input, such as the number of its
+        tokens. The list is empty if lengths are not needed, because the user gave ``shapes``, or if the first sample
+        has no such input.
+        """
         name = getattr(self.model, "main_input_name", "input_ids")
         if self._shapes is not None or not len(dataset) or not _has_length(dataset[0], name):
             return []
         return [len(dataset[i][name]) for i in range(len(dataset))]
 
     def _check_last_batches(self, plan: Plan) -> None:
-        """Raise :class:`TrainerError` if the last batch of a data set is smaller, and cannot be padded."""
+        """Raise :class:`TrainerError` if the last batch of the training data or of an evaluation data set has fewer
+        samples than a global batch, and ``plan`` cannot pad it without a change of the results. Training data are not
+        checked if the last incomplete batch is dropped.
+        """
         checks = []
         if self.train_dataset is not None and not self.args.dataloader_drop_last:
             checks.append((self.train_dataset, self._train_batch_size, plan.padding, "train"))
@@ -257,7 +274,14 @@ class PartitionedTrainer(Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
-        """Return a loader of global batches: ``batch_size`` samples for each rank, the same on all ranks."""
+        """Return a data loader that yields the same global batches on all ranks, each with ``batch_size`` samples times
+        the number of ranks. It replaces the method of ``Trainer`` with this name.
+
+        ``dataset``: the data set. ``description``: the kind of data, for messages. ``sampler_fn``: returns the sampler
+        of a data set; ``None``: samples are read in order. ``is_training``: whether the batches are for training.
+        ``dataloader_key``: the name under which the loader is kept for later calls if its worker processes persist;
+        ``None``: it is not kept.
+        """
         kept = self.__dict__.setdefault("_eval_dataloaders", {})
         if dataloader_key in kept and self.args.dataloader_persistent_workers:
             return kept[dataloader_key]  # type: ignore[no-any-return]
@@ -272,9 +296,13 @@ class PartitionedTrainer(Trainer):
     def _make_data_loader(
         self, dataset: Any, size: int, sampler: Any, is_training: bool, description: str = "Planning"
     ) -> DataLoader[Any]:
-        """Return a loader of batches of ``size`` samples, of the columns that the model reads.
+        """Return a data loader of batches of ``size`` samples of ``dataset``, with only those columns that the model
+        reads.
 
-        ``sampler``: an order of samples, for ``DataLoader``. ``description``: of the data, for messages.
+        ``sampler``: the order of the samples, as an argument of ``DataLoader``; ``None``: they are read in order.
+        ``is_training``: whether worker processes draw the random numbers of training, the same on all ranks.
+        ``description``: the kind of data, for messages; ``"Planning"``: the loader is for one example batch, and has no
+        worker processes.
         """
         args, collate = self.args, self.data_collator
         if is_datasets_available() and isinstance(dataset, _import_dataset_class()):
@@ -312,7 +340,10 @@ class PartitionedTrainer(Trainer):
     # -- training
 
     def train(self, *given: Any, **options: Any) -> Any:
-        """Train as ``Trainer.train`` does, and return its result. The plan is made first."""
+        """Make the plan and the engine if there are none yet; then train as ``Trainer.train`` does with the same
+        arguments, and return its result. Raise :class:`TrainerError` if there are no training data, or if the
+        checkpoint to resume from was not written by this class.
+        """
         if self.train_dataset is None:
             raise TrainerError("training needs train_dataset=")
         resumed = given[0] if given else options.get("resume_from_checkpoint")
@@ -322,20 +353,32 @@ class PartitionedTrainer(Trainer):
         return super().train(*given, **options)
 
     def hyperparameter_search(self, *given: Any, **options: Any) -> Any:
-        """Raise :class:`TrainerError`: a search makes models anew."""
+        """Raise :class:`TrainerError`. A search is not supported, because it creates a new model for each trial, and
+        the plan is for one model. The arguments are not used.
+        """
         raise TrainerError("hyperparameter_search cannot be honoured: make a trainer for each trial")
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the optimizer of this rank's parts of the parameters, in the groups of ``Trainer``."""
+        """Return an optimizer of this rank's parts of the parameters, in the same groups (with and without weight
+        decay) as that of ``Trainer``. Its states are kept on disk if the plan requires it. ``model``: not used.
+        """
         return self.engine.on_disk(super().create_optimizer(self.runner))
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Return the names of the parameters that weight decay applies to."""
+        """Return the names of the parameters to which weight decay applies, which ``Trainer`` chooses by the layers of
+        the whole model. ``model``: not used.
+        """
         assert isinstance(self.model, nn.Module)
         return super().get_decay_parameter_names(self.model)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Run one global batch forward and backward; return its part of the loss of the optimizer's step."""
+        """Run forward and backward of one global batch on all ranks. Return its contribution to the loss of the
+        optimizer's step; the contributions of all accumulated batches add up to this loss.
+
+        ``inputs``: input name -> value, for the whole global batch. ``num_items_in_batch``: the number of targets in
+        all batches of the optimizer's step, by which the model divides the sum of its loss. If it is ``None``, or the
+        model does not take it, the loss is divided by the number of accumulated batches instead. ``model``: not used.
+        """
         batch, weight = dict(inputs), 1.0
         items = _read_items(num_items_in_batch)
         if items is not None and self.model_accepts_loss_kwargs:
@@ -358,7 +401,9 @@ class PartitionedTrainer(Trainer):
         return None if found is None else found / self.args.world_size
 
     def _takes_items(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether the model is given the number of targets, by which it divides the sum of its loss."""
+        """Return whether the model gets the input ``num_items_in_batch``, the number of targets by which it divides the
+        sum of its loss: its forward accepts this input, and ``batch`` (input name -> value) has labels.
+        """
         return self.model_accepts_loss_kwargs and "labels" in batch
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -367,19 +412,26 @@ class PartitionedTrainer(Trainer):
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.args.world_size
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Return this rank's share of the floating point operations of a global batch."""
+        """Return the floating-point operations of a global batch divided by the number of ranks, because ``Trainer``
+        adds up the results of all ranks. ``inputs``: input name -> value, for the whole global batch.
+        """
         return super().floating_point_ops(inputs) / self.args.world_size
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.runner
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is: each rank copies its part to its device."""
+        """Do nothing. ``Trainer`` would move the whole ``model`` to ``device`` here; the engine instead copies this
+        rank's part there.
+        """
 
     # -- evaluation
 
     def evaluation_loop(self, *given: Any, **options: Any) -> Any:
-        """Evaluate as ``Trainer.evaluation_loop`` does. Every rank has the results of the whole batch already."""
+        """Evaluate as ``Trainer.evaluation_loop`` does with the same arguments, and return its result. Nothing is
+        gathered over ranks, because every rank has the results of the whole global batch. Raise :class:`TrainerError`
+        if the plan has no program for evaluation, since the trainer was made without ``eval_dataset``.
+        """
         planned = self._plan is not None or self._list_evaluation_datasets()
         if not planned or EVALUATION not in self.plan.further:
             raise TrainerError("the plan has no evaluation: pass eval_dataset= when the trainer is made")
@@ -390,7 +442,10 @@ class PartitionedTrainer(Trainer):
             self._unweighted = None
 
     def _repeat_loss(self, data: Any) -> Any:
-        """Return ``data`` of a batch for all of its samples: the loss once for each, other results as they are."""
+        """Return what the evaluation loop of ``Trainer`` would get by gathering ``data`` over ranks. The first call
+        after a batch is for its loss, which is returned once for each sample of the batch. Later calls are for
+        predictions and labels; they return ``data`` unchanged, because every rank has them whole.
+        """
         if self._unweighted is None:
             return data
         (loss, samples), self._unweighted = self._unweighted, None
@@ -399,8 +454,12 @@ class PartitionedTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Evaluate one global batch; return its loss, predictions and labels, the latter two ``None`` if only the loss
-        is asked for.
+        """Evaluate one global batch, and return its loss, its predictions and its labels. The loss is ``None`` if the
+        model computes none, the labels are ``None`` if the batch has none, and predictions and labels are ``None`` with
+        ``prediction_loss_only``.
+
+        ``inputs``: input name -> value, for the whole global batch. ``ignore_keys``: names of outputs that are not
+        predictions; ``None``: those that the model's configuration lists. ``model``: not used.
         """
         batch = dict(inputs)
         names = self.label_names if all(batch.get(name) is not None for name in self.label_names) else []
@@ -421,7 +480,9 @@ class PartitionedTrainer(Trainer):
         return loss, _unwrap_single(logits), _unwrap_single(self._prepare_input(labels)) if labels else None
 
     def _gather_outputs(self) -> dict[str, Any]:
-        """Return the whole results of the last evaluated batch, joined from all ranks, on the CPU."""
+        """Return the outputs of the batch that was evaluated last, as a dict from the path of an output to the whole
+        tensor on the CPU. The parts of all ranks are joined, so all ranks must call this.
+        """
         found = self.engine.latest_outputs
         mine = select_outputs(found.rank, found.shards)
         own = found.rank.rank, {value: {m: x.cpu() for m, x in parts.items()} for value, parts in mine.items()}
@@ -433,7 +494,12 @@ class PartitionedTrainer(Trainer):
     # -- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the trained weights as ``from_pretrained`` reads them. All ranks call it."""
+        """Write the trained weights of the whole model in the format that ``from_pretrained`` reads. All ranks must
+        call this, because each has a part of the weights.
+
+        ``output_dir``: the folder; ``None``: that of the training arguments. ``_internal_call``: whether ``Trainer``
+        calls this itself; the model is then not pushed to the hub.
+        """
         whole = self.engine.state_dict(full=True)
         folder = output_dir if output_dir is not None else self.args.output_dir
         if self.args.should_save:
@@ -442,7 +508,9 @@ class PartitionedTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _list_saved(self) -> tuple[Any, dict[str, Any]]:
-        """Return the torch optimizer, and what else a checkpoint has, by name."""
+        """Return what the engine writes to a checkpoint besides the parameters: the torch optimizer, and a dict from a
+        name to each further object, which is the learning-rate scheduler under the name ``schedule``.
+        """
         return getattr(self.optimizer, "optimizer", self.optimizer), {"schedule": self.lr_scheduler}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -450,10 +518,15 @@ class PartitionedTrainer(Trainer):
         self.engine.save(Path(output_dir) / STATE, optimizer, extra=extra)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write nothing: the engine's checkpoint has the state of the random generators."""
+        """Do nothing. ``Trainer`` would write the states of the random generators to ``output_dir`` here, but the
+        engine's checkpoint contains them already.
+        """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Raise :class:`TrainerError` if the folder has no state of an engine, which is loaded later."""
+        """Check a checkpoint without loading it; its state is loaded later, together with that of the optimizer. Raise
+        :class:`TrainerError` if the folder ``resume_from_checkpoint`` does not contain the state of an engine.
+        ``model``: not used.
+        """
         if not (Path(resume_from_checkpoint) / STATE).is_dir():
             raise TrainerError(
                 f"{resume_from_checkpoint} has no folder {STATE!r}: expected a checkpoint that PartitionedTrainer "
@@ -477,9 +550,11 @@ class PartitionedTrainer(Trainer):
 
 
 class EngineModule(nn.Module):
-    """Stands for the model in the loop of ``Trainer``: it has the engine's parameters, and no forward.
+    """The module that the training loop of ``Trainer`` gets in place of the model. It has this rank's parts of the
+    parameters, which belong to ``engine``, and cannot be called.
 
-    ``has_gradients``: whether the next batch is added to the gradients of the one before.
+    ``has_gradients``: whether an earlier batch of the same optimizer step has left gradients, to which those of the
+    next batch are added.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -488,15 +563,21 @@ class EngineModule(nn.Module):
         self.has_gradients = False
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield pairs (name in the model, this rank's part of the parameter)."""
+        """Yield a pair for each parameter of which this rank has a part: its name in the model, and the part. The
+        arguments are not used.
+        """
         return self.engine.named_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let the next batch replace the gradients."""
+        """Record that the gradients belong to an earlier optimizer step, so that the next batch replaces them instead
+        of adding to them. ``set_to_none``: not used.
+        """
         self.has_gradients = False
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Raise :class:`TrainerError`: no rank has the whole model."""
+        """Raise :class:`TrainerError`. This module cannot be called, because each rank has only a part of the model.
+        The arguments are not used.
+        """
         raise TrainerError(
             "the trained model cannot be called, since each rank has a part of it: use trainer.evaluate or "
             "trainer.predict, or save_model and from_pretrained"
@@ -504,7 +585,9 @@ class EngineModule(nn.Module):
 
 
 def _check_library() -> None:
-    """Raise :class:`TrainerError` if the installed transformers lacks a method that ``PartitionedTrainer`` replaces."""
+    """Raise :class:`TrainerError` if the ``Trainer`` of the installed version of transformers lacks a method that
+    ``PartitionedTrainer`` replaces; its training loop would then ignore the plan.
+    """
     missing = [name for name in _REPLACED if not hasattr(Trainer, name)]
     if missing:
         raise TrainerError(
@@ -514,7 +597,9 @@ def _check_library() -> None:
 
 
 def _check_overridden(trainer: type[Trainer]) -> None:
-    """Raise :class:`TrainerError` if ``trainer``, a class, computes its loss by a method of its own."""
+    """Raise :class:`TrainerError` if ``trainer``, a subclass of ``Trainer``, overrides a method that computes the loss,
+    such as ``compute_loss``. A plan does not call it, because the loss is part of the model's graph.
+    """
     for name in ("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager"):
         if getattr(trainer, name) is not getattr(Trainer, name):
             raise TrainerError(
@@ -525,7 +610,9 @@ def _check_overridden(trainer: type[Trainer]) -> None:
 
 @contextmanager
 def _kept_generators() -> Iterator[None]:
-    """Restore the random generators of Python, NumPy and torch after the ``with`` block."""
+    """Return a context that does not change random numbers: at its end, the random generators of Python, NumPy and
+    torch get the states back that they had at its start.
+    """
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     before = random_state(device)
     try:
@@ -535,21 +622,27 @@ def _kept_generators() -> Iterator[None]:
 
 
 def _repeat_rows(value: Any, size: int) -> Any:
-    """Return ``value`` with ``size`` rows, if it is a tensor with fewer: its rows again and again."""
+    """Return ``value`` with ``size`` rows (entries of dim 0) if it is a tensor with fewer: its rows are repeated in
+    order. Any other value is returned unchanged.
+    """
     if not isinstance(value, Tensor) or not value.dim() or len(value) >= size:
         return value
     return value[torch.arange(size) % len(value)]
 
 
 def _import_dataset_class() -> Any:
-    """Return the class of map-style data sets of the package ``datasets``."""
+    """Import the package ``datasets``, and return its class of data sets whose samples have indices,
+    ``datasets.Dataset``.
+    """
     import datasets
 
     return datasets.Dataset
 
 
 def _read_items(items: Any) -> float | None:
-    """Return ``items``, a number or a tensor with one number, as a float; ``None`` for ``None``."""
+    """Return ``items``, the number of targets as a number or a tensor with one element, as a float; ``None`` for
+    ``None``.
+    """
     return None if items is None else float(items)
 
 

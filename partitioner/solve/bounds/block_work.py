@@ -132,8 +132,9 @@ class Works:
     ``blocks``: block name -> its graph for the whole batch. ``device``: the best device type. ``types``: all device
     types with their speed factors, or empty if there is only one. ``train``: whether calls have a backward. ``fp8``:
     whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
-    product's operand in fp8, so that no separate cast is needed. ``how``: the kind of selective recomputation
-    (``"scores"``, ``"selective"``, ``"alternate"``), or ``None``.
+    product's operand in fp8, so that no separate cast is needed. ``how``: what selective recomputation may run again in
+    the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take little time) or
+    ``"alternate"`` (also every second matrix product); ``None``: nothing.
     """
 
     blocks: Mapping[str, Block]
@@ -171,8 +172,12 @@ def block_work(
     """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
     graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
     weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8,
-    so that no separate cast is needed. ``how``: the kind of selective recomputation (``"scores"``, ``"selective"``,
-    ``"alternate"``), whose operators then cost no time and no memory; ``None``: nothing is recomputed.
+    so that no separate cast is needed.
+
+    ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
+    ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
+    product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
+    recomputation takes no time.
     """
     found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
     once = _copy_block_graph(block)
@@ -187,8 +192,11 @@ def _block_work(
     """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
     graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
     weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8.
-    ``how``: the kind of selective recomputation (``"scores"``, ``"selective"``, ``"alternate"``), whose operators then
-    cost nothing; ``None``: nothing is recomputed.
+
+    ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
+    ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
+    product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
+    recomputation takes no time.
     """
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
@@ -236,8 +244,10 @@ def _block_work(
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
-    """Return ``kernels`` with less memory traffic: from the bytes of each kernel, the bytes of the kernel at the same
-    position of ``least`` are subtracted. The returned kernels have no FLOPs and no launches.
+    """Return the memory traffic that ``kernels`` have beyond the traffic that is certain, as kernels without FLOPs and
+    launches: from the bytes of each kernel, those of the kernel at the same position in ``least`` are subtracted.
+    ``least``: the same kernels if operands that only repeat the elements of a smaller tensor are read without
+    repetition.
     """
     pairs = zip(kernels, least, strict=True)
     return [k._replace(num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
@@ -246,8 +256,9 @@ def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
     """Return a lower bound on the bytes that one call of ``block`` (a piece of the model, such as a layer) keeps for
     backward, whether or not it recomputes selectively: for each kind of bytes the smaller number of both cases.
-    ``how``: the kind of selective recomputation; ``None``: the case without recomputation is the only one. ``train``:
-    whether the call has a backward.
+    ``how``: what selective recomputation runs again in the backward: ``"scores"`` (attention scores), ``"selective"``
+    (also other large results that take little time) or ``"alternate"`` (also every second matrix product); ``None``: it
+    is excluded, so all activations are kept. ``train``: whether the call has a backward.
     """
     kept = kept_by(block, train)
     if how is None or not train:

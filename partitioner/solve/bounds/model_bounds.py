@@ -95,8 +95,9 @@ Vector = NDArray[np.float64]
 
 class BoundOptions(TypedDict, total=False):
     """Options of the computation of lower bounds on stage times. ``cutoff_s``: the computation may stop when the bound
-    reaches this many seconds. ``quick``: whether to leave out stages that take much longer than an even share of the
-    work; the result has separate bounds for cuts that contain such stages."""
+    reaches this many seconds. ``quick``: whether to save time by leaving out stages that take much longer than an even
+    share of the work; for cuts with such a stage, the result then has separate bounds, which are less tight.
+    """
 
     cutoff_s: float
     quick: bool
@@ -106,8 +107,8 @@ _ROUNDING = 1 - 1e-9
 
 
 def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -> StateCost:
-    """Return the cost (bytes on one rank) of a parameter or buffer under ``candidate``, if it is divided evenly over
-    all ranks that may shard it. No rank holds fewer bytes on average. ``cost``: the cost of the unsharded parameter or
+    """Return the bytes of a parameter or buffer on one rank under ``candidate`` if it is divided evenly over all ranks
+    that may shard it. This is a lower bound on the mean over the ranks. ``cost``: the bytes of the whole parameter or
     buffer. ``expert``: whether it belongs to an expert, so that it may also be divided over ``ep``. ``candidate``: mesh
     sizes, microbatch size, schedule and ZeRO stage.
     """
@@ -183,9 +184,10 @@ class ModelBounds:
 
     @cached_property
     def num_calls(self) -> int:
-        """Return the number of calls that can be distributed over stages. A call is one execution of a block, such as
-        a decoder layer. Calls that run before the pipeline starts, and those that every stage runs itself, do not
-        count."""
+        """Return the number of block calls (such as layers) of the model that can be distributed over pipeline stages.
+        Two kinds of calls are not counted: those that run on all microbatches before the pipeline starts, because later
+        calls need sums over the whole batch; and cheap calls, such as those for masks, that each stage runs itself.
+        """
         return len(self._cuttable_blocks)
 
     @cached_property
@@ -195,9 +197,10 @@ class ModelBounds:
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return a counter from block name to how often the block is called. Calls that run before the pipeline starts,
-        and calls that every stage runs itself, are not counted, because they cannot be distributed over stages. A block
-        is a piece of the model, such as a layer.
+        """Return a counter from block name to how often the model calls the block. A block is a piece of the model,
+        such as a layer. Only calls that can be distributed over pipeline stages are counted. Others are calls that run
+        on all microbatches before the pipeline starts, because later calls need sums over the whole batch, and cheap
+        calls, such as those for masks, that each stage runs itself.
         """
         return Counter(self._cuttable_blocks)
 
@@ -251,10 +254,11 @@ class ModelBounds:
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
     def _shared_out(self, candidates: Sequence[MeshCandidate], seconds: NDArray[np.float64]) -> Vector:
-        """Return a lower bound in seconds on the pipelines of each candidate, shape ``[candidates]``, for devices that
-        differ in speed. It holds for any division of the work among the devices, in proportion to their speed or not.
-        ``seconds``: the time of each block (such as a layer) for one microbatch on each device type, shape ``[kinds,
-        blocks, candidates]``. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return a lower bound in seconds on the time of the pipelines in a step of each candidate, shape
+        ``[candidates]``, for devices that differ in speed. Gradient reduction and update come on top. The bound holds
+        for any division of the work among the devices, in proportion to their speed or not. ``seconds``: the time of
+        each block (such as a layer) for one microbatch on each device type, shape ``[kinds, blocks, candidates]``.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         found = np.zeros(len(candidates))
         for place, (candidate, of_kind) in enumerate(zip(candidates, np.moveaxis(seconds, 2, 0), strict=True)):

@@ -167,7 +167,10 @@ def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
 
 def _least_mean(counts: Sequence[Sequence[int]]) -> float:
     """Return a lower bound on the greatest possible minimum component of a weighted mean of the vectors ``counts``.
-    This is the value of a matrix game, approximated by multiplicative weights."""
+    Each vector has, for one moment of a step, the number of microbatches in flight in each virtual stage of a rank; the
+    result limits how much memory a microbatch may take there. It is the value of a matrix game, approximated by
+    multiplicative weights.
+    """
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
     total = np.zeros(len(rows))

@@ -113,9 +113,10 @@ class Gathers:
         )
 
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
-        """Return the seconds of a block (such as a layer) and of the part of its ZeRO-3 collectives that computation
-        does not hide. ``seconds``: those of the block alone. ``gathers_s``: those of the collectives. ``seconds`` may
-        contain other communication, which hides nothing; counting it as if it did keeps the result a lower bound.
+        """Return the seconds of a block (such as a layer) together with the part of its ZeRO-3 collectives that
+        computation does not hide. ``seconds``: those of the block alone. ``gathers_s``: those of the collectives. If
+        ``seconds`` contains other communication, this is treated as if it could hide collectives, too, so the result is
+        a lower bound.
         """
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
@@ -236,7 +237,8 @@ class Gathers:
 def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:
     """Return the bytes of the weights, and of their gradients, that the block (such as a layer) called ``name`` reads,
     without small weights that ZeRO-3 does not shard. ``experts``: names of the experts' parameters.
-    ``short_gradients``: a gradient is no larger than its parameter. ``model``: the model as calls of blocks.
+    ``short_gradients``: whether gradients have the dtype of their parameter instead of float32. ``model``: the model as
+    calls of blocks.
     """
     block = model.blocks[name]
     placeholders = {node.name: node for node in block.placeholders}

@@ -189,9 +189,12 @@ class BatchSharing:
         self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
     ) -> float:
         """Return a lower bound in seconds on running ``num_microbatches`` microbatches in total on all pipelines (one
-        for each rank of ``dp``). ``of_stages``: for each kind of pipeline and each of its stages, in this order, the
-        costs of calls by block name. ``different``: the distinct dicts in ``of_stages``, by their ``id``. ``counts``:
-        the number of pipelines of each kind. A block is a piece of the model, such as a layer.
+        for each rank of ``dp``). Pipelines are of one kind if their stages have equal devices and links. Pipelines that
+        wait for each other in every microbatch are passed as a single one.
+
+        ``of_stages``: the costs of calls by block name, for each stage of the first kind of pipeline, then for each
+        stage of the second kind, and so on. ``different``: the distinct dicts in ``of_stages``, by their ``id``.
+        ``counts``: the number of pipelines of each kind. A block is a piece of the model, such as a layer.
         """
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [
@@ -219,8 +222,9 @@ class BatchSharing:
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return how often a microbatch in the pipeline calls each block (such as a layer), without the calls that run
-        before the pipeline starts and those that every stage runs itself.
+        """Return how often a microbatch calls each block (such as a layer) on the pipeline's stages. Two kinds of calls
+        are not counted: those that run on all microbatches before the pipeline starts, because later calls need sums
+        over the whole batch; and cheap calls, such as those for masks, that each stage runs itself.
         """
         return Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
 

@@ -76,16 +76,18 @@ class Job:
     @property
     def remade(self) -> Remade:
         """Return which operators selective recomputation runs again in the backward: ``"scores"`` (attention scores
-        only), ``"selective"`` (also other results that are worth it) or ``"alternate"`` (also every second matrix
-        product). It is the one that the constraints request, or else ``"selective"``."""
+        only), ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second
+        matrix product). It is the one that the constraints request, or else ``"selective"``.
+        """
         asked = self.constraints.recompute
         return asked if asked in ("scores", "alternate") else "selective"
 
     @property
     def made_again(self) -> Remade | None:
         """Return which operators selective recomputation may run again in the backward: ``"scores"`` (attention scores
-        only), ``"selective"`` (also other results that are worth it) or ``"alternate"`` (also every second matrix
-        product). ``None`` if the constraints exclude selective recomputation."""
+        only), ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second
+        matrix product). ``None`` if the constraints exclude selective recomputation.
+        """
         return None if self.constraints.recompute in ("none", "full") else self.remade
 
     @property

@@ -58,9 +58,9 @@ class PreparedModel:
     samples, and device type. ``model``, ``inputs``: the model, and one batch of its arguments. ``loss``: computes the
     loss from the output; ``None``: the output has it. ``objective``: ``train`` or ``infer``. ``precision``: such as
     ``bf16``; ``None``: that of the parameters. ``notes``: sentences about parts of the given module that are left out.
-    ``given``: returns the normal graph of the inputs, if it follows from other graphs; ``None``: the model is captured.
-    ``documents``: the typical lengths of packed documents in positions, which the cost model reads; empty: those in
-    ``inputs``, if these have values.
+    ``given``: function that returns the captured graph for ``inputs`` without a capture, such as from the graphs for
+    other batch shapes; ``None``: the model has to be captured. ``documents``: the typical lengths of packed documents
+    in positions, which the cost model reads; empty: those in ``inputs``, if these have values.
     """
 
     model: nn.Module | ExportedProgram
@@ -109,9 +109,10 @@ class PreparedModel:
         return self
 
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
-        """Return three values: the model for groups of samples as calls of blocks (such as layers), the layouts that
-        split its batch, and the global batch size. Its graphs are for one group of ``size`` samples, and its loss is
-        that group's part of the mean over all groups.
+        """Return three values for a model whose samples interact within groups, such as in a contrastive loss or in
+        batch norm: the model as calls of blocks (such as layers), the layouts that split its batch, and the global
+        batch size. Its graphs are for one group of ``size`` samples, and its loss is that group's part of the mean over
+        all groups.
 
         ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: the
         user's; with them it is checked that the batch is a whole number of groups. ``device``: the device type to
@@ -161,8 +162,9 @@ class PreparedModel:
         )
 
     def _fold_normal_graph(self, normal: Captured) -> FoldedModel:
-        """Return the captured graph ``normal`` as calls of blocks (equal layers share one block), with notes for the
-        user. In the result, nodes are marked with the gradients that they need, and states have their initial values.
+        """Return the captured graph ``normal`` as calls of blocks (equal layers share one block). In the result, nodes
+        are marked with the gradients that they need, states (parameters and buffers) have their initial values, and
+        ``notes`` has sentences for the user, such as warnings about evaluation mode.
         """
         train = self.objective == "train"
         packed = self._set_document_lengths(normal)

@@ -81,8 +81,10 @@ def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequ
     A placement divides the size of each axis into factors, one for each level of links (inside a node, between nodes,
     ...). All such divisions are considered; one is left out if another is at least as fast for every collective.
     ``devices`` is an array of shape ``[ranks]`` with the device index of every rank. ``steps`` has, in ascending order,
-    the numbers of consecutive ranks that such factors span. ``levels``: for each level, the number of devices that its
-    links join. The placement of rank ``i`` on device ``i`` is first unless it is left out.
+    the numbers of consecutive ranks that are placed alike: the products of these factors, from the innermost axis and
+    level outwards, such as ``(1, 8, 64)``. With them one can tell which groups of ranks have equal links. ``levels``:
+    for each level, the number of devices that its links join. The placement of rank ``i`` on device ``i`` is first
+    unless it is left out.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     made = [
@@ -157,9 +159,11 @@ def _factors_to_devices(factors: Factors) -> Ints:
 
 
 def _factors_to_steps(factors: Factors) -> Steps:
-    """Return the strides of a placement, ascending and without repetition: the numbers of consecutive ranks that are
-    spanned by the innermost axis's first factor, by its first two factors, and so on through all axes, starting with 1.
-    ``factors``: indexed ``[level of links][mesh axis]``, levels from the inside out."""
+    """Return the strides of a placement, by which one can tell which groups of ranks have equal links: the products of
+    the factors from the innermost axis outwards, and within an axis from the innermost level outwards. They are
+    ascending, start with 1, and have no repetition. Each is a number of consecutive ranks. ``factors``: indexed
+    ``[level of links][mesh axis]``, levels from the inside out.
+    """
     steps = [1]
     for axis in reversed(range(len(AXES))):
         for of_level in factors:

@@ -175,9 +175,9 @@ def _is_slower(estimate: Estimate) -> bool:
 
 
 def _rivals_s(explored: PlanSearchResult) -> float:
-    """Return the least step time in seconds that a candidate other than the chosen one may have; infinite if there is
-    no other. For solved candidates it is their estimated step time, for others a lower bound on it. ``explored``: the
-    result of the search.
+    """Return the least step time in seconds that a candidate other than the chosen one may have, to tell whether the
+    chosen one is still the best if its program is slower than estimated; infinite if there is no other. For solved
+    candidates it is their estimated step time, for others a lower bound on it. ``explored``: the result of the search.
     """
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.lower_bound_s for row in rows), default=math.inf)

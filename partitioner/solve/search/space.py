@@ -201,14 +201,15 @@ class SearchSpace:
 
 
 def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
-    """Return all mesh candidates that the constraints allow.
+    """Return all mesh candidates that the constraints allow, combinations of mesh sizes, microbatch size, schedule and
+    ZeRO stage.
 
     ``tp`` divides a dim of some weight. Unless it is fixed, it is at most 8 or the number of devices of the largest
-    node, whichever is more (two nodes if the constraint ``ahead`` is set). The microbatch size divides the batch, and
-    every rank of ``dp`` has at least one microbatch. Every stage has at least one block call (such as a layer).
-    Features that can be estimated but not executed are included only if the constraints ask for them. Raises
-    :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no candidate is left. ``space``:
-    the devices, the batch, the constraints and the sizes of the model.
+    node, whichever is more (of two nodes if the user requests a larger search by the constraint ``ahead``). The
+    microbatch size divides the batch, and every rank of ``dp`` has at least one microbatch. Every stage has at least
+    one block call (such as a layer). Features that can be estimated but not executed are included only if the
+    constraints ask for them. Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if
+    no candidate is left. ``space``: the devices, the batch, the constraints and the sizes of the model.
     """
     pinned = space.constraints
     pinned.check(space.world_size, space.global_batch, space.dims)
@@ -530,8 +531,9 @@ def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:
 
 def widest_searched(topology: Topology, pinned: Constraints) -> int:
     """Return the greatest size of the axis ``tp`` that is searched if the user does not fix it: 8 or the number of
-    devices of the largest node of ``topology``, whichever is more. If the constraint ``ahead`` is set in ``pinned``,
-    the devices of two nodes count."""
+    devices of the largest node of ``topology``, whichever is more. If the user requests a larger search (the constraint
+    ``ahead`` in ``pinned``), the devices of two nodes count.
+    """
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 

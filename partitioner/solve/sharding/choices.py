@@ -209,13 +209,14 @@ def list_operator_strategies(
 def _offer_section_layouts(
     node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
 ) -> set[int]:
-    """Add the layouts with sections (a dim that consists of separately sharded parts) that ``node`` can use to the
-    layouts considered for its operands and results. Return the indices of the values that gained a layout, so that
-    their other operators are looked at too. A strategy is a way to run an operator on the ranks: the layouts of its
-    operands and results.
+    """Record that the values around the operator ``node`` may have the layouts with sections (a dim that consists of
+    separately sharded parts) that its strategies use. Return the indices of the values that gained a layout; the caller
+    then looks at the other operators of these values. A strategy is a way to run an operator on the ranks: the layouts
+    of its operands and results.
 
     ``found``: the strategies of ``node``. ``wanted``: for each value, the layouts with sections that operators could
-    use; changed in place. ``spots``: index i of an operand, or ``~k`` for result k -> index of the value in ``wanted``.
+    use, to which this function adds. ``spots``: index i of an operand, or ``~k`` for result k -> index of the value in
+    ``wanted``.
     """
     gained = set[int]()
     for strategy in found:

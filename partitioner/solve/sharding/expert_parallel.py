@@ -99,8 +99,10 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
     """Return a function that allows an operator only strategies under which every rank has its own rows (tokens) of the
     experts' work. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
 
-    ``rows``: operators that work row by row -> dim of rows of their results. ``tables``: nodes that are computed from
-    experts' parameters alone -> dim that indexes experts. ``in_order``: each rank must have consecutive rows.
+    ``rows``: operators that work row by row -> dim of rows of their results, on which the result must be sharded.
+    ``tables``: nodes that are computed from experts' parameters alone; they must be whole on every rank (the dim that
+    indexes experts, to which they are mapped, is not used). ``in_order``: each rank must have consecutive rows. Other
+    operators may use any strategy.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
@@ -113,12 +115,14 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 
 
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
-    """Return a function that allows an operator only strategies under which every rank has all rows (tokens), and gets
-    only a part of each row's gradient. If a row is later sent to its expert by two ranks, its gradient is thus counted
-    once. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    """Return a function that allows an operator only strategies under which every rank has all rows (tokens) of the
+    experts' work, while the gradient of a row on a rank is a partial sum, which must be added up over the ranks. Thus a
+    gradient is counted once if several ranks later send the same row to its expert. A strategy is a way to run an
+    operator on the ranks: the layouts of its operands and results.
 
-    ``rows``: operators that work row by row -> dim of rows of their results. ``tables``: nodes that are computed from
-    experts' parameters alone -> dim that indexes experts.
+    ``rows``: operators that work row by row; their results must have the layout just described, or be replicated if no
+    gradient flows through them. ``tables``: nodes that are computed from experts' parameters alone; they must be whole
+    on every rank. The dims to which both are mapped are not used. Other operators may use any strategy.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:

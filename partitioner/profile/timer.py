@@ -75,8 +75,9 @@ def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) ->
 
 
 def _time_queued_runs(run: Callable[[], object], count: int, hold: float, device: torch.device) -> float | None:
-    """Return the GPU seconds of ``count`` calls of ``run`` together. The GPU is kept busy for ``hold`` seconds while
-    the calls are queued. Return ``None`` if it became idle before all were queued."""
+    """Return the seconds of ``count`` calls of ``run`` together on the GPU ``device``. The GPU is kept busy for
+    ``hold`` seconds while the calls are queued. Return ``None`` if it became idle before all were queued.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if hold:
         torch.cuda._sleep(int(hold * _CYCLES_PER_S))

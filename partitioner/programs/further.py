@@ -312,10 +312,12 @@ def choose_expected_layout(
 
 
 def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.inf) -> float:
-    """Return the mean step time in seconds over the batch shapes of ``first``, weighted by their frequency, of the
-    layout ``row``, a candidate that the search solved for the largest shape. Infinite if the candidate has no plan for
-    one of the shapes. The computation stops as soon as the sum reaches ``least`` seconds; the result is then some
-    number of at least ``least``."""
+    """Return the mean step time in seconds, over the batch shapes of ``first`` weighted by their frequency, of the
+    layout ``row``, a candidate that the search solved for the largest shape. At most three shapes represent those
+    besides the largest one. The result is infinite if the candidate has no plan for one of these shapes. The
+    computation stops as soon as the sum reaches ``least`` seconds; the result is then some number of at least
+    ``least``.
+    """
     family, candidate = first.family, _candidate_of(row)
     assert family is not None
     total = family.weight_of(family.shapes[0]) * (row.step_time or 0.0)

@@ -187,8 +187,9 @@ def _check_lengths(lengths: Mapping[int, float], count: int, multiple: int) -> N
 
 
 def _choose_buckets(sizes: NDArray[np.float64], often: NDArray[np.float64], count: int) -> list[int]:
-    """Return the indices of at most ``count`` of ``sizes``, in order, such that the padded sizes have the least sum.
-    Each size is padded to the next chosen one; the last is always chosen.
+    """Choose at most ``count`` of ``sizes`` (numbers of positions of batches), to the next larger of which every size
+    is padded, such that the sum of the padded sizes, weighted by their frequency, is least. Return the indices of the
+    chosen sizes, ascending. The last size is always chosen.
 
     ``sizes``: in increasing order. ``often``: the frequency of each.
     """

@@ -204,9 +204,9 @@ def _build_summary(plan: Plan) -> list[ET.Element]:
 
 
 def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
-    """Return the elements of the section "Candidates": the numbers of candidates by outcome, a field to filter rows,
-    and the table of the layouts that the search examined. If some have no row, a sentence on it is appended to
-    ``left_out``.
+    """Return the elements of the section "Candidates" of the report of ``plan``: the numbers of candidates by outcome,
+    a field to filter rows, and the table of the layouts that the search examined. If some have no row, a sentence on it
+    is appended to ``left_out``.
     """
     rest = count_left_candidates(plan)
     words = [candidate_counts(plan.certificate)]
@@ -232,8 +232,8 @@ def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
 
 
 def _build_answers(plan: Plan) -> list[ET.Element]:
-    """Return the elements of the section "Why not?": an introduction, and the table of what other constraints would
-    give.
+    """Return the elements of the section "Why not?" of the report of ``plan``: an introduction, and a table that says
+    what plans with other constraints would be, such as slower or impossible.
     """
     words = (
         "The answers of plan.why_not() for single constraints, from the candidates of the search. "

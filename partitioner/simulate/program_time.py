@@ -45,9 +45,11 @@ _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # axis of the experts' mesh -> i
 
 
 class HasProgram(Protocol):
-    """Interface of objects with a program and the devices that it runs on, such as a :class:`Plan`. ``devices``: for
-    each rank the index of its device in ``topology``. ``precision``: that of the computation, such as ``"bf16"``;
-    ``None``: that of most weights. ``optimizer``: name, such as ``"adamw"``."""
+    """Interface of objects with a program and the devices that it runs on, such as a :class:`Plan`. ``topology``: the
+    cluster. ``devices``: for each rank the index of its device in ``topology``. ``constraints``: the choices that the
+    user fixed. ``precision``: that of the computation, such as ``"bf16"``; ``None``: that of most weights.
+    ``optimizer``: name, such as ``"adamw"``.
+    """
 
     @property
     def program(self) -> Program: ...
@@ -65,9 +67,11 @@ class HasProgram(Protocol):
 
 @dataclass(frozen=True)
 class ProgramOnDevices:
-    """A program and the devices that it runs on, for simulation without a complete plan. ``devices``: for each rank the
-    index of its device in ``topology``. ``precision``: that of the computation, such as ``"bf16"``; ``None``: that of
-    most weights. ``optimizer``: name, such as ``"adamw"``."""
+    """A program and the devices that it runs on, for simulation without a complete plan. ``topology``: the cluster.
+    ``devices``: for each rank the index of its device in ``topology``. ``constraints``: the choices that the user
+    fixed. ``precision``: that of the computation, such as ``"bf16"``; ``None``: that of most weights. ``optimizer``:
+    name, such as ``"adamw"``.
+    """
 
     program: Program
     topology: Topology

@@ -69,8 +69,9 @@ def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: D
 
 def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
     """Return the distinct communication groups that the ranks form over the mesh axes named ``axes``. Groups with equal
-    links are listed once. ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank;
-    ``None`` for device ``i`` of rank ``i``."""
+    links are listed once. ``topology``: the devices and their links. ``mesh``: number of ranks by name of the axis.
+    ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``.
+    """
     return row_groups(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)])
 
 
@@ -81,8 +82,10 @@ def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
-    """Return the slowest communication group that the ranks form over the mesh axes named ``axes``. ``mesh``: number of
-    ranks by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
+    """Return the slowest communication group that the ranks form over the mesh axes named ``axes``. ``topology``: the
+    devices and their links. ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank;
+    ``None`` for device ``i`` of rank ``i``.
+    """
     return select_slowest_group(axis_groups(topology, mesh, *axes, devices=devices))
 
 
@@ -92,8 +95,9 @@ def stage_groups(
     """Return for each pipeline stage the slowest of the communication groups that its ranks form over the mesh axes
     named ``axes`` (without ``pp``).
 
-    ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i``
-    of rank ``i``. ``ring``: whether to compute also the latency and bandwidth of messages around the group's ring.
+    ``topology``: the devices and their links. ``mesh``: number of ranks by name of the axis. ``devices``: the device
+    index of each rank; ``None`` for device ``i`` of rank ``i``. ``ring``: whether to compute also the latency and
+    bandwidth of messages around the group's ring.
     """
     numbers, groups = replica_groups(topology, mesh, 1, *axes, devices=devices, ring=ring)
     return tuple(groups[k] for k in numbers[:, 0].tolist())
@@ -164,8 +168,9 @@ def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
 
 def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[Link, ...]:
     """Return for each pair of consecutive pipeline stages the slowest of the links between their ranks, while all ranks
-    of a stage send. The result is empty for a single stage. ``mesh``: number of ranks by name of the axis. ``devices``:
-    the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
+    of a stage send. The result is empty for a single stage. ``topology``: the devices and their links. ``mesh``: number
+    of ranks by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``.
+    """
     stages = mesh.get("pp", 1)
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(stages, -1)
     return _slowest_links(topology, grid[:-1], grid[1:]) if stages > 1 else ()
@@ -197,8 +202,9 @@ def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[n
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
     """Return for each pipeline stage the bytes that a rank may use: the usable memory of its smallest device, less what
-    the communication library needs for the rank's groups. ``mesh``: number of ranks by name of the axis. ``devices``:
-    the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
+    the communication library needs for the rank's groups. ``topology``: the devices. ``mesh``: number of ranks by name
+    of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``.
+    """
     paces, of_device = topology.paces
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     each = np.array([topology.types[kind].communicator for kind, _ in paces], dtype=np.int64)[of_device]
@@ -250,9 +256,10 @@ def replica_groups(
     replicas of the model in each pipeline stage.
 
     The first result has shape ``[pp, dp]``: for each stage and replica, the index of its group in the second result.
-    The second lists the distinct groups. ``mesh``: number of ranks by name of the axis; the ranks of a replica are
-    consecutive. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``. ``ring``: whether
-    to compute also the latency and bandwidth of messages around the group's ring.
+    The second lists the distinct groups. ``topology``: the devices and their links. ``mesh``: number of ranks by name
+    of the axis; the ranks of a replica are consecutive. ``devices``: the device index of each rank; ``None`` for device
+    ``i`` of rank ``i``. ``ring``: whether to compute also the latency and bandwidth of messages around the group's
+    ring.
     """
     assert "pp" not in axes, axes
     kinds, groups = kinds_of(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)], ring)
@@ -303,9 +310,11 @@ def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
 def first_group(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> Group:
-    """Return the communication group over the mesh axes named ``axes`` that contains rank 0. ``mesh``: number of ranks
-    by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``. ``ring``:
-    whether to compute also the latency and bandwidth of messages around the group's ring."""
+    """Return the communication group over the mesh axes named ``axes`` that contains rank 0. ``topology``: the devices
+    and their links. ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank; ``None``
+    for device ``i`` of rank ``i``. ``ring``: whether to compute also the latency and bandwidth of messages around the
+    group's ring.
+    """
     on = map_ranks_to_devices(topology, mesh, devices).reshape(-1)
     if ring:
         rows = select_card_neighbours(topology, on[rank_grid(mesh, *axes)])

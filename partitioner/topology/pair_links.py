@@ -174,8 +174,9 @@ def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.f
     time. Both have the shape ``[groups, size // 2]``; column ``k`` is the slowest message to the rank ``k + 1``
     positions further.
 
-    ``rows``: the device indices of groups that communicate at the same time, in ring order, shape ``[groups, size]``.
-    Messages to the rank as many positions back take equally long, so larger distances are not needed.
+    ``topology``: the devices and their links. ``rows``: the device indices of groups that communicate at the same time,
+    in ring order, shape ``[groups, size]``. Messages to the rank as many positions back take equally long, so larger
+    distances are not needed.
     """
     latencies, bandwidths = [], []
     for places in range(1, rows.shape[1] // 2 + 1):

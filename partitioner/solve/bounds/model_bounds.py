@@ -192,7 +192,10 @@ class ModelBounds:
 
     @cached_property
     def _cuttable_blocks(self) -> list[str]:
-        """Return the name of the block (such as a layer) of each call that can be distributed over stages, in order."""
+        """Return, for each block call (such as a layer) that can be distributed over pipeline stages, the name of its
+        block, in the order of the calls. Calls that run before the pipeline starts, and calls that every stage runs
+        itself, are left out.
+        """
         return [c.block for c in self.model.calls if not c.shared and not c.prologue]
 
     @cached_property
@@ -375,9 +378,9 @@ class ModelBounds:
 
     @cached_property
     def _placed_states(self) -> list[tuple[StateCost, bool]]:
-        """Return the sizes of all parameters and buffers of the calls that can be distributed over stages, as pairs
-        (cost, whether it belongs to experts). The costs of states that are handled alike are added up in one entry. A
-        call is one execution of a block, such as a layer.
+        """Return the bytes of all parameters and buffers that are read by block calls (such as layers) which can be
+        distributed over stages, as pairs (cost, whether it belongs to experts). To have few entries, costs that differ
+        only in their bytes are added up in one.
         """
         names = dict.fromkeys(name for c in self.model.calls if not c.shared and not c.prologue for name in c.states)
         return [

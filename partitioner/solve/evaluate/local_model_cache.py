@@ -47,6 +47,8 @@ Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # a result: its name, th
 class LocalModels:
     """The local models of a job: the sharded graphs that one rank runs for one microbatch. Each is computed when it is
     first needed. If sharding takes long, a forked process computes those that were announced by :meth:`expect` ahead.
+    ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements (assignments of ranks to
+    devices) of a mesh.
     """
 
     job: Job

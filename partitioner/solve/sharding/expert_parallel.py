@@ -82,9 +82,10 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
 
 def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """Return two dicts about the blocks (such as layers) of ``model``: operator of experts that works row by row (a row
-    is a token) -> dim of rows of its results; and node that is computed from experts' parameters alone -> dim that
-    indexes experts.
+    """Return two dicts about the graphs of the blocks (such as layers) of ``model``, from which the caller decides how
+    experts' work may be divided. The first maps each operator of experts that works row by row (a row is a token) to
+    the dim of rows of its results. The second maps each node that is computed from experts' parameters alone to the dim
+    that indexes experts.
     """
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}

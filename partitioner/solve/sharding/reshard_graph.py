@@ -187,10 +187,11 @@ def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
 def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
     """List the ways to provide a value to several readers: the value is produced in one layout and converted to a set
     of others. Return two arrays with one entry for each way: the index of the layout in which the value is produced,
-    and a mask of the layouts that readers can then use. Return ``None`` if there are more than 400 ways.
+    and a mask of the layouts in which the value can then be read: the set, and all layouts to which a conversion costs
+    nothing. Return ``None`` if there are more than 400 ways.
 
-    ``cost``: cost of each conversion, indexed (layout of the producer, layout of a reader). ``most``: the largest
-    number of layouts that are read at once.
+    ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
+    ``most``: the largest number of layouts that are read at once.
     """
     count = 0
     for row in cost:

@@ -319,9 +319,10 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield a node of the assignment problem (one choice per node, at the least total cost), as reader of
-        ``value``, for each output of the block (such as a layer) that ``value`` is. The choices of the node are the
-        layouts of the group of tensors that must share one layout with this output. ``name``: name of the block.
+        """Yield the readers of ``value``, a tensor of a block (such as a layer), outside the block: if the tensor is an
+        output of the block, the node of the assignment problem (one choice per node, at the least total cost) that
+        chooses the layout of this output; one node for each such output. The layout is shared by all tensors that are
+        tied to the output. ``name``: name of the block.
         """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():

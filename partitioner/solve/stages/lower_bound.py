@@ -123,10 +123,12 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
     """Return three lower bounds in seconds: on the slowest stage, on the sum of all stages (both per microbatch), and
-    on the step (0 if the schedule has a formula). They hold for the cuts of the block calls (such as layers) into
-    stages in which the work of each stage takes at most ``limit`` seconds per microbatch. Return ``None`` if there is
-    no such cut, or if stages with waits and recomputation exceed ``limit``, so that other cuts might be better.
-    ``tables``: seconds and bytes of all possible stages.
+    on the step (0 if the schedule has a formula). They are minima over the cuts of the block calls (such as layers)
+    into stages whose work, without waits and recomputation, takes at most ``limit`` seconds per microbatch each.
+
+    Return ``None`` if there is no such cut, or if the slowest stage takes more than ``limit`` seconds with waits and
+    recomputation, because a cut that was left out might then be better. ``tables``: seconds and bytes of all possible
+    stages.
     """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
@@ -233,10 +235,10 @@ def _check_memory(tables: StageTables) -> None:
 
 
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
-    """Return the possible stages whose work takes at most ``limit`` seconds, sorted by their ends, as three arrays: the
-    index of the first call, the index after the last call, and, for each distinct end, the position of its first entry
-    in the other two. ``tables``: seconds and bytes of all possible stages. A call is one execution of a block, such as
-    a layer.
+    """Return the possible stages whose work takes at most ``limit`` seconds, and that leave no more work than the other
+    stages can do in this time. They are sorted by their ends, as three arrays: the index of the first call, the index
+    after the last call, and, for each distinct end, the position of its first entry in the other two. ``tables``:
+    seconds and bytes of all possible stages. A call is one execution of a block, such as a layer.
     """
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run

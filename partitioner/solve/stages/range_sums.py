@@ -265,8 +265,9 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
     """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items (such as parameters) that the
     calls ``start:stop`` read, for a model of ``n`` calls. A call is one execution of a block, such as a layer.
 
-    ``places``, ``sizes``: for each item that a call reads, the flat index ``start * n + call`` and the bytes of the
-    item. ``start`` is the earliest start of a sequence in which no call before ``call`` reads the item.
+    ``places``, ``sizes``: two parallel arrays with one entry for each item that a call reads. The first has the flat
+    index ``start * n + call``, where ``start`` is the earliest start of a sequence in which ``call`` is the first to
+    read the item. The second has the bytes of the item.
     """
     added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
     first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i

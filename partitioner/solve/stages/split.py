@@ -104,10 +104,11 @@ class StagePlan:
     calls that are cheap to recompute.
 
     ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. Seconds are per
-    microbatch. ``recompute_s``: recomputation, which ``backward_s`` does not contain. ``transfer_s``: seconds of
-    waiting for neighbours in both directions, of which ``forward_wait_s`` precede the forward. ``memory``: peak bytes.
-    ``in_flight``: largest number of microbatches whose activations it holds at a time. ``number``: index of the stage
-    in the problem. ``parts``: the virtual stages of a rank that has several; calls of other ranks lie between them.
+    microbatch: ``forward_s``; ``backward_s``, without recomputation; ``recompute_s``, the recomputation; and
+    ``transfer_s``, waiting for neighbours in both directions, of which ``forward_wait_s`` precede the forward.
+    ``memory``: peak bytes. ``in_flight``: largest number of microbatches whose activations it holds at a time.
+    ``number``: index of the stage in the problem. ``parts``: the virtual stages of a rank that has several; calls of
+    other ranks lie between them.
     """
 
     start: int

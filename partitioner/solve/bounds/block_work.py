@@ -161,6 +161,9 @@ class Works:
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 
 
+_ROUNDED = 1e-9  # of a call: a ratio this near to a whole number is taken for it
+
+
 def block_work(
     block: Block,
     device: DeviceType,
@@ -377,3 +380,34 @@ class DeviceKinds:
         type. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         return self.speeds(candidates).max(axis=0) if self.differ else np.ones(len(candidates))
+
+
+def bound_busiest_rank(
+    counts: Sequence[int], seconds: NDArray[np.float64], num_ranks: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return a lower bound on the seconds of the busiest pipeline rank, shape ``[candidates]``, if every call of a
+    block runs as a whole on one rank.
+
+    ``counts``: number of calls of each block (such as a decoder layer), shape ``[blocks]``. ``seconds``: seconds of one
+    call of each block, shape ``[blocks, candidates]``. ``num_ranks``: number of pipeline ranks of each candidate, shape
+    ``[candidates]``.
+
+    It is at least the largest call, and at least what follows from whole numbers of calls of the block with the most
+    work, beside the largest call of the other blocks. With seconds ``L`` of a call of the former, ``N`` calls of it,
+    seconds ``e`` of the latter and ``p`` ranks, a busiest rank of ``T`` seconds leaves room for ``(p - 1) floor(T / L)
+    + floor((T - e) / L)`` calls, which must be at least ``N``. This number changes only at ``T = k L`` and ``T = k L +
+    e`` for whole ``k``, so the least ``T`` is one of these.
+    """
+    largest = seconds.max(axis=0)
+    main = np.argmax(np.array(counts, dtype=np.float64)[:, None] * seconds, axis=0)
+    columns = np.arange(seconds.shape[1])
+    each, number = seconds[main, columns], np.array(counts, dtype=np.float64)[main]
+    others = seconds.copy()
+    others[main, columns] = 0.0
+    beside = others.max(axis=0)
+    ratio = np.divide(beside, each, out=np.zeros_like(each), where=each > 0)
+    fewer, more = np.floor(ratio + _ROUNDED), np.ceil(ratio - _ROUNDED)  # calls that take as long as the one beside
+    multiples = np.maximum(more, np.ceil((number + more) / num_ranks)) * each
+    behind = np.maximum(0.0, np.ceil((number - (num_ranks - 1) * fewer) / num_ranks)) * each + beside
+    found: NDArray[np.float64] = np.maximum(largest, np.minimum(multiples, behind))
+    return found

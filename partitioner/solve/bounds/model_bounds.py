@@ -36,7 +36,7 @@ from partitioner.cost.step.offload import update_seconds
 from partitioner.cost.step.relaxed_mesh import BestCaseMesh, best_type, build_best_case_mesh
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.schedules.formulas import is_formula, is_plain, least_alone, least_fill
-from partitioner.solve.bounds.block_work import BlockWork, DeviceKinds, Works
+from partitioner.solve.bounds.block_work import BlockWork, DeviceKinds, Works, bound_busiest_rank
 from partitioner.solve.bounds.planned_job import PlannedJob
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, LeastReduced
 from partitioner.solve.placement.placement import Placements
@@ -210,11 +210,11 @@ class ModelBounds:
     def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
         """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``.
 
-        It is the sum of three terms: the pipeline, whose slowest stage takes at least an even share of the work and at
-        least as long as the largest block call (such as a layer); the part of the gradient reduction that the backward
-        cannot hide (with a single stage); and the optimizer's update. ``shared``: whether to assume the even share
-        alone. The bound is then lower, but a caller may add times that need not fall on the stage with the largest
-        call. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        It is the sum of three terms: the pipeline, whose busiest rank takes at least an even share of the work and
+        runs whole calls of blocks (such as layers); the part of the gradient reduction that the backward cannot hide
+        (with a single stage); and the optimizer's update. ``shared``: whether to assume the even share alone. The bound
+        is then lower, but a caller may add times that need not fall on the busiest rank. ``candidates``: combinations
+        of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
@@ -222,9 +222,10 @@ class ModelBounds:
         forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, alike))
         # summed in order, so that the last digit does not depend on the other candidates
         ahead, back = (sum(map(multiply, often, seconds), np.zeros(len(alike))) for seconds in (forward, backward))
-        largest = np.zeros(len(alike)) if shared else (forward + backward).max(axis=0)
+        ranks = np.array([candidate.pp for candidate in alike], dtype=np.float64)
+        busiest = np.zeros(len(alike)) if shared else bound_busiest_rank(often, forward + backward, ranks)
         pipelines, ahead, back = (
-            s[places] for s in (self._bound_pipeline_seconds(alike, ahead, back, largest), ahead, back)
+            s[places] for s in (self._bound_pipeline_seconds(alike, ahead, back, busiest), ahead, back)
         )
         bound = pipelines + self._bound_seconds_after_pipeline(candidates, back)
         if self._kinds.differ:
@@ -236,22 +237,22 @@ class ModelBounds:
         return found
 
     def _bound_pipeline_seconds(
-        self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector, largest: Vector
+        self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector, busiest: Vector
     ) -> Vector:
         """Return a lower bound in seconds on the time of the pipeline in a step of each candidate, shape
         ``[candidates]``; gradient reduction and update come on top.
 
         ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers), by
-        candidate. ``largest``: seconds of the largest call, by candidate. The slowest stage takes at least an even
-        share of the work, and at least as long as the largest call. ``candidates``: combinations of mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        candidate. ``busiest``: another lower bound on the seconds of a microbatch on the busiest rank, such as that of
+        :func:`bound_busiest_rank`, by candidate; the busiest rank has at least an even share of the work.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
         formula = np.array([is_formula(p.schedule) for p in candidates])
         fill = np.array([self._bound_fill_and_drain(p) for p in candidates])
         whole = ahead + back
-        slowest = np.maximum(whole / pp, largest)
+        slowest = np.maximum(whole / pp, busiest)
         filled = m * whole / pp + (1 - 1 / pp) * (fill[:, 0] * ahead + fill[:, 1] * back)
         alone = ahead + back * np.array([least_alone(p.schedule) for p in candidates])
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
@@ -605,17 +606,20 @@ class ModelBounds:
     def with_floor(self, candidates: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
         stage. ``floor``: lower bounds on the seconds of each block (such as a layer) in them. ``shared``: whether to
-        drop the assumption that a stage takes at least as long as the largest block call. The bound is then lower, but
-        a caller may add times that need not fall on that stage. ``candidates``: combinations of mesh sizes, microbatch
+        drop the assumption that every block call runs as a whole on one rank. The bound is then lower, but a caller may
+        add times that need not fall on the busiest rank. ``candidates``: combinations of mesh sizes, microbatch
         size, schedule and ZeRO stage.
         """
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0
-        largest = max((sum(floor.seconds[block][: 1 + self.train]) for block in often), default=0.0)
+        busiest = 0.0
+        if often and not shared:
+            each = np.array([[sum(floor.seconds[block][: 1 + self.train])] for block in often])
+            busiest = float(bound_busiest_rank(list(often.values()), each, np.array([float(candidates[0].pp)]))[0])
         # assume that the whole backward hides reductions
         after = float(self._bound_seconds_after_pipeline(candidates, np.full(len(candidates), ahead + back)).min())
-        of_point = [np.array([seconds]) for seconds in (ahead, back, 0.0 if shared else largest)]
+        of_point = [np.array([seconds]) for seconds in (ahead, back, busiest)]
         least = min(candidates, key=self.rounds)
         bound = after + float(self._bound_pipeline_seconds([least], *of_point)[0])
         if floor.of_kind:  # the slowest device type may hide most of the reduction

@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from partitioner.schedules.csv_table import ScheduleTable
     from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
     from partitioner.topology import Topology
-    from partitioner.trainers import PartitionedTrainer, TrainerError
+    from partitioner.trainers import PartitionedLoop, PartitionedStrategy, PartitionedTrainer, TrainerError
 
 __all__ = [
     "AgreementError",
@@ -135,6 +135,8 @@ __all__ = [
     "OptimizerError",
     "OptionValueError",
     "PartitionError",
+    "PartitionedLoop",
+    "PartitionedStrategy",
     "PartitionedTrainer",
     "Plan",
     "PlanError",
@@ -280,7 +282,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.schedules.csv_table": ("ScheduleTable",),
     "partitioner.solve.evaluate.prepared_model": ("PreparedModel", "prepare"),
     "partitioner.topology": ("Topology",),
-    "partitioner.trainers": ("PartitionedTrainer", "TrainerError"),
+    "partitioner.trainers": ("PartitionedLoop", "PartitionedStrategy", "PartitionedTrainer", "TrainerError"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -4,7 +4,7 @@
 #   make test       the tests, without those marked slow       make test-all   all of them
 #   make lint       ruff and mypy --strict                     make bench      step time against hand-written peers
 #   make docs       the documentation site, into site/
-#   make integrations  Lightning and Ray in an environment of their own, and the tests that need them
+#   make integrations   Lightning, Ray and Model Explorer in an environment of their own, and the tests that need them
 #   make parsers    environments with other frameworks, for tests/integration/test_real_parsers.py
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu  installs torch from there (on Linux: the small CPU build)
@@ -98,11 +98,12 @@ $(PARSERS)/%/.installed: Makefile
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OF_$*)
 	@touch $@
 
-# Lightning and Ray Train in an environment of their own, which sees the packages of .venv. It is no nightly part of the
+# Lightning, Ray Train and Model Explorer in an environment of their own, which sees the packages of .venv. It is no nightly part of the
 # tests: Ray is 200 MB, and starts its processes for each test.
 INTEGRATIONS ?= .integrations
 WITH         := $(INTEGRATIONS)/bin/python
-INTEGRATED   := tests/integration/test_lightning.py tests/integration/test_ray_train.py
+INTEGRATED   := tests/integration/test_lightning.py tests/integration/test_ray_train.py \
+  tests/partitioner/reports/test_viewers.py
 
 $(INTEGRATIONS)/.installed: Makefile pyproject.toml $(STAMP)
 	@echo "installing into $(INTEGRATIONS)"
@@ -110,6 +111,7 @@ $(INTEGRATIONS)/.installed: Makefile pyproject.toml $(STAMP)
 	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
 	  > "$$($(WITH) -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
 	@$(WITH) -m pip install --quiet --disable-pip-version-check 'lightning>=2.6' 'ray[train]>=2.40' 'setuptools>=77'
+	@$(WITH) -m pip install --quiet --disable-pip-version-check --no-deps ai-edge-model-explorer
 	@touch $@
 
 integrations: $(INTEGRATIONS)/.installed

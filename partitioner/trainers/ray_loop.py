@@ -86,9 +86,9 @@ class PartitionedLoop:
     report_every: int = 10
     patience_s: float = 300.0
 
-    def __call__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __call__(self, config: Mapping[str, Any]) -> None:
         """Train on this worker. ``config``: fields to replace, by name."""
-        loop = self._replace_fields(config or {})
+        loop = self._replace_fields(config)
         context = ray.train.get_context()
         loop._train(context.get_world_rank(), context.get_world_size(), context.get_node_rank())
 

@@ -10,6 +10,7 @@ The argument is a JSON dict; entries other than ``constraints``, ``workers`` and
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def main() -> None:
         loop,
         train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(storage_path=str(Path(given["folder"]) / "ray")),
+        run_config=RunConfig(name=str(os.getpid()), storage_path=str(Path(given["folder"]) / "ray")),
     )
     try:
         found: dict[str, Any] = {"metrics": trainer.fit().metrics}

@@ -20,7 +20,7 @@ from tests.helpers.paths import ROOT
 pytestmark = pytest.mark.skipif(
     find_spec("lightning") is None, reason="needs the package lightning: run make integrations"
 )
-SCRIPT = str(ROOT / "tests" / "helpers" / "lightning_script.py")
+SCRIPT = str(ROOT / "tests" / "helpers" / "trainers" / "lightning_script.py")
 # an epoch is ten batches of 4 samples, of which two are accumulated: 50 optimizer steps
 OPTIONS: dict[str, Any] = dict(
     max_epochs=10, accumulate_grad_batches=2, gradient_clip_val=0.9, check_val_every_n_epoch=2

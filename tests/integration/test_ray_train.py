@@ -29,7 +29,7 @@ STEPS = 50
 def run(folder: Path, **given: Any) -> dict[str, Any]:
     """What the script prints last."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.ray_script", json.dumps({"folder": str(folder)} | given)],
+        [sys.executable, "-m", "tests.helpers.trainers.ray_script", json.dumps({"folder": str(folder)} | given)],
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -53,7 +53,7 @@ def read_losses(folder: Path) -> list[float]:
 
 def train_alone(steps: int) -> list[float]:
     """Losses of the unmodified model in one process: two batches of 8 are averaged in a step, and clipped."""
-    from tests.helpers import ray_script
+    from tests.helpers.trainers import ray_script
 
     model, data = ray_script.build(), ray_script.Rows()
     optimizer = ray_script.make_optimizer([*model.parameters()])

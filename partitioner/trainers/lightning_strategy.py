@@ -34,7 +34,17 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from partitioner.api import partition
 from partitioner.constraints import Constraints
@@ -305,7 +315,14 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     # -- data
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of global batches, the same on all ranks."""
+        """Return a loader of global batches, the same on all ranks. Raise :class:`TrainerError` for a loader that gives
+        each rank other samples by itself.
+        """
+        if self._engine is not None and isinstance(getattr(dataloader, "sampler", None), DistributedSampler):
+            raise TrainerError(
+                "a data loader has a DistributedSampler: expected one that reads the whole data set, as shuffle=True "
+                "does, since the strategy divides batches over ranks as the plan says"
+            )
         _auto_add_worker_init_fn(dataloader, 0)  # workers draw the same random numbers on all ranks
         return EqualLoader(dataloader, self)
 
@@ -505,7 +522,7 @@ class EqualLoader:
         if changed or module.trainer.datamodule is not None or loader.collate_fn is not default_collate:
             return None
         share = self.strategy.engine.share
-        if type(loader.batch_sampler) is not BatchSampler or isinstance(loader.dataset, IterableDataset):
+        if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in _SAMPLERS:
             return None
         if share.count == 1 or loader.batch_sampler.batch_size % share.count:
             return None
@@ -514,6 +531,8 @@ class EqualLoader:
             loader.dataset, batch_sampler=_OwnRows(loader.batch_sampler, share.parts, share.count), **options
         )
 
+
+_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)  # they draw from torch alone
 
 _LOADER_OPTIONS = """
     num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor

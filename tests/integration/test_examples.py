@@ -208,7 +208,7 @@ def test_ray_train_restarts_workers_when_one_is_killed(tmp_path: Path):
         warnings.simplefilter("ignore")  # ray's own, when it is imported
         example = importlib.import_module("examples.ray_train")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    options = "--workers 4 --mesh pp=2,dp=2 --cpus 0.25 --steps 300 --save-every 3 --report-every 2 --precision fp64"
+    options = "--workers 4 --mesh pp=2,dp=2 --cpus 0.25 --steps 20 --save-every 3 --report-every 2 --precision fp64"
     command = [sys.executable, str(ROOT / "examples" / "ray_train.py"), *options.split(), "--folder", "run"]
     metrics = tmp_path / "run" / "metrics.jsonl"
     with (tmp_path / "log").open("w+") as log:
@@ -224,20 +224,17 @@ def test_ray_train_restarts_workers_when_one_is_killed(tmp_path: Path):
             for process in [*driver.children(recursive=True), driver] if driver.is_running() else []:
                 process.kill()
         log.seek(0)
-        assert status == 0, log.read()
+        said = log.read()
+        assert status == 0, said
 
+    assert said.count("Started training worker group") == 2, "one restart"
     found = logged(metrics)
-    steps = [int(m["step"]) for m in found]
-    again = next(i for i in range(1, len(steps)) if steps[i] != steps[i - 1] + 1)
-    assert steps[again] % 3 == 1 and steps[again] > 1, "went on from a checkpoint"
-    assert steps[again:] == [*range(steps[again], 301)], "one restart"
-    for step, loss in zip(steps[:again], [m["loss"] for m in found], strict=False):
-        assert {m["loss"] for m in found if m["step"] == step} == {loss}
+    assert [m["step"] for m in found] == [*range(1, 21)], "the line of a step that is done again is replaced"
     losses = {m["step"]: m["loss"] for m in found}
     expected = one_process(
-        example.build(), example.Points(), example.BATCH, learning_rate=example.LEARNING_RATE, steps=300
+        example.build(), example.Points(), example.BATCH, learning_rate=example.LEARNING_RATE, steps=20
     )
-    assert [losses[step] for step in range(1, 301)] == pytest.approx(expected, rel=1e-9)
+    assert [losses[step] for step in range(1, 21)] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.slow

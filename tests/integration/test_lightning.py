@@ -69,6 +69,7 @@ def test_fifty_steps_are_those_of_one_process(tmp_path: Path, alone: dict[str, A
     assert len(batches) == 100 and batches[-1]["train_loss"] < 0.8 * batches[0]["train_loss"]
     found = run(tmp_path / "planned", constraints=constraints)
     check_equal(found, alone)
+    assert found["samples"] == [4 // constraints.get("dp", 1)]  # a rank reads the samples that it computes
 
 
 def test_a_run_is_resumed_under_another_plan(tmp_path: Path, alone: dict[str, Any]):
@@ -119,6 +120,7 @@ def test_what_a_plan_cannot_honour_is_refused(tmp_path: Path):
         "anomaly": "detect_anomaly=True",
         "iterator": "a data loader is an iterator",
         "last": "the last batch of a train data loader has 4 samples instead of 12",
+        "sampler": "a data loader has a DistributedSampler",
         "checkpoint": "is no folder",
     }
     assert found.keys() == expected.keys()

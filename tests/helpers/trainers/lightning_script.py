@@ -114,6 +114,10 @@ class History(Callback):
 
     def __init__(self) -> None:
         self.values: list[dict[str, float]] = []
+        self.samples: set[int] = set()  # numbers of samples of the training batches that this process has read
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        self.samples.add(len(batch[0] if isinstance(batch, list) else batch["input_ids"]))
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
@@ -197,6 +201,7 @@ def list_refusals(folder: Path) -> dict[str, str]:
 
     data = make_loaders(points=True)[0]
     rest = DataLoader(data.dataset, 12, shuffle=True)
+    shared = torch.utils.data.DistributedSampler(data.dataset, num_replicas=1, rank=0)  # type: ignore[arg-type]
     cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "manual": (Manual(), data, {}),
         "index": (Indexed(), data, {}),
@@ -210,6 +215,7 @@ def list_refusals(folder: Path) -> dict[str, str]:
         "anomaly": (Points(), data, {"detect_anomaly": True}),
         "iterator": (Points(), iter(data), {}),
         "last": (Points(), rest, {}),
+        "sampler": (Points(), DataLoader(data.dataset, BATCH, sampler=shared), {}),
         "checkpoint": (Points(), data, {"ckpt_path": __file__}),
     }
     found = {}
@@ -242,7 +248,7 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*sync_dist=True")  # logged values are the same on all ranks
         trainer.fit(module, train, val, ckpt_path=given.get("resume"))
-    found: dict[str, Any] = {"values": [*history.values]}
+    found: dict[str, Any] = {"values": [*history.values], "samples": sorted(history.samples)}
     found["state"] = {name: float(x.double().sum()) for name, x in module.state_dict().items()}
     [found["validated"]] = trainer.validate(module, val, verbose=False)
     [found["first"]] = trainer.validate(

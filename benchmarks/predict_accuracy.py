@@ -23,7 +23,7 @@ from typing import Any
 
 from accuracy import _TYPES, ROWS, predict
 from published_models import build
-from published_rows import Row, published_job
+from published_rows import Overfull, Row, Unstated, published_job
 from rich.console import Console
 from rich.table import Table
 
@@ -57,7 +57,7 @@ def compare(row: Row) -> Compared:
     by_row = predict(row).step_time
     try:
         return Compared(row, predict_by_configuration(row), by_row)
-    except PartitionError as error:
+    except (PartitionError, Unstated, Overfull) as error:
         return Compared(row, None, by_row, f"{type(error).__name__}: {error}")
 
 

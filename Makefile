@@ -4,6 +4,7 @@
 #   make test       the tests, without those marked slow       make test-all   all of them
 #   make lint       ruff and mypy --strict                     make bench      step time against hand-written peers
 #   make docs       the documentation site, into site/
+#   make integrations   Lightning, Ray and Model Explorer in an environment of their own, and the tests that need them
 #   make parsers    environments with other frameworks, for tests/integration/test_real_parsers.py
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu  installs torch from there (on Linux: the small CPU build)
@@ -26,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE  ?= 1
 
-.PHONY: setup demo test test-all lint format bench docs images parsers clean
+.PHONY: setup demo test test-all lint format bench docs images parsers integrations clean
 
 setup: $(STAMP)
 
@@ -96,6 +97,26 @@ $(PARSERS)/%/.installed: Makefile
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check numpy pyyaml $(NEEDED_$*)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OF_$*)
 	@touch $@
+
+# Lightning, Ray Train and Model Explorer in an environment of their own, which sees the packages of .venv. It is no nightly part of the
+# tests: Ray is 200 MB, and starts its processes for each test.
+INTEGRATIONS ?= .integrations
+WITH         := $(INTEGRATIONS)/bin/python
+INTEGRATED   := tests/integration/test_lightning.py tests/integration/test_ray_train.py \
+  tests/partitioner/reports/test_viewers.py
+
+$(INTEGRATIONS)/.installed: Makefile pyproject.toml $(STAMP)
+	@echo "installing into $(INTEGRATIONS)"
+	@$(PYTHON) -m venv $(INTEGRATIONS)
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	  > "$$($(WITH) -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
+	@$(WITH) -m pip install --quiet --disable-pip-version-check 'lightning>=2.6' 'ray[train]>=2.40' 'setuptools>=77'
+	@$(WITH) -m pip install --quiet --disable-pip-version-check --no-deps ai-edge-model-explorer
+	@touch $@
+
+integrations: $(INTEGRATIONS)/.installed
+	@PYTHONPATH=$(CURDIR) $(WITH) -m pytest $(INTEGRATED) $(ARGS)
+	@PYTHONPATH=$(CURDIR) $(WITH) -m pytest tests/integration/test_examples.py -k "lightning or ray" $(ARGS)
 
 clean:
 	rm -rf $(VENV) out build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """A script for transformers' Trainer, which trains by a plan: the import and the constructor are all that changed.
 
-    pip install 'partitioner[trainer]'
+    pip install -e '.[trainer]'  # in the folder of this repository
     torchrun --nproc-per-node 2 examples/finetune_trainer.py --mesh tp=2
     torchrun --nproc-per-node 2 examples/finetune_trainer.py --steps 40 --resume   # goes on, under another plan
 

@@ -19,17 +19,16 @@ devices or links, start with ``partitioner launch`` instead. ``--folder`` has to
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
 import torch.nn.functional as F
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchTrainer
 from torch import Tensor, nn
 
-from partitioner import Checkpoints, Constraints, Engine, Loader, Plan, StepLog, Topology, Watch, partition
+from partitioner import Constraints, PartitionedLoop, Topology, partition
 
 BATCH, DIM, CLASSES = 32, 64, 8
 LEARNING_RATE, CLIP = 3e-3, 1.0
@@ -79,40 +78,8 @@ class Points:
         return {"x": self.x[index], "label": self.label[index]}
 
 
-def train(config: dict[str, Any]) -> None:
-    """What each of Ray's workers runs, in the process group that Ray has made."""
-    folder = Path(config["folder"])
-    plan = Plan.load(folder / "plan.json")
-    context = ray.train.get_context()
-    rank = context.get_world_rank()
-    if context.get_node_rank() != plan.topology.node_of[rank]:
-        raise ValueError(
-            f"worker {rank} is on node {context.get_node_rank()}, and the plan's device {rank} on node "
-            f"{plan.topology.node_of[rank]}: give each node as many workers as the topology has devices on it"
-        )
-
-    engine = Engine(plan, weights=build(), device=get_device())
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=LEARNING_RATE)
-    loader = Loader(Points(), engine, seed=0)
-    checkpoints = Checkpoints(
-        folder / "checkpoints", engine, optimizer, every=config["save_every"], extra={"data": loader}
-    )
-    checkpoints.restore()
-    # Ray sees a process that is gone, this one that hangs; in a folder that all nodes see, since the environment that
-    # hosts exchange it by is torchrun's
-    with (
-        Watch(engine, folder / "watch", patience_s=config["patience"]),
-        StepLog(engine, plan, folder if rank == 0 else None) as log,
-    ):
-        while engine.steps < config["steps"]:
-            loss = engine.step(next(loader), local=True)
-            norm = engine.clip_grad_norm_(CLIP)
-            optimizer.step()
-            metrics = log.step(loss, norm=norm.item())
-            if engine.steps % config["report_every"] == 0:  # workers wait there for each other, and for the controller
-                ray.train.report(asdict(metrics))
-            checkpoints.after_step()
-        checkpoints.close()
+def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
 
 class Printed(ray.train.UserCallback):
@@ -149,14 +116,19 @@ def main() -> None:
     print(plan.summary(), flush=True)
 
     trainer = TorchTrainer(
-        train,
-        train_loop_config={
-            "folder": str(folder),
-            "steps": options.steps,
-            "report_every": options.report_every,
-            "save_every": options.save_every,
-            "patience": options.patience,
-        },
+        PartitionedLoop(
+            build,
+            Points,
+            make_optimizer,
+            folder,
+            batch_size=BATCH,
+            steps=options.steps,
+            plan=folder / "plan.json",
+            max_norm=CLIP,
+            report_every=options.report_every,
+            save_every=options.save_every,
+            patience_s=options.patience,
+        ),
         scaling_config=ray.train.ScalingConfig(
             num_workers=plan.program.world_size,
             use_gpu=options.gpus,

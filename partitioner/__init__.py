@@ -92,7 +92,10 @@ if TYPE_CHECKING:
     from partitioner.schedules.csv_table import ScheduleTable
     from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
     from partitioner.topology import Topology
-    from partitioner.trainers import PartitionedTrainer, TrainerError
+    from partitioner.trainers import PartitionedLoop as PartitionedLoop
+    from partitioner.trainers import PartitionedStrategy as PartitionedStrategy
+    from partitioner.trainers import PartitionedTrainer as PartitionedTrainer
+    from partitioner.trainers import TrainerError
 
 __all__ = [
     "AgreementError",
@@ -135,7 +138,6 @@ __all__ = [
     "OptimizerError",
     "OptionValueError",
     "PartitionError",
-    "PartitionedTrainer",
     "Plan",
     "PlanError",
     "PlanFileError",
@@ -197,6 +199,9 @@ __all__ = [
     "timed",
     "write_layout",
 ]
+
+# Names that need an optional package, so that `from partitioner import *` works without it.
+OPTIONAL = ("PartitionedLoop", "PartitionedStrategy", "PartitionedTrainer")
 
 # A name is imported when it is first used: a command that needs no PyTorch then starts without it.
 _HOMES: dict[str, tuple[str, ...]] = {
@@ -280,7 +285,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.schedules.csv_table": ("ScheduleTable",),
     "partitioner.solve.evaluate.prepared_model": ("PreparedModel", "prepare"),
     "partitioner.topology": ("Topology",),
-    "partitioner.trainers": ("PartitionedTrainer", "TrainerError"),
+    "partitioner.trainers": ("PartitionedLoop", "PartitionedStrategy", "PartitionedTrainer", "TrainerError"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -296,4 +301,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *OPTIONAL, "__version__"]

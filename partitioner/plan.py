@@ -565,13 +565,19 @@ class Plan(Data):
         return export_ranks(self.select_program(program), Path(folder))
 
     @typed_errors("Plan.export()")
-    def export(self, format: str, path: str | Path) -> tuple[UnusedOption, ...]:
-        """Write the plan's layout to the file ``path`` as a configuration of another framework, atomically. Return the
-        options of the plan that the format cannot express.
+    def export(self, format: str, path: str | Path) -> tuple[UnusedOption | str, ...]:
+        """Write the plan to the file ``path`` for another program, atomically. Return what is not in the file.
 
-        ``format``: ``megatron``, ``torchtitan``, ``deepspeed``, ``accelerate`` or ``transformers``. Raise
-        :class:`LayoutError` for another format, or a plan of inference.
+        ``format``: ``megatron``, ``torchtitan``, ``deepspeed``, ``accelerate`` or ``transformers``: the plan's layout
+        as a configuration of that framework; the result has the options of the plan that the format cannot express.
+        ``perfetto``: the simulated step as a trace for ui.perfetto.dev. ``model-explorer``: stages, blocks and
+        operators as graphs for Google's Model Explorer. Both are under 5 MB; the result has a sentence for each thing
+        that was left out. Raise :class:`LayoutError` for another format, or for a configuration of a plan of inference.
         """
+        from partitioner.report.viewers import VIEWERS, export_for_viewer
+
+        if format in VIEWERS:
+            return export_for_viewer(self, format, path)
         from partitioner.interop.plan_layout import export_plan
 
         return export_plan(self, format, path)

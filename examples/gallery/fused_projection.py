@@ -1,7 +1,7 @@
 """A fused projection of queries, keys and values is cut into equal parts, which are no longer whole heads of each.
 
-Reported as NVIDIA-NeMo/Automodel#1324: the first rank gets all queries and some keys. The fault is `wrong-module`: the
-part of the projection is right, the attention that reads it is not.
+Reported as NVIDIA-NeMo/Automodel#1324: the first rank gets all queries and some keys. The fault is `fused-cut`: each
+rank's part of the projection is right, but ranks have different parts of queries, keys and values.
 """
 
 from __future__ import annotations

@@ -74,6 +74,11 @@ def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]
         if cause is UNKNOWN and all(len(calls) == len(expected) == 1 for calls in given.values()):
             cause = name_output_cause(expected[0], [calls[0] for calls in given.values()], len(outcomes))
         where = f"the output of {name or 'the model'} is wrong first"
+        if cause is UNKNOWN and last:
+            held = {o.rank: calls[last] for o, calls in zip(outcomes, by_rank, strict=True) if last in calls}
+            fused = _name_fused_cut(plain, last, name, held)
+            if fused is not None:
+                return fused
         if cause is UNKNOWN:
             before = f"; that of {last}, which returns before it, is right" if last else ""
             return Cause("wrong-module", f"{where}{before}")
@@ -152,6 +157,39 @@ def _name_bias(plain: PlainResults, name: str, given: dict[int, list[Tensor]]) -
     if times is None or times == 1 or not all(_is_equal(c, expected[0] + (times - 1) * bias) for c in calls):
         return None
     return Cause("bias", f"its bias is added {times} times" if times else "its bias is not added")
+
+
+def _name_fused_cut(plain: PlainResults, last: str, name: str, held: dict[int, list[Tensor]]) -> Cause | None:
+    """Return the cause that the output of the module ``last`` has several parts (such as queries, keys and values),
+    and is divided over the ranks as a whole instead of each part by itself; ``None`` if that cannot be told.
+
+    ``name``: the module that reads a combination of the parts, whose output is wrong. Its weight says how wide the
+    first part is. ``held``: rank -> the outputs of ``last`` on it. The cause holds if ranks have different numbers of
+    columns of the first part.
+    """
+    weight, expected = plain.weights.get(f"{name}.weight"), plain.modules[last]
+    if weight is None or weight.dim() != 2 or len(expected) != 1 or not expected[0].dim():
+        return None
+    whole, first = expected[0], weight.shape[1]
+    if not first < whole.shape[-1] <= _MOST_ROWS:
+        return None
+    columns = whole.flatten(0, -2).T
+    counts: dict[int, int] = {}
+    for rank, calls in held.items():
+        if len(calls) != 1 or calls[0].shape[:-1] != whole.shape[:-1]:
+            return None
+        distance, places = torch.cdist(calls[0].flatten(0, -2).T.to(columns.dtype), columns).min(1)
+        if bool((distance > 1e-6 * max(float(columns.abs().max()), 1e-12)).any()):
+            return None
+        counts[rank] = int((places < first).sum())
+    if len({*counts.values()}) < 2:
+        return None
+    told = ", ".join(f"{count} on rank {rank}" for rank, count in sorted(counts.items()))
+    return Cause(
+        "fused-cut",
+        f"the output of {last} has several parts, of which {name} reads {first} columns, and is cut as a whole, so "
+        f"that ranks have different parts (columns of the first part: {told}): cut each part by itself",
+    )
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -78,7 +78,8 @@ TaskName = Annotated[
     str | None,
     typer.Option(
         "--task",
-        help="Of a configuration: `causal`, `seq2seq`, `masked`, `image` or `audio`; default: as it says.",
+        help="Of a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio` or `contrastive`; default: as it "
+        "says.",
         show_default=False,
     ),
 ]

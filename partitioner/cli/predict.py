@@ -148,7 +148,9 @@ def export(
     format: Annotated[
         str,
         typer.Argument(
-            help="`megatron`, `torchtitan`, `deepspeed`, `accelerate` or `transformers`.", show_default=False
+            help="`megatron`, `torchtitan`, `deepspeed`, `accelerate` or `transformers`: a configuration. "
+            "`perfetto`: the simulated step as a trace. `model-explorer`: graphs of stages and operators.",
+            show_default=False,
         ),
     ],
     out: Annotated[
@@ -160,14 +162,14 @@ def export(
         ),
     ],
 ) -> None:
-    """Write a plan as a configuration of another framework, and list what the format cannot express."""
+    """Write a plan as a configuration of another framework, or for a viewer, and list what is not in the file."""
     from partitioner import Plan
 
     check_outputs(out)
     missing = Plan.load(plan_file).export(format, out)
     console = build_output_console()
-    console.print(Text.assemble(("configuration: ", "dim"), str(out)))
+    console.print(Text.assemble(("written: ", "dim"), str(out)))
     if missing:
-        console.print(Text("The format cannot express:"))
+        console.print(Text("The file does not have:"))
     for each in missing:
         console.print(Text(f"- {each}"))

@@ -2,7 +2,8 @@
 
 A model's main input is tokens, pixels, a waveform or a spectrogram. Where the configuration leaves the shape open (the
 order of the dims of a spectrogram, the size of an image), the shapes that are usual are tried on the meta device, and
-the first that the model accepts is taken.
+the first that the model accepts is taken. A model that reads text with images gets one image for each sample, and as
+many placeholders in the text as its image has features.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from partitioner.pretrained.configuration import Configuration, PretrainedError, build_error, read_number
 
-Labels = Literal["tokens", "class", "text", "few"]
+Labels = Literal["tokens", "class", "text", "few", "pairs"]
 
 _LENGTH = 2048  # tokens of a sample, if the model has as many positions
 _MULTIPLE = 64  # a chosen length is a multiple of it: it then divides well
@@ -39,7 +40,8 @@ class BatchRequest:
 
     Attributes:
         labels: kind of the targets: ``tokens``: one for each token of the sample; ``class``: one for each sample;
-            ``text``: a transcript; ``few``: a transcript that is shorter than the sample.
+            ``text``: a transcript; ``few``: a transcript that is shorter than the sample; ``pairs``: none, since each
+            image belongs to the text of its own sample.
         samples: number of samples.
         length: length of a sample: tokens, samples of a waveform, or frames of a spectrogram. ``None``: the default of
             the model.
@@ -54,23 +56,34 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Shape and content of one input tensor of a model: random integers from ``low`` to below ``high``, or normally
+    """Shape and content of one input of a model: random integers from ``low`` to below ``high``, or normally
     distributed numbers if ``high`` is 0.
+
+    ``placeholder``, ``places``: of token ids, how many after the first of each sample are this one, which stands for a
+    feature of an image. ``fixed``: the input is this Python value, and no tensor.
     """
 
     shape: tuple[int, ...]
     low: int = 0
     high: int = 0
+    placeholder: int = 0
+    places: int = 0
+    fixed: bool | None = None
 
-    def make(self, device: str, generator: torch.Generator) -> Tensor:
+    def make(self, device: str, generator: torch.Generator) -> Any:
         """Return a tensor with the shape of this spec on ``device``, filled with random numbers of ``generator``; on
-        the device ``meta`` without numbers.
+        the device ``meta`` without numbers. A fixed value is returned itself.
         """
+        if self.fixed is not None:
+            return self.fixed
         if device == "meta":
             return torch.empty(self.shape, dtype=torch.int64 if self.high else torch.float32, device="meta")
-        if self.high:
-            return torch.randint(self.low, self.high, self.shape, generator=generator)
-        return torch.randn(self.shape, generator=generator)
+        if not self.high:
+            return torch.randn(self.shape, generator=generator)
+        made = torch.randint(self.low, self.high, self.shape, generator=generator)
+        if self.places:
+            made[:, 1 : 1 + self.places] = self.placeholder
+        return made
 
 
 def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) -> dict[str, InputSpec]:
@@ -116,9 +129,10 @@ def _wants_numbers(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "on meta tensors" in str(error)
 
 
-def make_batch(specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
-    """Return a tensor for each entry of ``specs`` (argument name -> shape and content), by argument name, on
-    ``device``. On the device ``meta`` tensors have no values; otherwise their values are random, from ``seed``.
+def make_batch(specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Return a tensor, or a fixed value, for each entry of ``specs`` (argument name -> shape and content), by argument
+    name, on ``device``. On the device ``meta`` tensors have no values; otherwise their values are random, from
+    ``seed``.
     """
     generator = torch.Generator().manual_seed(seed)
     return {name: spec.make(device, generator) for name, spec in specs.items()}
@@ -155,6 +169,11 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
     if labels are requested and the model takes none.
     """
     parameters = inspect.signature(model.forward).parameters
+    if request.labels == "pairs":
+        yield from _list_pairs(model, found, request)
+        return
+    if reads_images(model) and request.labels == "tokens":
+        yield from _list_image_texts(model, found, request)
     main = str(getattr(model, "main_input_name", "input_ids"))
     if request.labels == "class" and "pixel_values" in parameters and not main.endswith("_ids"):
         main = "pixel_values"  # of a model that takes inputs of several kinds
@@ -174,6 +193,60 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
         label = {"decoder_input_ids": _token_spec(found.config, request.samples, _text_length(found.config, request))}
     for given in product(*([each for each in maker if each[0] != "labels"] for maker in makers if maker)):
         yield dict(given) | label
+
+
+def reads_images(model: nn.Module) -> bool:
+    """Return whether ``model`` reads text with images."""
+    return {"input_ids", "pixel_values"} <= inspect.signature(model.forward).parameters.keys()
+
+
+def _list_pairs(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
+    """Yield the batches to try with ``model``, whose loss compares all images of a batch with all texts."""
+    parameters = inspect.signature(model.forward).parameters
+    if not reads_images(model) or (request.trains and "return_loss" not in parameters):
+        raise PretrainedError(
+            f"{type(model).__name__} has no loss that compares images with texts; plan it for inference (--objective "
+            "infer), or give FILE.py:FUNCTION with a loss"
+        )
+    text = _token_spec(found.config, request.samples, request.length or choose_length(found.config))
+    for pixels in _list_specs("pixel_values", found, request):
+        loss = {"return_loss": InputSpec((), fixed=True)} if request.trains else {}
+        yield {"input_ids": text, "pixel_values": pixels} | loss
+
+
+def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
+    """Yield the batches with an image for each sample to try with ``model``: none if its images have no fixed shape, as
+    where several of different sizes are joined to one list of patches.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if any(name.endswith("grid_thw") for name in parameters) or (request.trains and "labels" not in parameters):
+        return
+    length = request.length or choose_length(found.config)
+    text = _token_spec(found.config, request.samples, length)
+    placeholder = read_number(found.config, "image_token_id", "image_token_index")
+    kinds = {"token_type_ids": replace(text, low=0, high=1)} if "token_type_ids" in parameters else {}
+    for pixels in _list_specs("pixel_values", found, request):
+        places = 0 if placeholder is None else _count_image_features(model, pixels)
+        if places >= length:
+            raise PretrainedError(
+                f"a sample of {length:,} tokens has no room for the {places:,} placeholders of an image; give --seq "
+                f"above {places:,}"
+            )
+        marked = replace(text, placeholder=placeholder or 0, places=places)
+        batch = {"input_ids": marked, "pixel_values": pixels} | kinds
+        yield batch | ({"labels": text} if request.trains else {})
+
+
+def _count_image_features(model: nn.Module, pixels: InputSpec) -> int:
+    """Return how many features ``model``, which is on the meta device, makes of one image; 0 if it does not tell."""
+    try:
+        with torch.no_grad():
+            made: Any = model.get_image_features(pixel_values=make_batch({"": pixels}, "meta")[""])  # type: ignore[operator]
+    except Exception:  # of a model whose images need more than pixels
+        return 0
+    made = getattr(made, "pooler_output", made)
+    parts = [x for x in (made if isinstance(made, list | tuple) else [made]) if isinstance(x, Tensor) and x.dim() > 1]
+    return sum(x.shape[:-1].numel() for x in parts) // pixels.shape[0]
 
 
 def _label_spec(config: Any, request: BatchRequest) -> InputSpec:

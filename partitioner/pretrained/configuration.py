@@ -77,7 +77,7 @@ def import_transformers() -> Any:
     except ImportError as error:
         raise PretrainedError(
             f"a configuration needs transformers, which cannot be imported ({error}); install it: "
-            "pip install 'partitioner[transformers]'"
+            "pip install 'transformers>=5'"
         ) from None
     return transformers
 

@@ -23,7 +23,7 @@ from partitioner.passes.errors import PartitionError
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
 from partitioner.pretrained.adapters import Lora, add_adapters
-from partitioner.pretrained.batch import BatchRequest, Labels, choose_batch, longest_sample, make_batch
+from partitioner.pretrained.batch import BatchRequest, Labels, choose_batch, longest_sample, make_batch, reads_images
 from partitioner.pretrained.configuration import (
     Configuration,
     PretrainedError,
@@ -36,7 +36,7 @@ from partitioner.pretrained.configuration import (
 from partitioner.topology import Topology
 from partitioner.units import format_plural
 
-Task = Literal["causal", "seq2seq", "masked", "image", "audio"]
+Task = Literal["causal", "seq2seq", "masked", "image", "audio", "contrastive"]
 
 # Task -> the tables of transformers that have its classes, and the labels that these take.
 _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
@@ -45,6 +45,7 @@ _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
     "masked": (("MASKED_LM", "tokens"),),
     "image": (("IMAGE_CLASSIFICATION", "class"),),
     "audio": (("AUDIO_CLASSIFICATION", "class"), ("SPEECH_SEQ_2_SEQ", "text"), ("CTC", "few")),
+    "contrastive": (("ZERO_SHOT_IMAGE_CLASSIFICATION", "pairs"),),
 }
 _SAMPLES = 8  # per device, if no number is asked for
 _MOST_MODULES = 1_000_000
@@ -59,7 +60,8 @@ class PretrainedModel:
         model: the model, in training mode; on the meta device, without values, unless ``load_pretrained`` was called
             with ``values=True``.
         inputs: one batch that the model accepts, by argument name.
-        task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``.
+        task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or
+            ``contrastive``.
         weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
             has adapters, whose weights are in no folder.
         longest: the longest sample in tokens, from the number of positions of the model; ``None`` if it has no limit,
@@ -68,7 +70,7 @@ class PretrainedModel:
     """
 
     model: nn.Module = field(repr=False)
-    inputs: dict[str, Tensor] = field(repr=False)
+    inputs: dict[str, Any] = field(repr=False)
     task: str
     weights: Path | None = None
     longest: int | None = None
@@ -117,6 +119,12 @@ def load_pretrained(
     model = _build_model(found, name)
     if adapters is not None:
         add_adapters(model, adapters)
+    if labels == "few" and objective == "train":
+        raise PretrainedError(
+            f"{found.source}: {name} has a CTC loss, whose shapes depend on the lengths of the transcripts, and a plan "
+            "has fixed shapes; plan it for inference (--objective infer), give another --task, or give "
+            "FILE.py:FUNCTION with a loss of plain operators"
+        )
     request = BatchRequest(labels, batch, seq, objective == "train")
     with quiet_transformers():
         specs = choose_batch(model, found, request)
@@ -126,7 +134,9 @@ def load_pretrained(
             add_adapters(model, adapters)
     inputs = make_batch(specs, "cpu" if values else "meta")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in inputs.items()}
+    inputs = {n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in inputs.items()}
+    if labels == "tokens" and reads_images(model) and "pixel_values" not in specs:
+        notes = (*notes, "The plan is for text alone: images of this model have no fixed shape. Give FILE.py:FUNCTION.")
     longest = longest_sample(found.config) if labels == "tokens" else None
     weights = found.weights if adapters is None else None
     if adapters is not None and found.weights is not None:
@@ -155,7 +165,8 @@ def partition_pretrained(
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of a step; ``None``: eight for each device.
-        task: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``; ``None``: as the configuration says.
+        task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or ``contrastive``; ``None``: as the
+            configuration says.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``.
         more: further arguments of :func:`partitioner.partition`.
 

@@ -60,6 +60,22 @@ _PICTURES = {  # view -> title, what the section says
 }
 
 
+_VIEWERS = {  # view -> sentence on another viewer: before its link, address, text of the link, after it
+    "graph": (
+        "With all operators: partitioner export plan.json model-explorer graphs.json writes it for ",
+        "https://github.com/google-ai-edge/model-explorer",
+        "Model Explorer",
+        ".",
+    ),
+    "timeline": (
+        "With all instructions: partitioner export plan.json perfetto trace.json writes it for ",
+        "https://ui.perfetto.dev",
+        "Perfetto",
+        ".",
+    ),
+}
+
+
 def build_report(plan: Plan) -> str:
     """Return the report of ``plan`` as the text of one HTML file that loads nothing else. Every picture and section has
     its own limit in bytes. What exceeds a limit is left out, and the last section lists it.
@@ -163,7 +179,11 @@ def _build_picture_section(view: str, draw_source: Callable[[], str], left_out: 
     if picture.left_out or picture.missing:
         left_out.append(picture.missing or f"Of the pictures: {picture.left_out}.")
     figure = build_figure(picture, view, title)
-    return build_element("section", build_element("h2", title), build_element("p", words), figure, id=view)
+    heading = [build_element("h2", title), build_element("p", words)]
+    if view in _VIEWERS:
+        before, address, name, after = _VIEWERS[view]
+        heading.append(build_element("p", before, build_element("a", name, href=address), after))
+    return build_element("section", *heading, figure, id=view)
 
 
 def _build_section(

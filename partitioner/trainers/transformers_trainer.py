@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.engine.outputs import select_outputs
 from partitioner.topology import Topology
 from partitioner.trainers.arguments import TrainerError, check_arguments, check_constructor
+from partitioner.trainers.shared_plan import keep_generators, share_plan
 
 EVALUATION = "eval"  # name of the plan's program that evaluates
 ITEMS = "num_items_in_batch"  # input of models that divide the sum of their loss by it
@@ -113,7 +112,7 @@ class PartitionedTrainer(Trainer):
         which all ranks must make.
         """
         if self._engine is None:
-            with _kept_generators():
+            with keep_generators():
                 compiled = self.args.torch_compile and (self.args.torch_compile_backend or True)
                 device = self.args.device if self.args.device.type == "cuda" else "cpu"
                 self._engine = Engine(self.plan, self.model, device, seed=self.args.seed, compile=compiled)
@@ -134,24 +133,7 @@ class PartitionedTrainer(Trainer):
         If the search fails, the first rank raises its error, and the others raise :class:`TrainerError` with the text
         of this error. :class:`TrainerError` is also raised if the last batch of a data set is too small for the plan.
         """
-        told: list[Any] = [None]
-        error: Exception | None = None
-        with _kept_generators(), tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "plan.json"
-            if self.args.process_index == 0:
-                try:
-                    told[0] = self._search_plan().save(path).read_text(), ""
-                except Exception as failed:  # the other ranks wait
-                    error, told[0] = failed, ("", f"{type(failed).__name__}: {failed}")
-            if self.args.world_size > 1:
-                dist.broadcast_object_list(told)
-            text, fault = told[0]
-            if error is not None:
-                raise error
-            if fault:
-                raise TrainerError(f"the first rank found no plan: {fault}")
-            path.write_text(text)
-            plan = Plan.load(path)
+        plan: Plan = share_plan(self._search_plan, self.args.process_index, self.args.world_size)[0]
         self._check_last_batches(plan)
         return plan
 
@@ -592,7 +574,8 @@ def _check_library() -> None:
     if missing:
         raise TrainerError(
             f"transformers {transformers.__version__} has no Trainer.{', Trainer.'.join(missing)}: expected a version "
-            "whose training loop calls them, such as 5.23; pip install 'partitioner[trainer]'"
+            "whose training loop calls them, such as 5.23: in the folder of this repository, "
+            "run pip install -e '.[trainer]'"
         )
 
 
@@ -606,19 +589,6 @@ def _check_overridden(trainer: type[Trainer]) -> None:
                 f"{trainer.__name__} overrides {name}, which a plan does not call: expected none; compute the loss in "
                 "the model's forward"
             )
-
-
-@contextmanager
-def _kept_generators() -> Iterator[None]:
-    """Return a context that does not change random numbers: at its end, the random generators of Python, NumPy and
-    torch get the states back that they had at its start.
-    """
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    before = random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)
 
 
 def _repeat_rows(value: Any, size: int) -> Any:

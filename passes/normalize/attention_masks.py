@@ -344,12 +344,15 @@ def _attend_flexibly(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Any], block_mask: Any, scale: float, options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``flex_attention`` with operators on whole tensors. Return three tensors: the result ``[batch, heads,
-    positions, width]``, and two empty ones in place of statistics.
+    positions, width]``, the logarithm to base 2 of the sum of the exponentials of each query's scores, and their
+    largest score divided by ln 2. The latter two, ``[batch, heads, positions]``, are empty unless ``options`` asks for
+    them.
 
     ``q``, ``k``, ``v``: queries, keys and values ``[batch, heads, positions, width]``. ``score_mod``: returns the
     changed scores, given the scores and the indices of batch row, head, query and key. ``block_mask``: a tuple whose
     last element is the mask function of these indices. ``scale``: the factor of the scores. ``options``: options of
-    kernels; they do not change the result.
+    kernels; they do not change the result. Source of base 2: ``torch.nn.attention.flex_attention``, which multiplies
+    both by ln 2.
     """
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     sizes = batch, heads, queries, keys
@@ -362,6 +365,13 @@ def _attend_flexibly(
     scores = (q @ repeated[0].transpose(-2, -1)) * scale
     changed = score_mod(scores, *index)
     none = q.new_empty(0)
+    asked = [bool(options.get(name)) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")]
+    if any(asked):
+        kind = torch.float64 if changed.dtype == torch.float64 else torch.float32
+        masked = changed.to(kind).masked_fill(~shown, -math.inf)
+        total = masked.logsumexp(-1) / math.log(2.0) if asked[0] else none
+        largest = masked.amax(-1) / math.log(2.0) if asked[1] else none
+        return masked.softmax(-1).to(v.dtype) @ repeated[1], total, largest
     if changed is scores:
         grouped = k.shape[1] != heads
         return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped), none, none

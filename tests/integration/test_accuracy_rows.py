@@ -10,6 +10,7 @@ from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import accuracy
+import predict_accuracy
 import torch
 from published_models import Experts, Shape, build
 
@@ -70,3 +71,30 @@ def test_biases_of_experts_count_by_the_weights_of_rows():
     weights, chosen = torch.topk(torch.softmax(experts.router(x[0]), -1), 2)
     expected = (weights.unsqueeze(-1).float() * experts.bias[chosen].float()).sum(1)
     torch.testing.assert_close(experts(x)[0].float(), expected, rtol=0.02, atol=0.02)
+
+
+SC21: dict[str, Any] = dict(
+    id="sc21", family="megatron-sc21", framework="Megatron-LM", model="GPT-39.1B", layers=48, hidden=8192, heads=64,
+    kv_heads=64, head_dim=128, ffn=32768, gated_ffn=False, vocab=51200, tied_embeddings=True, seq_len=2048,
+    gpu="A100-80GB", gpu_mem_gb=80, num_gpus=512, gpus_per_node=8, tp=8, pp=2, cp=1, dp=32, mbs=4, gbs=1536,
+    sequence_parallel=False, zero_stage=0, recompute="full", schedule="1f1b", precision="fp16", step_time_s=14.69,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pp": 1, "dp": 64, "schedule": "none", "mbs": 2},
+        {"framework": "NeMo/Megatron-Core", "gpu": "H100-80GB", "precision": "fp8", "zero_stage": 1, "recompute": None}
+        | {"schedule": "1f1b-interleaved", "vpp": 4, "mbs": 1, "sequence_parallel": True},
+    ],
+    ids=["pipeline", "no pipeline", "interleaved fp8"],
+)
+def test_a_published_run_is_predicted_equally_from_its_command_line(changes: dict[str, Any]):
+    """The command line of a run, through ``predict_layout``, gives the step time of the benchmark of published runs."""
+    found = predict_accuracy.compare(SC21 | changes)
+    assert found.why == ""
+    assert found.by_configuration == pytest.approx(found.by_row, rel=1e-6)
+    (family, everything) = predict_accuracy.summarize([found])
+    assert everything["equal"] == 1 and family["error_by_row"] == pytest.approx(family["error_by_configuration"])

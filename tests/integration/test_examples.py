@@ -224,15 +224,12 @@ def test_ray_train_restarts_workers_when_one_is_killed(tmp_path: Path):
             for process in [*driver.children(recursive=True), driver] if driver.is_running() else []:
                 process.kill()
         log.seek(0)
-        assert status == 0, log.read()
+        said = log.read()
+        assert status == 0, said
 
+    assert said.count("Started training worker group") == 2, "one restart"
     found = logged(metrics)
-    steps = [int(m["step"]) for m in found]
-    again = next(i for i in range(1, len(steps)) if steps[i] != steps[i - 1] + 1)
-    assert steps[again] % 3 == 1 and steps[again] > 1, "went on from a checkpoint"
-    assert steps[again:] == [*range(steps[again], 21)], "one restart"
-    for step, loss in zip(steps[:again], [m["loss"] for m in found], strict=False):
-        assert {m["loss"] for m in found if m["step"] == step} == {loss}
+    assert [m["step"] for m in found] == [*range(1, 21)], "the line of a step that is done again is replaced"
     losses = {m["step"]: m["loss"] for m in found}
     expected = one_process(
         example.build(), example.Points(), example.BATCH, learning_rate=example.LEARNING_RATE, steps=20

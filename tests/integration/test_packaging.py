@@ -80,6 +80,6 @@ def test_a_script_with_modules_of_the_same_names_uses_the_wheel(wheel: Path, tmp
 
 
 def test_the_public_names_are_those_of_the_package():
-    assert set(dir(partitioner)) == {*partitioner.__all__, "__version__"}
+    assert set(dir(partitioner)) == {*partitioner.__all__, *partitioner.OPTIONAL, "__version__"}
     for name in partitioner.__all__:
         assert getattr(partitioner, name) is not None

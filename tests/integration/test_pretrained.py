@@ -386,3 +386,88 @@ def test_the_margin_and_the_rate_are_those_of_the_plan(saved: Path) -> None:
     assert fit.run.steps == 100
     assert fit.microbatch.too_large is not None
     assert fit.microbatch.size < fit.microbatch.too_large <= fit.microbatch.size * (1 + 1 / 16) + 1
+
+
+# --- images with text -------------------------------------------------------------------------------------------------
+
+_TEXT = dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+_VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=32)
+_VISION |= dict(patch_size=8)  # 16 patches
+IMAGE_TEXTS: dict[str, dict[str, Any]] = {
+    "clip": dict(text_config={**_TEXT, "max_position_embeddings": 64}, vision_config=_VISION, projection_dim=16),
+    "siglip": dict(
+        text_config={**_TEXT, "max_position_embeddings": 64, "projection_size": 32, "pad_token_id": 1},
+        vision_config=_VISION,
+    ),
+    "llava": dict(
+        text_config={"model_type": "llama", **_TEXT},
+        vision_config={"model_type": "clip_vision_model", **_VISION},
+        image_token_index=127,
+        image_token_id=127,
+    ),
+    "paligemma": dict(
+        text_config={"model_type": "gemma", "head_dim": 8, "num_key_value_heads": 2, **_TEXT},
+        vision_config={"model_type": "siglip_vision_model", "projection_dim": 32, **_VISION},
+        image_token_index=127,
+        image_token_id=127,
+        projection_dim=32,
+        hidden_size=32,
+    ),
+    "blip": dict(
+        text_config={**_TEXT, "encoder_hidden_size": 32, "projection_dim": 16, "max_position_embeddings": 64},
+        vision_config=_VISION,
+        architectures=["BlipForConditionalGeneration"],
+    ),
+    "qwen2_vl": dict(
+        text_config={
+            **_TEXT,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+        },
+        vision_config=dict(depth=2, embed_dim=32, hidden_size=32, num_heads=4, patch_size=8, spatial_merge_size=2),
+    ),
+}
+
+
+def write_image_text(folder: Path, model_type: str, **changes: Any) -> Path:
+    names = {"clip": "CLIPModel", "siglip": "SiglipModel"}
+    fields = IMAGE_TEXTS[model_type] | ({"architectures": [names[model_type]]} if model_type in names else {})
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **fields, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["clip", "siglip", "llava", "paligemma", "blip"])
+def test_images_with_text_are_planned_from_a_configuration(tmp_path: Path, model_type: str) -> None:
+    """With the numbers of the unmodified model: the loss, and every gradient, in float64."""
+    config = write_image_text(tmp_path, model_type)
+    found = load_pretrained(config, seq=32, batch=4, values=True)
+    assert found.task == ("contrastive" if model_type in ("clip", "siglip") else "causal")
+    assert found.notes == () and found.inputs["pixel_values"].shape == (4, 3, 32, 32)
+    if model_type in ("llava", "paligemma"):  # each of the 16 patches is a feature
+        assert (found.inputs["input_ids"] == 127).sum(1).tolist() == [16] * 4
+    model = found.model.double().eval()
+    inputs = {n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in found.inputs.items()}
+    for constraints in (Constraints(tp=2), Constraints(dp=2, zero=2)):
+        plan = partition(model, Topology.local(2), inputs, constraints=constraints)
+        assert plan.verify(model, inputs).ok
+    meta = partition_pretrained(config, Topology.local(2), seq=32, batch=4, constraints=Constraints(tp=2))
+    assert {i.path for i in meta.program.inputs} == {n for n, x in found.inputs.items() if torch.is_tensor(x)}
+
+
+def test_text_with_images_of_no_fixed_shape_is_planned_alone(tmp_path: Path) -> None:
+    found = load_pretrained(write_image_text(tmp_path, "qwen2_vl"), seq=32, batch=4)
+    assert {*found.inputs} == {"input_ids", "labels"}
+    assert any("The plan is for text alone" in note for note in found.notes)
+
+
+def test_a_text_needs_room_for_the_features_of_an_image(tmp_path: Path) -> None:
+    with pytest.raises(PretrainedError, match=r"no room for the 16 placeholders of an image; give --seq above 16"):
+        load_pretrained(write_image_text(tmp_path, "llava"), seq=16, batch=4)
+
+
+def test_a_ctc_loss_is_refused_with_the_reason(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "wav2vec2", architectures=["Wav2Vec2ForCTC"])
+    with pytest.raises(PretrainedError, match=r"Wav2Vec2ForCTC has a CTC loss.*--objective infer"):
+        load_pretrained(config, batch=4)
+    plan = partition_pretrained(config, Topology.local(2), batch=4, objective="infer")
+    assert [output.path for output in plan.program.outputs] == ["logits"]

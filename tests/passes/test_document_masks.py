@@ -410,6 +410,28 @@ def test_score_functions_of_flex_attention():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+class Summed(Flexible):
+    """Attention whose logarithms of sums of exponentials weigh the results, as in attention that is combined later."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        def shown(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (ids[row, query] == ids[row, key]) & (query >= key)
+
+        mask = create_block_mask(shown, len(ids), None, LENGTH, LENGTH, device=q.device)
+        found, sums = self.attend(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
+        return found * sums[..., None]
+
+
+def test_logarithms_of_sums_of_flex_attention():
+    captured = normalize(capture(Summed(None, False), (*_operands(), _packed_ids())))
+    (found,) = run_graph(captured.graph, [*_operands(), _packed_ids()])
+    q, k, v = _operands()
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = (q @ k.transpose(-2, -1) / 2).masked_fill(~(_pairs(_packed_ids()) & _causal()), -torch.inf)
+    expected = scores.softmax(-1) @ v * scores.logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 

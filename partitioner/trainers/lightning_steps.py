@@ -1,0 +1,184 @@
+"""The ``training_step`` and ``validation_step`` of a LightningModule as one model to plan: its loss, and what it logs.
+
+A step is code around the model: it calls submodules, computes a loss, and calls ``self.log``. :class:`StepModel` is a
+module with the parameters of the LightningModule, whose forward runs the step on a view of it. The view records what is
+logged, and raises :class:`TrainerError` for what a plan, which is the same for all batches, cannot know: the index of
+the batch, the step, the trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from partitioner.trainers.arguments import TrainerError
+
+LOSS, LOGGED, RETURNED = "loss", "logged", "returned"  # entries of what the model returns
+TRAINING, VALIDATION = "training_step", "validation_step"
+_OF_ONE_BATCH = """
+    trainer fabric global_step local_step current_epoch global_rank local_rank logger loggers on_gpu example_input_array
+    """.split()
+_METHODS = """
+    optimizers lr_schedulers manual_backward all_gather clip_gradients toggle_optimizer
+    untoggle_optimizer save_hyperparameters
+    """.split()
+
+
+@dataclass
+class StepRecords:
+    """What the steps log and return, other than tensors.
+
+    ``logged``: name of the step -> name of the logged value -> further arguments of ``self.log``. ``returned``: name of
+    the step -> names of returned entries other than the loss; ``None``: it returns no dict.
+    """
+
+    logged: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    returned: dict[str, tuple[str, ...] | None] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepRecords:
+        """Return this object: copies of the model, which are traced, record in the same place."""
+        return self
+
+
+class StepModel(nn.Module):
+    """A model whose forward is the step of ``module``, a LightningModule: ``training_step`` in training mode, else
+    ``validation_step``.
+
+    It has the parameters, buffers and submodules of ``module``, under the same names. Its forward takes ``batch`` and
+    returns a dict: ``loss``, a scalar; ``logged``, name -> scalar; ``returned``, name -> scalar. ``records`` has the
+    rest after a call.
+    """
+
+    def __init__(self, module: nn.Module, records: StepRecords) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
+        self._view: list[Any] = [_make_view(module, records)]  # in a list: it is no submodule
+        self._records = records
+        self.training = module.training
+
+    def forward(self, batch: Any) -> dict[str, Any]:
+        view, records = self._view[0], self._records
+        name = TRAINING if self.training else VALIDATION
+        view.__dict__["training"] = self.training
+        logged: dict[str, Any] = {}
+        records.logged[name] = {}
+        view.__dict__["_logged"], view.__dict__["_record"] = logged, records.logged[name]
+        before = _snapshot(view)
+        returned = getattr(view, name)(batch, BatchIndex(name))
+        _check_unchanged(name, before, _snapshot(view))
+        found: dict[str, Any] = {LOGGED: logged}
+        if name == TRAINING:
+            _check_returned(returned)
+        rest = {}
+        if isinstance(returned, Mapping):
+            rest = {
+                key: _read_scalar(value, f"{name} returns {key!r},") for key, value in returned.items() if key != LOSS
+            }
+            returned = returned.get(LOSS)
+        if returned is not None:
+            found[LOSS] = _read_scalar(returned, f"the loss of {name} is")
+        records.returned[name] = tuple(rest) if rest else None
+        if rest:
+            found[RETURNED] = rest
+        return found
+
+
+class BatchIndex:
+    """Stands for the index of a batch while a step is traced. To compute with it raises :class:`TrainerError`."""
+
+    def __init__(self, step: str) -> None:
+        self.step = step
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TrainerError(
+            f"{self.step} reads the index of the batch: expected steps that do the same for every batch, since a plan "
+            "is made once; move what depends on the index into a hook, such as on_train_batch_end"
+        )
+
+
+for _name in """
+    add radd sub rsub mul rmul mod rmod floordiv rfloordiv truediv rtruediv divmod rdivmod pow rpow neg pos abs eq ne lt
+    le gt ge bool int float index hash str format and rand or ror xor rxor
+    """.split():
+    setattr(BatchIndex, f"__{_name}__", BatchIndex._refuse)
+
+
+def _make_view(module: nn.Module, records: StepRecords) -> nn.Module:
+    """Return an object with the attributes of ``module``, whose logging is recorded in ``records``."""
+    kind = type(module)
+    refused: dict[str, Any] = {name: property(_refuse_attribute(name)) for name in _OF_ONE_BATCH if hasattr(kind, name)}
+    refused |= {name: _refuse_attribute(f"{name}()") for name in _METHODS if hasattr(kind, name)}
+    view = copy.copy(module)
+    view.__class__ = type(kind.__name__, (kind,), refused | {"log": _record_log, "log_dict": _record_log_dict})
+    view.__dict__["_trainer"] = None
+    return view
+
+
+def _snapshot(view: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return (identity, size) of the attributes of ``view``, by name; the size is 0 if there is none."""
+    own = {k: v for k, v in vars(view).items() if k not in ("_logged", "_record")}
+    return {name: (id(value), len(value) if isinstance(value, Sized) else 0) for name, value in own.items()}
+
+
+def _check_unchanged(step: str, before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    """Raise :class:`TrainerError` if ``step`` has changed an attribute of the LightningModule."""
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        raise TrainerError(
+            f"{step} changes self.{changed[0]}: expected steps that keep nothing, since they are traced once and then "
+            "run as programs of the ranks; return scalars, or log them"
+        )
+
+
+def _refuse_attribute(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise TrainerError(
+            f"training_step or validation_step uses self.{name}: expected steps that depend on the batch and the "
+            "weights alone, since a plan is made once; move this into a hook, such as on_train_batch_end"
+        )
+
+    return refuse
+
+
+def _record_log(self: Any, name: str, value: Any, *given: Any, **options: Any) -> None:
+    """Record ``self.log(name, value, ...)``."""
+    if given:
+        raise TrainerError(
+            f"self.log({name!r}, ...) has positional arguments after the value: expected names, as prog_bar=True"
+        )
+    self.__dict__["_logged"][name] = _read_scalar(value, f"self.log({name!r}, ...) is given")
+    self.__dict__["_record"][name] = options
+
+
+def _record_log_dict(self: Any, dictionary: Mapping[str, Any], *given: Any, **options: Any) -> None:
+    """Record ``self.log_dict(dictionary, ...)``."""
+    for name, value in dictionary.items():
+        _record_log(self, name, value, *given, **options)
+
+
+def _read_scalar(value: Any, what: str) -> Any:
+    """Return ``value``, a number or a tensor with one element, as a number or a 0-dimensional tensor.
+
+    ``what``: begins the error message. Raise :class:`TrainerError` for other values, such as metrics with a state.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    if isinstance(value, int | float):
+        return value
+    got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise TrainerError(
+        f"{what} {got}; expected a number or a tensor with one element, which is the same on all ranks: reduce it, "
+        "as by mean(); compute metrics with a state in a hook, or after training"
+    )
+
+
+def _check_returned(returned: Any) -> None:
+    """Raise :class:`TrainerError` unless ``returned``, by ``training_step``, has a loss."""
+    if returned is None or (isinstance(returned, Mapping) and returned.get(LOSS) is None):
+        raise TrainerError(
+            "training_step returns no loss: expected a scalar tensor, or a dict with the key 'loss', for every batch"
+        )

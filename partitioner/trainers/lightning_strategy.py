@@ -1,0 +1,641 @@
+"""``PartitionedStrategy``: a strategy of Lightning whose ranks run the steps of a LightningModule by a plan.
+
+The loop, hooks, callbacks, loggers and schedules are those of ``lightning.pytorch.Trainer``. What is replaced: forward
+and backward of ``training_step``, and ``validation_step`` during ``fit``, are programs of an
+:class:`partitioner.Engine`; the optimizer steps this rank's parts of the parameters; gradients are clipped by their
+norm over all ranks; and a checkpoint has the engine's state, which any plan of the module can go on from.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from partitioner.api import partition
+from partitioner.constraints import Constraints
+from partitioner.plan import Plan
+from partitioner.programs.requests import Evaluate, Shapes
+from partitioner.runtime.checkpoint.training_state import random_state, set_random_state
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.engine.outputs import select_outputs
+from partitioner.topology import Topology
+from partitioner.trainers.arguments import TrainerError
+from partitioner.trainers.lightning_steps import (
+    LOGGED,
+    LOSS,
+    RETURNED,
+    TRAINING,
+    VALIDATION,
+    StepModel,
+    StepRecords,
+)
+from partitioner.trainers.shared_plan import keep_generators, share_plan
+
+EVALUATION = "eval"  # name of the plan's program that evaluates
+STATE = "trainer"  # name of Lightning's part of a checkpoint
+
+_REFUSED_CALLBACKS = (
+    StochasticWeightAveraging,
+    BaseFinetuning,
+    BackboneFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+)
+
+
+class EngineSteps:
+    """What a precision plugin of Lightning does under a plan: the engine has computed the gradients, and clips them.
+
+    Mixed into the class of the plugin by :func:`_adapt_precision`.
+    """
+
+    engine: Engine
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine has run the backward with the forward."""
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the step of the model in front of the optimizer's, which is given no closure."""
+        result = closure()
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        optimizer.step(**kwargs)
+        return result
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip gradients by their norm over all ranks."""
+        self.engine.clip_grad_norm_(clip_val)
+
+
+def _adapt_precision(plugin: Any, engine: Engine) -> Any:
+    """Return a copy of ``plugin``, a precision plugin of Lightning, whose gradients are those of ``engine``."""
+    adapted = copy.copy(plugin)
+    adapted.__class__ = type(type(plugin).__name__, (EngineSteps, type(plugin)), {})
+    adapted.engine = engine
+    return adapted
+
+
+class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
+    """A Lightning strategy that trains by a plan: the ranks of this launch run one LightningModule together.
+
+    The batch of a data loader is the global batch of a step, however the plan uses the ranks. Losses, gradients and
+    updates are those of Lightning in one process. With ``accumulate_grad_batches`` the gradient is the mean over the
+    accumulated batches, as there. ``training_step`` and ``validation_step`` are traced once: they may depend on the
+    batch and the weights, and log scalars.
+
+    Args:
+        topology: the cluster; ``None``: the ranks of this launch on this machine (or on alike nodes with GPUs).
+        constraints: what of the plan is fixed, such as ``Constraints(tp=2)``; the planner chooses the rest.
+        shapes: the shapes of batches, if they differ; a batch is padded to the next larger one. ``None``: all batches
+            have the shape of the first.
+        precision: of :func:`partitioner.partition`; ``None``: by the ``precision`` of ``L.Trainer``, of which
+            ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters with float32 copies) are accepted.
+        compile: compile the model's parts by ``torch.compile``.
+        options: of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``, ``cluster_environment``.
+
+    Attributes: ``plan`` and ``engine``, this rank's :class:`partitioner.Engine`; both are made by ``fit``. The module
+    keeps the weights that it was given until ``fit`` ends, and gets the trained ones then.
+
+    Raises :class:`TrainerError` for what cannot be honoured, before training, and errors of
+    :func:`partitioner.partition` if there is no plan.
+    """
+
+    def __init__(
+        self,
+        *,
+        topology: Topology | None = None,
+        constraints: Constraints | None = None,
+        shapes: Shapes | None = None,
+        precision: str | None = None,
+        compile: bool | str = False,
+        **options: Any,
+    ) -> None:
+        allowed = {"process_group_backend", "timeout", "start_method", "cluster_environment"}
+        if unknown := sorted(options.keys() - allowed):
+            raise TrainerError(f"PartitionedStrategy has no option {unknown[0]}: expected one of {sorted(allowed)}")
+        super().__init__(**options)
+        self.topology, self.constraints, self.shapes = topology, constraints, shapes
+        self.plan: Plan | None = None
+        self._engine: Engine | None = None
+        self._asked_precision, self._compile = precision, compile
+        self._records = StepRecords()
+        self._plain_precision: Any = None  # Lightning's plugin, for runs without a plan
+        self._has_gradients = False  # the next batch is added to them
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine of this rank. Raise :class:`TrainerError` before ``fit``."""
+        if self._engine is None:
+            raise TrainerError("the engine is made by trainer.fit: expected a call of it before")
+        return self._engine
+
+    # -- set up
+
+    def setup_distributed(self) -> None:
+        """Make the process group. Random numbers stay as in one process if each rank runs the whole script."""
+        if self._start_method == "popen":
+            with keep_generators():
+                super().setup_distributed()
+        else:
+            super().setup_distributed()
+
+    def setup(self, trainer: Any) -> None:
+        """Plan the module and make the engine and the optimizer, for ``fit``; else place the whole module."""
+        module = self.lightning_module
+        assert self.accelerator is not None and isinstance(module, LightningModule)
+        self.accelerator.setup(trainer)
+        trainer._accelerator_connector.use_distributed_sampler = False  # every rank has the global batch
+        self._engine = None
+        if self._plain_precision is not None:  # of an earlier fit
+            self._precision_plugin = self._plain_precision
+        if trainer.state.fn != TrainerFn.FITTING:
+            self.precision_plugin.convert_module(module)
+            module.to(self.root_device)
+            return
+        _check_trainer(trainer, module)
+        precision = self._find_precision()
+        if precision == "fp64":
+            module.double()
+        self.plan, self._records = share_plan(
+            partial(self._search_plan, trainer, module, precision), self.global_rank, self.world_size, self._get_records
+        )
+        self._check_last_batches(trainer, module)
+        with keep_generators():
+            self._engine = Engine(
+                self.plan,
+                StepModel(module, StepRecords()),
+                self.root_device,
+                seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+                keep_outputs=self._collects(TRAINING),
+                compile=self._compile,
+            )
+        self._plain_precision = self.precision_plugin
+        self._precision_plugin = _adapt_precision(self.precision_plugin, self._engine)
+        self._has_gradients = False
+        self.setup_optimizers(trainer)
+
+    def _find_precision(self) -> str | None:
+        """Return the precision to plan for. Raise :class:`TrainerError` if Lightning's cannot be honoured."""
+        plugin = self.precision_plugin
+        kind = str(plugin.precision)
+        if type(plugin) in (Precision, DoublePrecision):
+            found = "fp64" if kind == "64-true" else None
+        elif isinstance(plugin, MixedPrecision) and kind == "bf16-mixed":
+            found = "bf16"
+        else:
+            raise TrainerError(
+                f"precision={kind!r} cannot be honoured: expected '32-true', '64-true' or 'bf16-mixed', or "
+                "PartitionedStrategy(precision=...) without precision of L.Trainer"
+            )
+        return self._asked_precision or found
+
+    def _get_records(self) -> StepRecords:
+        return self._records
+
+    def _search_plan(self, trainer: Any, module: Any, precision: str | None) -> Plan:
+        """Return the plan of the steps of ``module`` for the first batches of its data loaders."""
+        self._records = StepRecords()
+        world = self.world_size
+        on_gpus = self.root_device.type == "cuda"
+        topology = self.topology or (Topology.detect() if on_gpus else Topology.local(world))
+        epoch = trainer.fit_loop
+        loaders = _list_loaders(epoch._data_source, "max_size_cycle")
+        batch = self._sample_batch(module, loaders)
+        programs: dict[str, Evaluate] = {}
+        if _validates(trainer, module):
+            evaluated = _list_loaders(epoch.epoch_loop.val_loop._data_source, "sequential")
+            programs[EVALUATION] = Evaluate(inputs={"batch": self._sample_batch(module, evaluated)})
+        model = StepModel(module, self._records)
+        return partition(
+            model.train(),
+            topology,
+            {"batch": batch},
+            shapes=self.shapes or Shapes(),
+            programs=programs,
+            constraints=self.constraints,
+            precision=precision,
+        )
+
+    def _check_last_batches(self, trainer: Any, module: Any) -> None:
+        """Raise :class:`TrainerError` if the last batch of a data loader is smaller, and cannot be padded."""
+        assert self.plan is not None
+        checks = [("train", trainer.fit_loop._data_source, self.plan.padding)]
+        if _validates(trainer, module):
+            checks.append(
+                ("val", trainer.fit_loop.epoch_loop.val_loop._data_source, self.plan.further[EVALUATION].padding)
+            )
+        for what, source, padding in checks:
+            for loader in pytree.tree_leaves(source.dataloader()):
+                rest = _count_rest(loader)
+                if rest and (padding is None or padding.fewer):
+                    raise TrainerError(
+                        f"the last batch of a {what} data loader has {rest} samples instead of {loader.batch_size}, "
+                        f"and cannot be padded exactly: {padding.fewer if padding else 'the plan has no padding'}; "
+                        "expected whole batches: pass drop_last=True to the DataLoader, or another batch_size"
+                    )
+
+    def _sample_batch(self, module: Any, loader: Any) -> Any:
+        """Return the first batch of ``loader`` as a step gets it."""
+        for batch, _, __ in loader:
+            batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx=0)
+            return _to_plain(module._apply_batch_transfer_handler(batch, torch.device("cpu"), 0))
+        raise TrainerError("a data loader has no batch: expected at least one, for which the steps are planned")
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizer and schedules of ``configure_optimizers``, and give the optimizer this rank's parts of its
+        parameters.
+        """
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise TrainerError(
+                f"configure_optimizers returns {len(self.optimizers)} optimizers; expected one, with parameter groups"
+            )
+        optimizer, engine = self.optimizers[0], self.engine
+        if optimizer.state:
+            raise TrainerError(
+                f"{type(optimizer).__name__} makes its states when it is constructed, of whole parameters: expected an "
+                "optimizer that makes them in its first step, such as AdamW, SGD or RMSprop"
+            )
+        names = {id(p): name for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
+        own = dict(engine.named_parameters())
+        rest = [p for p in engine.parameters() if all(p is not x for x in own.values())]
+        taken: set[int] = set()
+        for index, group in enumerate(optimizer.param_groups):
+            if unknown := [p for p in group["params"] if id(p) not in names]:
+                raise TrainerError(
+                    f"the optimizer has a parameter of shape {list(unknown[0].shape)} that is none of the module's: "
+                    "expected parameters of the module alone"
+                )
+            parts = [own[names[id(p)]] for p in group["params"] if names[id(p)] in own]
+            parts = [p for p in parts if id(p) not in taken and not taken.add(id(p))]  # type: ignore[func-returns-value]
+            group["params"] = [*parts, *(rest if index == 0 else [])]
+        optimizer.zero_grad = _keep_gradients  # the engine replaces gradients, or adds to them
+        engine.on_disk(optimizer)
+        for wrapper in self._lightning_optimizers:  # which step the optimizer itself, that is checked
+            engine.trust_optimizer(wrapper)
+
+    def model_to_device(self) -> None:
+        """Leave the module where it is: each rank copies its part to its device."""
+
+    # -- data
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return a loader of global batches, the same on all ranks. Raise :class:`TrainerError` for a loader that gives
+        each rank other samples by itself.
+        """
+        if self._engine is not None and isinstance(getattr(dataloader, "sampler", None), DistributedSampler):
+            raise TrainerError(
+                "a data loader has a DistributedSampler: expected one that reads the whole data set, as shuffle=True "
+                "does, since the strategy divides batches over ranks as the plan says"
+            )
+        _auto_add_worker_init_fn(dataloader, 0)  # workers draw the same random numbers on all ranks
+        return EqualLoader(dataloader, self)
+
+    # -- steps
+
+    def training_step(self, batch: Any, *given: Any) -> dict[str, Any]:
+        """Run one global batch forward and backward; log what ``training_step`` logs, and return its loss."""
+        trainer = self.lightning_module.trainer
+        count = trainer.accumulate_grad_batches
+        [loader] = trainer.fit_loop._combined_loader.flattened[:1]
+        own = isinstance(loader, EqualLoader) and loader.reads_own
+        batch = _to_plain(batch)
+        loss = self.engine.step({"batch": batch}, local=own, accumulate=self._has_gradients, weight=1 / count)
+        self._has_gradients = True
+        assert loss is not None
+        found: dict[str, Any] = self._finish_step(TRAINING, loss, loader.batch_size if own else _count_samples(batch))
+        return found
+
+    def validation_step(self, batch: Any, *given: Any) -> Any:
+        """Evaluate one global batch; log what ``validation_step`` logs, and return its loss."""
+        if self._engine is None:
+            return super().validation_step(batch, *given)
+        batch = _to_plain(batch)
+        with torch.inference_mode(False), torch.no_grad():
+            loss = self.engine.run(EVALUATION, {"batch": batch}, keep_outputs=self._collects(VALIDATION))
+            return self._finish_step(VALIDATION, loss, _count_samples(batch))
+
+    def _collects(self, step: str) -> bool:
+        """Return whether results of ``step`` beside the loss are needed."""
+        return bool(self._records.logged.get(step) or self._records.returned.get(step))
+
+    def _finish_step(self, step: str, loss: Tensor | None, size: int) -> Any:
+        """Log what ``step`` logs for a global batch of ``size`` samples with ``loss``; return what it returns."""
+        if loss is not None:
+            loss = loss.detach().as_subclass(Tensor).clone()
+        logged, returned = self._records.logged.get(step, {}), self._records.returned.get(step)
+        paths = [f"{LOGGED}.{name}" for name in logged] + [f"{RETURNED}.{name}" for name in returned or ()]
+        values = self._read_results(paths, loss)
+        self.__dict__["reduce"] = _keep_value  # the values are those of the global batch already
+        try:
+            for name, options in logged.items():
+                options |= {"batch_size": size, "sync_dist": True}
+                self.lightning_module.log(name, values[f"{LOGGED}.{name}"], **options)
+        finally:
+            del self.__dict__["reduce"]
+        found = {} if loss is None else {LOSS: loss}
+        found |= {name: values[f"{RETURNED}.{name}"] for name in returned or ()}
+        return found if step == TRAINING or returned else loss
+
+    def _read_results(self, paths: list[str], loss: Tensor | None) -> dict[str, Any]:
+        """Return the results at ``paths`` of the last run, the same on all ranks, as path -> tensor or number."""
+        if not paths:
+            return {}
+        found = self.engine.latest_outputs
+        outputs = {o.path: o for o in found.rank.program.outputs}
+        of_loss = outputs[LOSS].value if LOSS in outputs else None
+        values: dict[str, Any] = {}
+        for path in paths:
+            output = outputs[path]
+            if output.value is None:
+                values[path] = output.constant
+            elif output.value == of_loss and loss is not None:
+                values[path] = loss
+        if len(values) == len(paths):
+            return values
+        mine = select_outputs(found.rank, found.shards)
+        needed = {outputs[path].value for path in paths}
+        own = found.rank.rank, {v: {m: x.cpu() for m, x in parts.items()} for v, parts in mine.items() if v in needed}
+        everyone: list[Any] = [own] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(everyone, own)
+        joined = found.join(dict(everyone))
+        return {path: values.get(path, joined[path]) for path in paths}
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the hooks around the backward, which the engine has run."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        return plugin.post_backward(plugin.pre_backward(closure_loss, module), module)  # type: ignore[no-any-return]
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the last batch of the step, and step the optimizer."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._has_gradients = False
+        return result
+
+    def on_train_end(self) -> None:
+        """Copy the trained weights into the module, on all ranks."""
+        self._copy_weights(self.engine)
+
+    def _copy_weights(self, engine: Engine) -> None:
+        """Copy the whole weights of ``engine`` into the module. All ranks call it."""
+        whole = engine.state_dict(full=True)
+        known = self.broadcast({*whole})
+        with torch.no_grad():
+            for name, held in self.lightning_module.state_dict(keep_vars=True).items():
+                if name not in known:
+                    continue
+                value = torch.empty_like(held, device=self.root_device)
+                if self.is_global_zero:
+                    value.copy_(whole[name])
+                if self.world_size > 1:
+                    dist.broadcast(value, 0)
+                held.copy_(value)
+
+    # -- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Return true: a checkpoint is loaded into the engine."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: :meth:`save_checkpoint` writes the weights of all ranks."""
+        return {} if self._engine is not None else self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing: :meth:`save_checkpoint` writes the states of all ranks."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write the folder ``filepath``: the engine's checkpoint, with Lightning's state in it. All ranks call it."""
+        if storage_options is not None:
+            raise TrainerError("storage_options cannot be honoured: expected a folder that all ranks see")
+        held = _Held(self.broadcast({k: v for k, v in checkpoint.items() if k != "state_dict"}))
+        optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
+        self.engine.save(Path(filepath), optimizer, extra={STATE: held})
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the folder ``checkpoint_path`` into engine and optimizer, and return Lightning's state. All ranks call
+        it.
+        """
+        if not Path(checkpoint_path).is_dir():
+            raise TrainerError(f"{checkpoint_path} is no folder: expected a checkpoint that PartitionedStrategy wrote")
+        held = _Held({})
+        if self._engine is not None:
+            optimizer = self.optimizers[0] if self.optimizers else None
+            self._engine.load(Path(checkpoint_path), optimizer, extra={STATE: held})
+        elif self.plan is None:
+            raise TrainerError(
+                f"{checkpoint_path} is a checkpoint of parts, which only a plan reads: call fit first, or evaluate a "
+                "module with whole weights, such as the one that fit has trained, with ckpt_path=None"
+            )
+        else:  # for validate, test and predict, which run the whole module
+            with keep_generators():
+                engine = Engine(self.plan, StepModel(self.lightning_module, StepRecords()), self.root_device)
+                engine.load(Path(checkpoint_path), extra={STATE: held})
+            self._copy_weights(engine)
+        return {**held.state, "state_dict": {}}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing: :meth:`load_checkpoint` has loaded the weights."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: :meth:`load_checkpoint` has loaded the states."""
+
+
+class EqualLoader:
+    """A data loader whose global batches are the same on all ranks: its random generators start as those of the first
+    rank. A rank reads only its samples of training batches if that is sure to be the same (:meth:`_find_own`).
+
+    ``reads_own``: whether the batches of the last iteration have this rank's samples alone.
+    """
+
+    def __init__(self, loader: Any, strategy: PartitionedStrategy) -> None:
+        self.loader = loader
+        self.strategy = strategy
+        self.reads_own = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.strategy.world_size > 1:
+            device = self.strategy.root_device
+            set_random_state(self.strategy.broadcast(random_state(device)), device)
+        own = self._find_own()
+        self.reads_own = own is not None
+        return iter(self.loader if own is None else own)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def _find_own(self) -> DataLoader[Any] | None:
+        """Return a loader of this rank's samples of each training batch; ``None`` if whole batches are read.
+
+        Whole batches are needed if one may be smaller or padded, or if code of the user makes a batch of its samples.
+        """
+        loader, module = self.loader, self.strategy.lightning_module
+        if self.strategy._engine is None or self.strategy.shapes is not None or not isinstance(loader, DataLoader):
+            return None
+        combined = module.trainer.fit_loop._combined_loader
+        if combined is None or [*combined.flattened] != [self] or _count_rest(loader):
+            return None
+        changed = any(is_overridden(f"on_{when}_batch_transfer", module) for when in ("before", "after"))
+        if changed or module.trainer.datamodule is not None or loader.collate_fn is not default_collate:
+            return None
+        share = self.strategy.engine.share
+        if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in _SAMPLERS:
+            return None
+        if share.count == 1 or loader.batch_sampler.batch_size % share.count:
+            return None
+        options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
+        return DataLoader(
+            loader.dataset, batch_sampler=_OwnRows(loader.batch_sampler, share.parts, share.count), **options
+        )
+
+
+_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)  # they draw from torch alone
+
+_LOADER_OPTIONS = """
+    num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor
+    persistent_workers
+    """.split()
+
+
+class _OwnRows:
+    """Indices of a rank's samples of each batch of ``batches``, of whose ``count`` equal parts it reads ``parts``."""
+
+    def __init__(self, batches: BatchSampler, parts: range, count: int) -> None:
+        self.batches = batches
+        self.parts = parts
+        self.count = count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for indices in self.batches:
+            each = len(indices) // self.count
+            yield indices[self.parts.start * each : self.parts.stop * each]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _Held:
+    """A state for a checkpoint."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _check_trainer(trainer: Any, module: Any) -> None:
+    """Raise :class:`TrainerError` for what of ``trainer`` or ``module`` a plan cannot honour."""
+    if not module.automatic_optimization:
+        raise TrainerError(
+            "the module has automatic_optimization=False, whose training_step runs backward itself: expected True"
+        )
+    for name in ("backward",):
+        if is_overridden(name, module):
+            raise TrainerError(
+                f"{type(module).__name__} overrides {name}, which a plan does not call: expected none; compute the "
+                "loss in training_step"
+            )
+    for callback in trainer.callbacks:
+        if isinstance(callback, _REFUSED_CALLBACKS):
+            raise TrainerError(
+                f"the callback {type(callback).__name__} reads or changes parameters of the module, of which each rank "
+                "has a part: leave it out"
+            )
+    if trainer._detect_anomaly:
+        raise TrainerError("detect_anomaly=True cannot be honoured: expected False; see partitioner.debug")
+
+
+def _validates(trainer: Any, module: Any) -> bool:
+    """Return whether ``fit`` evaluates the module."""
+    source = trainer.fit_loop.epoch_loop.val_loop._data_source
+    return bool(is_overridden(VALIDATION, module) and source.is_defined() and trainer.limit_val_batches)
+
+
+def _list_loaders(source: Any, mode: str) -> Any:
+    """Return an iterator of triples (batch, index, index of the loader) of the data loaders of ``source``."""
+    loaders = source.dataloader()
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
+    for loader in combined.flattened:
+        if iter(loader) is loader:
+            raise TrainerError(
+                f"a data loader is an iterator ({type(loader).__name__}), of which planning would take a batch: "
+                "expected an object that starts anew each time that it is iterated over, such as a DataLoader"
+            )
+    return combined
+
+
+def _to_plain(batch: Any) -> Any:
+    """Return ``batch`` with dicts in place of other mappings, such as those of tokenizers."""
+    if isinstance(batch, Mapping):
+        return {key: _to_plain(value) for key, value in batch.items()}
+    return batch
+
+
+def _count_samples(batch: Any) -> int:
+    """Return the number of rows of the first tensor of ``batch``; 1 if it has none."""
+    return next((len(x) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), 1)
+
+
+def _count_rest(loader: Any) -> int:
+    """Return the number of samples of a smaller last batch of ``loader``; 0 if there is none, or if it is not known."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.drop_last:
+        return 0
+    if isinstance(loader.dataset, IterableDataset):
+        return 0
+    return len(loader.sampler) % loader.batch_size  # type: ignore[arg-type]
+
+
+def _keep_value(value: Any, *_: Any, **__: Any) -> Any:
+    """Stands for a reduction over ranks of a value that is the same on all of them."""
+    return value
+
+
+def _keep_gradients(set_to_none: bool = True) -> None:
+    """Stands for an optimizer's ``zero_grad``: the engine replaces gradients."""

@@ -436,9 +436,9 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Return ``states``, the parameters and buffers of a program by name, adapted to ``base``, another program that
-    uses the same weights: those that this program does not use are moved to the pipeline stages where ``base`` has
-    them, and those that only ``base`` has are added.
+    """Return ``states``, the parameters and buffers of a program by name, matched to the program ``base`` on the same
+    weights: those that only ``base`` has are added, and those that this program does not read are placed as in
+    ``base``.
 
     ``read``: names of the parameters and buffers that this program uses; these keep their stages. If they are stored in
     another way than in ``base``, a later check of the program raises an error.
@@ -450,7 +450,8 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
         if name not in states:
             found[name] = held.model_copy(update={"update": None, "keeps": None, "grad_axes": ()})
         elif name not in read:
-            found[name] = states[name].model_copy(update={"stages": held.stages})
+            kept = {field: getattr(held, field) for field in ("stages", "layout", "expert_layout", "zero_axes")}
+            found[name] = states[name].model_copy(update=kept)
     return found
 
 

@@ -56,6 +56,21 @@ class CacheShapes:
         return [(make(keys, dtype), make(values, dtype)) for (keys, values), dtype in pairs]
 
 
+def find_generated_module(name: str, model: nn.Module, path: str) -> nn.Module:
+    """Return the submodule of ``model`` at ``path`` that generates tokens; ``model`` itself for an empty path.
+
+    ``name``: name of the program, for errors. Raise :class:`GenerationError` if there is no such submodule.
+    """
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        known = ", ".join(repr(child) for child, _ in model.named_children())
+        raise GenerationError(
+            f"programs[{name!r}] has model={path!r}, which {type(model).__name__} has not; expected the path of a "
+            f"submodule, such as {known or 'none: it has no submodules'}: correct it, or leave it out"
+        ) from None
+
+
 def find_cache_shapes(name: str, model: nn.Module, dtype: torch.dtype | None) -> CacheShapes:
     """Return the shapes and types of the key/value caches of the attention layers of ``model``, a causal model of
     transformers. ``name``: name of the program, for errors. ``dtype``: the type to which floating-point parameters are
@@ -134,16 +149,15 @@ def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, groupe
 
 
 @contextmanager
-def generating(model: nn.Module) -> Iterator[None]:
-    """Return a context in which ``model``, a causal model of transformers, has another forward: it takes new tokens and
-    the key/value caches of earlier tokens, writes the new keys and values to the caches, and returns the logits of the
-    last position, ``[batch, vocabulary]``.
+def generating(model: nn.Module, path: str = "") -> Iterator[None]:
+    """Return a context in which ``model`` has another forward: it takes new tokens and the caches, writes to the
+    caches, and returns the logits of the last position, ``[batch, vocabulary]``.
 
-    The class of the module is replaced by a subclass, so that copies of the module have this forward, too, and all
-    parameters keep their names.
+    ``path``: the submodule that reads the tokens; empty: the model itself. The class of the model is replaced by a
+    subclass, so that copies of the model have this forward, too, and all parameters keep their names.
     """
     kind = type(model)
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(model.get_submodule(path).forward).parameters
 
     def forward(
         self: nn.Module,
@@ -163,7 +177,8 @@ def generating(model: nn.Module) -> Iterator[None]:
         given: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids, "logits_to_keep": 1}
         given = {key: value for key, value in given.items() if key in accepted and value is not None}
         cache = _make_cache(caches, start, caches[0][0].shape[2], {})
-        output = kind.forward(self, input_ids=input_ids, past_key_values=cache, use_cache=True, **given)
+        given |= {"input_ids": input_ids, "past_key_values": cache, "use_cache": True}
+        output = self.get_submodule(path)(**given) if path else kind.forward(self, **given)
         logits: Tensor = output.logits
         return logits[:, -1]
 

@@ -30,6 +30,7 @@ from partitioner.pretrained.generation import (
     GenerationError,
     build_inputs,
     find_cache_shapes,
+    find_generated_module,
     generating,
     is_cache,
     prepare_forward,
@@ -163,16 +164,17 @@ class FirstProgram:
                 "a batch that dp divides, and no cp, which would divide the positions of a cache: change batch, or "
                 "give constraints=Constraints(dp=..., cp=1)"
             )
+        generated = find_generated_module(name, model, asked.model)
         errors: list[PartitionError] = []
         with in_evaluation_mode(model):
-            shapes = find_cache_shapes(name, model, PRECISIONS.get(type_of(precision) or ""))
+            shapes = find_cache_shapes(name, generated, PRECISIONS.get(type_of(precision) or ""))
             sharded = mesh.tp > 1 and all(heads % mesh.tp == 0 for pair in shapes.layers for heads, _ in pair)
             grouped = (sharded or mesh.tp == 1) and torch_device(self.job.topology) == "cpu"
-            with generating(model):
+            with generating(model, asked.model):
                 jobs: dict[Purpose, Job] = {}
                 positions: dict[Purpose, int] = {"prefill": asked.prompt, "decode": 1}
                 for purpose, tokens in positions.items():
-                    inputs = build_inputs(model, shapes, asked.batch, asked.length, tokens)
+                    inputs = build_inputs(generated, shapes, asked.batch, asked.length, tokens)
                     jobs[purpose] = self.job_of(None, prepare_forward(model, inputs, precision, grouped))
                 for layout in (make_shard_layout(HEADS_DIM), REPLICATED) if sharded else (REPLICATED,):
                     try:

@@ -45,6 +45,11 @@ class Generate(BaseModel, metaclass=DocumentedModel):
         "longer ones are read in several runs."
     )
     length: PositiveInt = Field(description="Positions of the caches: the prompt and the new tokens.")
+    model: str = Field(
+        default="",
+        description="Path of the submodule that generates, such as 'policy' in a model that computes a loss with it. "
+        "Empty: the model itself.",
+    )
 
     def __init__(self, **data: Any) -> None:
         """Check the fields, given by name as ``data``. Raise :class:`GenerationError` for an invalid value, or if a

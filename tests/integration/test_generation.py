@@ -367,6 +367,100 @@ def test_an_unknown_generation_is_refused():
         engine_of_llama().generate(draw_prompt(4, 8), max_new_tokens=NEW, program="other")
 
 
+class WithReference(nn.Module):
+    """A loss with a policy that is trained, and a frozen reference. ``first``: whether the reference runs first."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.policy = model_of("llama")
+        self.reference = model_of("llama").requires_grad_(False)
+        self.first = first
+
+    def forward(self, input_ids: Tensor, weights: Tensor) -> Tensor:
+        def read(model: nn.Module) -> Tensor:
+            found: Tensor = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
+            return found.gather(-1, input_ids[:, 1:, None])[..., 0]
+
+        if self.first:
+            with torch.no_grad():
+                expected = read(self.reference)
+            learned = read(self.policy)
+        else:
+            learned = read(self.policy)
+            with torch.no_grad():
+                expected = read(self.reference)
+        return ((learned - expected).square() - weights * learned).mean()
+
+
+class Rollouts(NamedTuple):
+    """The tokens that were generated before and after a step, its loss, and where it left gradients and states."""
+
+    tokens: list[Tensor]
+    loss: float
+    with_gradient: set[str]
+    states: int
+
+
+def roll_out(plan: Plan, model: nn.Module, communicator: Any) -> Rollouts:
+    engine = Engine(plan, model, communicator=communicator)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+    tokens = [engine.generate(draw_prompt(4, 8), max_new_tokens=NEW)]
+    loss = float(engine.step(reference_batch()))  # type: ignore[arg-type]
+    optimizer.step()
+    tokens.append(engine.generate(draw_prompt(4, 8), max_new_tokens=NEW))
+    named = {n for n, p in engine.named_parameters() if p.grad is not None}
+    return Rollouts(tokens, loss, named, sum(s["exp_avg"].numel() for s in optimizer.state.values()))
+
+
+def reference_batch() -> dict[str, Tensor]:
+    weights = torch.randn(8, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return {"input_ids": draw_prompt(8, 16), "weights": weights}
+
+
+POLICY_MESHES = MESHES | {"pp2 1f1b": dict(pp=2, schedule="1f1b"), "pp2 last": dict(pp=2, schedule="1f1b")}
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m != "pp2 1f1b")) for m in POLICY_MESHES])
+def test_the_policy_of_a_loss_generates_with_the_weights_that_are_trained(mesh: str):
+    """Also where all its layers are in one stage of a pipeline; the reference has neither gradients nor states."""
+    sizes, first = POLICY_MESHES[mesh], mesh == "pp2 last"
+    with float64():
+        model = WithReference(first).double()
+        plan = partition(
+            model,
+            Topology.local(sizes.get("pp", 1) * sizes.get("dp", 1) * sizes.get("tp", 1)),
+            reference_batch(),
+            constraints=Constraints(**{"pp": 1, "dp": 1, "tp": 1, "cp": 1} | sizes),  # type: ignore[arg-type]
+            precision="fp64",
+            programs={"generate": ASKED.model_copy(update={"model": "policy"})},
+        )
+        plan.prove()
+        runs = on_every_rank(plan.program, lambda c: roll_out(plan, model, c))
+        options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        before = model.policy.generate(draw_prompt(4, 8), **options)  # type: ignore[operator]
+        loss = model(**reference_batch())
+        loss.backward()
+        optimizer = torch.optim.AdamW(model.policy.parameters(), lr=0.01)
+        optimizer.step()
+        after = model.policy.generate(draw_prompt(4, 8), **options)  # type: ignore[operator]
+    assert not torch.equal(before, after)
+    for run in runs:
+        assert run.loss == pytest.approx(float(loss.detach()), rel=CLOSE)
+        assert torch.equal(run.tokens[0], before)
+        assert torch.equal(run.tokens[1], after)
+        assert all(name.startswith("policy.") for name in run.with_gradient)
+    trained = sum(p.numel() for p in model.policy.parameters())
+    copies = 2 * sizes.get("tp", 1) * sizes.get("dp", 1)  # norms are whole on each rank of tp
+    assert trained <= sum(run.states for run in runs) < trained * copies
+    assert all(stage.memory.get("gradients", 0) <= trained * 8 for stage in plan.estimate.stages)
+
+
+def test_an_unknown_submodule_is_refused():
+    request = ASKED.model_copy(update={"model": "actor"})
+    with pytest.raises(GenerationError, match=r"model='actor', which LlamaForCausalLM has not.*'model', 'lm_head'"):
+        partition(model_of("llama"), Topology.local(1), dict(CASES["llama"].inputs(8)), programs={"g": request})
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -440,8 +440,9 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
     weights: those that only ``base`` has are added, and those that this program does not read are placed as in
     ``base``.
 
-    ``read``: names of the parameters and buffers that this program uses; these keep their stages. If they are stored in
-    another way than in ``base``, a later check of the program raises an error.
+    ``read``: names of the parameters and buffers that this program's calls or updates use; these keep their layout, and
+    are also on the stages that read them in ``base`` alone. If they are placed otherwise than in ``base``, a later
+    check of the program raises an error.
     """
     found = dict(states)
     for name, held in base.states.items():
@@ -452,6 +453,8 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
         elif name not in read:
             kept = {field: getattr(held, field) for field in ("stages", "layout", "expert_layout", "zero_axes")}
             found[name] = states[name].model_copy(update=kept)
+        elif set(states[name].stages) < set(held.stages):
+            found[name] = states[name].model_copy(update={"stages": held.stages})
     return found
 
 

@@ -43,11 +43,12 @@ CachePairs = list[tuple[Tensor, Tensor]]  # keys and values of each layer
 
 @dataclass(frozen=True)
 class CacheShapes:
-    """The shapes ``(heads, d)`` and types of the keys and values of each attention layer of a model, in the order of
-    its layers.
+    """The shapes and types of the cached keys and values of each attention layer of a model, in the order of its
+    layers.
 
-    ``layers``, ``dtypes``: of self-attention. ``cross``: shapes in the layers of a decoder that attend to an encoder;
-    empty without an encoder. ``hidden``: size of the encoder's results, 0 without one.
+    ``layers``: for each layer ``(heads, d)`` of the keys and ``(heads, d)`` of the values; ``d`` is the size of a head.
+    ``dtypes``: the type of each layer's keys and values. ``cross``: the shapes in the attention of a decoder to an
+    encoder; empty without an encoder. ``hidden``: size of the encoder's results, 0 without one.
     """
 
     layers: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -56,9 +57,9 @@ class CacheShapes:
     hidden: int = 0
 
     def allocate(self, batch: int, length: int, cross: bool = False) -> CachePairs:
-        """Return meta tensors ``[batch, heads, length, d]`` for the keys and values of each layer.
-
-        ``cross``: of the attention to an encoder.
+        """Return a pair of meta tensors (keys, values) for each attention layer: empty caches of shape ``[batch, heads,
+        length, d]``. ``batch``: number of samples. ``length``: largest number of tokens of a sample. ``cross``: for the
+        attention to an encoder.
         """
 
         def make(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -86,10 +86,12 @@ class Sampling:
 class Prompt:
     """The prompts of one call that generates text, padded to the sizes that the plan's programs expect.
 
-    ``tokens``: ``[batch, positions]``, at least as many as prefill reads. ``mask``: ``[batch, length]``, 1 at the
-    places of the caches that have or will have a token of the sample; with an encoder ``[batch, positions]``, 1 at the
-    tokens of the sample. ``positions``: of each place of the caches, counted in the sample's own tokens. ``samples``:
-    the number of real samples, which come first. ``width``: places of the caches that prefill fills.
+    ``tokens``: ``[batch, positions]``; ``batch`` is the planned number of samples, and ``positions`` at least the
+    number of tokens that prefill (the program that reads prompts) takes at a time. ``mask``: ``[batch, length]``, for
+    each place (position) of the key/value caches: 0 for padding, 1 if it has, or will have, a token of the sample; with
+    an encoder ``[batch, positions]``, 1 at the tokens of the sample. ``positions``: ``[batch, length]``, for each
+    place, the position of its token in the sample without padding. ``samples``: the number of real samples, which come
+    first; the others repeat the last one. ``width``: places of the caches that prefill fills.
     """
 
     tokens: Tensor
@@ -310,9 +312,13 @@ class TokenGenerator:
         return self._run("decode", prompt, chosen[rows, None], place)
 
     def _run(self, purpose: str, prompt: Prompt, tokens: Tensor, start: int) -> Tensor | None:
-        """Run a program on ``tokens`` ``[batch, positions]``, which begin at the place ``start`` of the caches; with an
-        encoder they are the decoder's. Return the logits of their last position for the samples of this rank,
-        ``[samples, vocabulary]``; ``None`` on a rank that does not compute them.
+        """Run one of the two programs that generate text on ``tokens`` ``[batch, positions]``, whose keys and values
+        are written to the caches from the position ``start`` on; with an encoder they are the decoder's. ``purpose``:
+        "prefill", which reads prompts, or "decode", which reads one further token of each sample. ``prompt``: the
+        prompts, with the mask and the positions of all tokens.
+
+        Return the logits of the last position of ``tokens`` for the samples of this rank, ``[samples, vocabulary]``;
+        ``None`` on a rank that does not compute them.
         """
         name = f"{self.name} {purpose}"
         program = self.family.further[name].program

@@ -110,7 +110,9 @@ def test_lengths_train_as_in_one_process(family: str, mesh: str, tmp_path: Path)
             shapes=shapes,
             programs={"eval": Evaluate()},
         )
-    assert plan.padding is not None and (plan.padding.fewer, plan.padding.shorter) == ("", "")
+    assert plan.padding is not None
+    assert plan.padding.fewer == ""
+    assert plan.padding.shorter == ("the inputs have no dim of positions" if family == "vit" else "")
     plan.prove()
     plan.save(tmp_path / "plan.json")
     with LocalRanks(plan.world_size) as ranks:

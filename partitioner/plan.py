@@ -41,7 +41,7 @@ class StageEstimate(Data):
     """The estimate of the cost model for one pipeline stage: seconds per step, without time spent waiting, and bytes of
     memory per rank."""
 
-    first: str = Field(description="Module path of the first call of the stage.")
+    first: str = Field(description="Module path of the first call of the stage; empty: it has none.")
     last: str = Field(description="Module path of its last call.")
     num_calls: int = Field(description="Number of its calls.")
     recomputed: int = Field(description="How many of the calls run again for their backward.")

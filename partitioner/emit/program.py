@@ -436,12 +436,13 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Return ``states``, the parameters and buffers of a program by name, adapted to ``base``, another program that
-    uses the same weights: those that this program does not use are moved to the pipeline stages where ``base`` has
-    them, and those that only ``base`` has are added.
+    """Return ``states``, the parameters and buffers of a program by name, matched to the program ``base`` on the same
+    weights: those that only ``base`` has are added, and those that this program does not read are placed as in
+    ``base``.
 
-    ``read``: names of the parameters and buffers that this program uses; these keep their stages. If they are stored in
-    another way than in ``base``, a later check of the program raises an error.
+    ``read``: names of the parameters and buffers that this program's calls or updates use; these keep their layout, and
+    are also on the stages that read them in ``base`` alone. If they are placed otherwise than in ``base``, a later
+    check of the program raises an error.
     """
     found = dict(states)
     for name, held in base.states.items():
@@ -450,6 +451,9 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
         if name not in states:
             found[name] = held.model_copy(update={"update": None, "keeps": None, "grad_axes": ()})
         elif name not in read:
+            kept = {field: getattr(held, field) for field in ("stages", "layout", "expert_layout", "zero_axes")}
+            found[name] = states[name].model_copy(update=kept)
+        elif set(states[name].stages) < set(held.stages):
             found[name] = states[name].model_copy(update={"stages": held.stages})
     return found
 

@@ -89,7 +89,7 @@ def with_sharding(
     ``buckets``: the sharded parameters in buckets that are gathered together: number of a bucket -> names of its
     parameters. ``zero``: the ZeRO stage, 1 to 3.
     """
-    if not buckets:
+    if not buckets or not instructions:
         return [*instructions]
     needs = bucket_needs(calls, buckets)
     prologue = [p for p, call in enumerate(calls) if call.prologue]

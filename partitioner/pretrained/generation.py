@@ -1,10 +1,15 @@
-"""Capture a causal model for generation: its forward for a few new tokens, with the key/value caches as inputs.
+"""Capture a model for generation: its forward for a few new tokens, with the key/value caches as inputs.
 
 transformers' models receive an object that keeps keys and values, and call its ``update`` in each attention. Here this
 object has tensors that are inputs of the traced forward, and ``update`` writes to them by the operator
 ``partition::write_cache``. The caches are thus tensors of the program, with a batch dim, heads that ``tp`` shards, and
 the pipeline stage of their layer. The same forward serves the prompt (``prefill``: many positions) and each further
 token (``decode``: one position).
+
+A model with an encoder and a decoder has two kinds of caches. The decoder's own attention (self-attention) writes to
+the first kind at each token. Its attention to the encoder (cross-attention) has keys and values that depend on the
+prompt alone. ``prefill`` runs the encoder, writes these once, and reads the first token of the decoder. ``decode``
+reads them.
 """
 
 from __future__ import annotations
@@ -30,30 +35,57 @@ class GenerationError(PlanError):
     """Error: a plan cannot generate tokens with a model, or the request is malformed."""
 
 
-CACHES, START = "caches", "start"  # names of arguments of the traced forward
+CACHES, CROSS_CACHES, START = "caches", "cross_caches", "start"  # names of arguments of the traced forward
 HEADS_DIM = 1  # the dim of heads of a cache [batch, heads, length, d]
+
+CachePairs = list[tuple[Tensor, Tensor]]  # keys and values of each layer
 
 
 @dataclass(frozen=True)
 class CacheShapes:
     """The shapes and types of the cached keys and values of each attention layer of a model, in the order of its
-    layers. ``layers``: for each layer ``(heads, d)`` of the keys and ``(heads, d)`` of the values; ``d`` is the size of
-    a head. ``dtypes``: the type of each layer's keys and values.
+    layers.
+
+    ``layers``: for each layer ``(heads, d)`` of the keys and ``(heads, d)`` of the values; ``d`` is the size of a head.
+    ``dtypes``: the type of each layer's keys and values. ``cross``: the shapes in the attention of a decoder to an
+    encoder; empty without an encoder. ``hidden``: size of the encoder's results, 0 without one.
     """
 
     layers: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     dtypes: tuple[torch.dtype, ...]
+    cross: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
+    hidden: int = 0
 
-    def allocate(self, batch: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    def allocate(self, batch: int, length: int, cross: bool = False) -> CachePairs:
         """Return a pair of meta tensors (keys, values) for each attention layer: empty caches of shape ``[batch, heads,
-        length, d]``. ``batch``: number of samples. ``length``: largest number of tokens of a sample.
+        length, d]``. ``batch``: number of samples. ``length``: largest number of tokens of a sample. ``cross``: for the
+        attention to an encoder.
         """
 
         def make(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
             return torch.empty(batch, shape[0], length, shape[1], dtype=dtype, device="meta")
 
-        pairs = zip(self.layers, self.dtypes, strict=True)
+        pairs = zip(self.cross if cross else self.layers, self.dtypes, strict=True)
         return [(make(keys, dtype), make(values, dtype)) for (keys, values), dtype in pairs]
+
+    def can_shard_heads(self, ranks: int) -> bool:
+        """Return whether the heads of every cache can be divided among ``ranks`` ranks."""
+        return all(heads % ranks == 0 for pair in (*self.layers, *self.cross) for heads, _ in pair)
+
+
+def find_generated_module(name: str, model: nn.Module, path: str) -> nn.Module:
+    """Return the submodule of ``model`` at ``path`` that generates tokens; ``model`` itself for an empty path.
+
+    ``name``: name of the program, for errors. Raise :class:`GenerationError` if there is no such submodule.
+    """
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        known = ", ".join(repr(child) for child, _ in model.named_children())
+        raise GenerationError(
+            f"programs[{name!r}] has model={path!r}, which {type(model).__name__} has not; expected the path of a "
+            f"submodule, such as {known or 'none: it has no submodules'}: correct it, or leave it out"
+        ) from None
 
 
 def find_cache_shapes(name: str, model: nn.Module, dtype: torch.dtype | None) -> CacheShapes:
@@ -65,56 +97,100 @@ def find_cache_shapes(name: str, model: nn.Module, dtype: torch.dtype | None) ->
     and values by ``past_key_values``.
     """
     parameters = inspect.signature(model.forward).parameters
-    missing = [p for p in ("input_ids", "past_key_values") if p not in parameters]
+    encodes = has_encoder(model)
+    asked = ("input_ids", "past_key_values", *(("decoder_input_ids", "encoder_outputs") if encodes else ()))
+    missing = [p for p in asked if p not in parameters]
     if missing:
         raise GenerationError(
             f"programs[{name!r}]: the forward of {type(model).__name__} has no argument {' and no '.join(missing)}, so "
-            "it has no key/value cache; expected a causal model of transformers: leave the program out"
-        )
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise GenerationError(
-            f"programs[{name!r}]: {type(model).__name__} has an encoder and a decoder; expected a causal model, which "
-            "has a decoder alone: leave the program out, and generate with the model itself"
+            "it cannot generate tokens; expected a model of transformers that reads tokens and writes tokens: leave "
+            "the program out"
         )
     found: dict[int, tuple[Tensor, Tensor]] = {}
+    crossing: dict[int, tuple[Tensor, Tensor]] = {}
     twin = make_twin(model, dtype)
-    cache = _make_cache(None, None, 0, found)
     tokens = twin.mode.from_tensor(torch.zeros(1, 2, dtype=torch.int64))
-    given: dict[str, Any] = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
-    output = try_forward(twin, (), given)
-    if isinstance(output, Exception) or not found or sorted(found) != list(range(len(found))):
+    given: dict[str, Any] = {"input_ids": tokens, "use_cache": True}
+    cache = _make_cache(None, None, 0, found)
+    if encodes:
+        given["decoder_input_ids"] = tokens
+        cache = _join_caches(cache, _make_cache(None, None, 0, crossing))
+    output = try_forward(twin, (), given | {"past_key_values": cache})
+    layers = [*range(len(found))]
+    whole = sorted(found) == layers and (not encodes or sorted(crossing) == layers)
+    if isinstance(output, Exception) or not found or not whole:
         why = (
             f"{type(output).__name__}: {output}"
             if isinstance(output, Exception)
-            else f"it writes layers {sorted(found)}"
+            else f"it writes layers {sorted(found)}" + (f" and, for the encoder, {sorted(crossing)}" if encodes else "")
         )
         raise GenerationError(
             f"programs[{name!r}]: {type(model).__name__} cannot be generated with: expected a forward that writes the "
             f"keys and values of every layer to past_key_values, and nothing else ({why}); leave the program out"
         )
-    layers = tuple((_heads_of(found[i][0]), _heads_of(found[i][1])) for i in range(len(found)))
-    return CacheShapes(layers, tuple(found[i][0].dtype for i in range(len(found))))
+    return CacheShapes(
+        tuple((_heads_of(found[i][0]), _heads_of(found[i][1])) for i in layers),
+        tuple(found[i][0].dtype for i in layers),
+        tuple((_heads_of(crossing[i][0]), _heads_of(crossing[i][1])) for i in layers) if encodes else (),
+        int(output.encoder_last_hidden_state.shape[-1]) if encodes else 0,
+    )
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Return whether ``model`` has an encoder, which reads the prompt, and a decoder, which generates."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def find_first_token(name: str, model: nn.Module) -> int | None:
+    """Return the token with which the decoder of ``model`` begins; ``None`` for a model without an encoder, which
+    begins with the prompt. ``name``: name of the program, for errors.
+
+    Raise :class:`GenerationError` if the configuration does not have it.
+    """
+    if not has_encoder(model):
+        return None
+    for key in ("decoder_start_token_id", "bos_token_id"):
+        for config in (getattr(model, "generation_config", None), model.config):
+            token = getattr(config, key, None)
+            if isinstance(token, int):
+                return token
+    raise GenerationError(
+        f"programs[{name!r}]: the configuration of {type(model).__name__} does not say with which token its decoder "
+        "begins; expected an integer: set model.config.decoder_start_token_id"
+    )
 
 
 def _heads_of(tensor: Tensor) -> tuple[int, int]:
     return int(tensor.shape[1]), int(tensor.shape[3])
 
 
-def build_inputs(model: nn.Module, shapes: CacheShapes, batch: int, length: int, positions: int) -> dict[str, Any]:
-    """Return the inputs with which a step of generation is planned, by argument name, as meta tensors: token ids,
-    attention mask, position ids if ``model`` takes them, the place of the first new token, and the key/value caches.
-    They are arguments of the forward that ``model`` has inside of :func:`generating`.
+def build_inputs(
+    model: nn.Module, shapes: CacheShapes, batch: int, prompt: int, length: int, *, prefill: bool
+) -> dict[str, Any]:
+    """Return the inputs of the forward that :func:`generating` traces, as meta tensors: ``batch`` samples, and caches
+    of ``length`` places.
 
-    ``shapes``: the shapes of the caches. ``batch``: number of samples. ``length``: places for tokens in the caches.
-    ``positions``: number of new tokens of each sample.
+    ``prompt``: the tokens of each sample that the program reads at once if ``prefill``; otherwise it reads one. With an
+    encoder, these are the tokens of the encoder, and both programs read one token of the decoder.
     """
-    inputs: dict[str, Any] = {
-        "input_ids": torch.empty(batch, positions, dtype=torch.int64, device="meta"),
-        "attention_mask": torch.empty(batch, length, dtype=torch.int64, device="meta"),
-    }
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    caches: dict[str, Any] = {START: integers(), CACHES: shapes.allocate(batch, length)}
+    if shapes.cross:
+        encoded = {"input_ids": integers(batch, prompt)} if prefill else {}
+        caches[CROSS_CACHES] = shapes.allocate(batch, prompt, cross=True)
+        return encoded | {
+            "attention_mask": integers(batch, prompt),
+            "decoder_input_ids": integers(batch, 1),
+            **caches,
+        }
+    positions = prompt if prefill else 1
+    inputs = {"input_ids": integers(batch, positions), "attention_mask": integers(batch, length)}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = torch.empty(batch, positions, dtype=torch.int64, device="meta")
-    return inputs | {START: torch.empty((), dtype=torch.int64, device="meta"), CACHES: shapes.allocate(batch, length)}
+        inputs["position_ids"] = integers(batch, positions)
+    return inputs | caches
 
 
 def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, grouped: bool) -> PreparedModel:
@@ -134,23 +210,30 @@ def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, groupe
 
 
 @contextmanager
-def generating(model: nn.Module) -> Iterator[None]:
-    """Return a context in which ``model``, a causal model of transformers, has another forward: it takes new tokens and
-    the key/value caches of earlier tokens, writes the new keys and values to the caches, and returns the logits of the
-    last position, ``[batch, vocabulary]``.
+def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[None]:
+    """Return a context in which ``model`` has another forward: it takes new tokens and the caches, writes to the
+    caches, and returns the logits of the last position, ``[batch, vocabulary]``.
 
-    The class of the module is replaced by a subclass, so that copies of the module have this forward, too, and all
-    parameters keep their names.
+    ``path``: the submodule that reads the tokens; empty: the model itself. ``hidden``: size of its encoder's results, 0
+    without an encoder. The class of the model is replaced by a subclass, so that copies of the model have this forward,
+    too, and all parameters keep their names.
     """
-    kind = type(model)
-    accepted = inspect.signature(model.forward).parameters
+    kind, generated = type(model), model.get_submodule(path)
+    accepted = inspect.signature(generated.forward).parameters
+
+    def call(module: nn.Module, **given: Any) -> Tensor:
+        """Return the logits of the last position."""
+        given = {key: value for key, value in given.items() if key in accepted and value is not None}
+        output = module.get_submodule(path)(**given) if path else kind.forward(module, **given)
+        logits: Tensor = output.logits
+        return logits[:, -1]
 
     def forward(
         self: nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
         start: Tensor,
-        caches: list[tuple[Tensor, Tensor]],
+        caches: CachePairs,
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """Run the model on the new tokens ``input_ids`` ``[batch, positions]``, write their keys and values to
@@ -160,16 +243,41 @@ def generating(model: nn.Module) -> Iterator[None]:
         ``start``: the place of the first new token, 0-dimensional. ``caches``: cached keys and values of each layer.
         ``position_ids`` ``[batch, positions]``: positions of the new tokens; ``None`` if the model takes none.
         """
-        given: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids, "logits_to_keep": 1}
-        given = {key: value for key, value in given.items() if key in accepted and value is not None}
         cache = _make_cache(caches, start, caches[0][0].shape[2], {})
-        output = kind.forward(self, input_ids=input_ids, past_key_values=cache, use_cache=True, **given)
-        logits: Tensor = output.logits
-        return logits[:, -1]
+        read = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        return call(self, **read, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def forward_decoder(
+        self: nn.Module,
+        attention_mask: Tensor,
+        decoder_input_ids: Tensor,
+        start: Tensor,
+        caches: CachePairs,
+        cross_caches: CachePairs,
+        input_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits of the last of the new tokens ``decoder_input_ids`` ``[batch, positions]``.
+
+        ``input_ids`` ``[batch, prompt]``: the tokens of the encoder; ``None``: ``cross_caches`` have the keys and
+        values of its results. ``attention_mask`` ``[batch, prompt]``: 1 at tokens of the sample. ``start``: the place
+        of the first new token in ``caches``, 0-dimensional.
+        """
+        batch, _, length, _ = caches[0][0].shape
+        cross = _make_cross_cache(cross_caches, known=input_ids is None)
+        cache = _join_caches(_make_cache(caches, start, length, {}), cross)
+        given: dict[str, Any] = {"input_ids": input_ids}
+        if input_ids is None:  # the decoder reads the shape alone
+            given["encoder_outputs"] = (caches[0][0].new_zeros(batch, attention_mask.shape[1], hidden),)
+        read = {"attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
+        past = attention_mask.new_ones(batch, length)  # later places are masked as not yet read
+        return call(
+            self, **given, **read, decoder_attention_mask=past, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
 
     configs = _configs_with_cache(model)
+    traced = forward_decoder if has_encoder(generated) else forward
     try:
-        model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+        model.__class__ = type(kind.__name__, (kind,), {"forward": traced, "__module__": kind.__module__})
         for config in configs:
             config.use_cache = False  # the caches are given
         yield
@@ -188,7 +296,7 @@ def _configs_with_cache(model: nn.Module) -> list[Any]:
 
 
 def _make_cache(
-    caches: list[tuple[Tensor, Tensor]] | None,
+    caches: CachePairs | None,
     start: Tensor | None,
     length: int,
     found: dict[int, tuple[Tensor, Tensor]],
@@ -262,8 +370,28 @@ def _make_cache(
     return ProgramCache(layers=[ProgramCacheLayer(i) for i in range(len(caches or ()) or 1)])
 
 
-def is_cache(path: str) -> bool:
-    """Return whether an input of the forward that generates tokens is a cached tensor of keys or values. ``path``: path
-    of the input in the arguments, such as ``caches.0.1`` for the values of layer 0.
+def _make_cross_cache(caches: CachePairs, known: bool) -> Any:
+    """Return an object for the keys and values of an encoder's results, to which each layer of a decoder writes once.
+
+    ``caches``: keys and values of each layer. ``known``: they are written already.
     """
-    return path.startswith(f"{CACHES}.")
+    length = caches[0][0].shape[2]
+    cache = _make_cache(caches, caches[0][0].new_zeros((), dtype=torch.int64), length, {})
+    for layer, (keys, values) in zip(cache.layers, caches, strict=True):
+        layer.cumulative_length = length if known else 0
+        layer.keys, layer.values = keys, values
+    return cache
+
+
+def _join_caches(own: Any, cross: Any) -> Any:
+    """Return the object that transformers' decoders accept as ``past_key_values``: the cache ``own`` of self-attention,
+    and the cache ``cross`` of the attention to an encoder.
+    """
+    from transformers.cache_utils import EncoderDecoderCache
+
+    return EncoderDecoderCache(own, cross)
+
+
+def is_cache(path: str) -> bool:
+    """Return whether the input at ``path`` of the traced forward is a cache, as ``caches.0.1`` is."""
+    return path.startswith((f"{CACHES}.", f"{CROSS_CACHES}."))

@@ -30,6 +30,8 @@ from partitioner.pretrained.generation import (
     GenerationError,
     build_inputs,
     find_cache_shapes,
+    find_first_token,
+    find_generated_module,
     generating,
     is_cache,
     prepare_forward,
@@ -54,6 +56,7 @@ from partitioner.validate import torch_device, type_of
 Purpose = Literal["evaluate", "step", "prefill", "decode"]
 
 NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
+GENERATES: tuple[Purpose, ...] = ("prefill", "decode")
 _SIZES = 3  # of microbatches that are tried for a further program
 _COMPARED = 3  # shapes by which layouts are compared, besides the largest
 _LAYOUTS = 4  # that are compared by their expected time
@@ -163,30 +166,38 @@ class FirstProgram:
                 "a batch that dp divides, and no cp, which would divide the positions of a cache: change batch, or "
                 "give constraints=Constraints(dp=..., cp=1)"
             )
+        generated = find_generated_module(name, model, asked.model)
+        first = find_first_token(name, generated)
+        if first is None and asked.length <= asked.prompt:
+            raise GenerationError(
+                f"programs[{name!r}] has length={asked.length} and prompt={asked.prompt}; expected a length above "
+                "prompt, which is the prompt and the new tokens: increase length"
+            )
         errors: list[PartitionError] = []
         with in_evaluation_mode(model):
-            shapes = find_cache_shapes(name, model, PRECISIONS.get(type_of(precision) or ""))
-            sharded = mesh.tp > 1 and all(heads % mesh.tp == 0 for pair in shapes.layers for heads, _ in pair)
+            shapes = find_cache_shapes(name, generated, PRECISIONS.get(type_of(precision) or ""))
+            sharded = mesh.tp > 1 and shapes.can_shard_heads(mesh.tp)
             grouped = (sharded or mesh.tp == 1) and torch_device(self.job.topology) == "cpu"
-            with generating(model):
+            with generating(model, asked.model, shapes.hidden):
                 jobs: dict[Purpose, Job] = {}
-                positions: dict[Purpose, int] = {"prefill": asked.prompt, "decode": 1}
-                for purpose, tokens in positions.items():
-                    inputs = build_inputs(model, shapes, asked.batch, asked.length, tokens)
+                for purpose in GENERATES:
+                    sizes = asked.batch, asked.prompt, asked.length
+                    inputs = build_inputs(generated, shapes, *sizes, prefill=purpose == "prefill")
                     jobs[purpose] = self.job_of(None, prepare_forward(model, inputs, precision, grouped))
                 for layout in (make_shard_layout(HEADS_DIM), REPLICATED) if sharded else (REPLICATED,):
                     try:
-                        return self._plan_with_caches(name, jobs, layout)
+                        return self._plan_with_caches(name, jobs, layout, first)
                     except CapacityError:
                         raise
                     except PartitionError as error:
                         errors.append(error)
         raise errors[0]
 
-    def _plan_with_caches(self, name: str, jobs: Mapping[Purpose, Job], layout: Layout) -> dict[str, FurtherProgram]:
-        """Return the programs of the generation ``name``, by name, whose key/value caches have ``layout`` (sharded by
-        heads or replicated) over the mesh axis ``tp``. ``jobs``: ``prefill`` or ``decode`` -> planning problem of this
-        program.
+    def _plan_with_caches(
+        self, name: str, jobs: Mapping[Purpose, Job], layout: Layout, first: int | None
+    ) -> dict[str, FurtherProgram]:
+        """Return the programs of the generation ``name``, whose key/value caches have ``layout`` over ``tp``. ``jobs``:
+        the planning problem for each purpose. ``first``: the first token of a decoder, ``None`` without an encoder.
 
         Raise :class:`PlanError` if one of them has no plan, and :class:`LayoutError` if they would place their caches
         differently, or copy caches instead of writing to them in place.
@@ -195,7 +206,8 @@ class FirstProgram:
         for purpose, job in jobs.items():
             caches = {i.value: i.path for i in job.model.inputs if is_cache(i.path)}
             planned = self.plan_program(f"{name} {purpose}", job, purpose, inputs=dict.fromkeys(caches, layout))
-            found[f"{name} {purpose}"] = planned.model_copy(update={"caches": tuple(caches.values())})
+            kept = {"caches": tuple(caches.values()), "first_token": first}
+            found[f"{name} {purpose}"] = planned.model_copy(update=kept)
         prove_same_caches(found)
         return found
 

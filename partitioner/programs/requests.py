@@ -27,12 +27,12 @@ class ShapeError(PlanError):
 
 
 class Generate(BaseModel, metaclass=DocumentedModel):
-    """The user's request for programs that generate tokens with a causal language model of transformers. They use the
-    weights that the plan trains, and are run by :meth:`partitioner.Engine.generate`.
+    """Programs that generate tokens with a model of transformers, on the weights that the plan trains, for
+    :meth:`partitioner.Engine.generate`.
 
     Keys and values of all positions are kept in caches of a fixed length. One program (``prefill``) reads a prompt,
-    another one (``decode``) reads one token of each sample. The fields are the number of samples (``batch``), the
-    tokens that prefill reads at once (``prompt``), and the positions of the caches (``length``).
+    another one (``decode``) reads one token of each sample. The model is causal, or has an encoder, which reads the
+    prompt, and a decoder.
 
     Raises :class:`GenerationError` for an invalid value.
     """
@@ -41,26 +41,26 @@ class Generate(BaseModel, metaclass=DocumentedModel):
 
     batch: PositiveInt = Field(description="Samples that are generated at once; a batch may have fewer.")
     prompt: PositiveInt = Field(
-        description="Tokens of each sample that prefill reads at once. Shorter prompts are padded on the left, and "
-        "longer ones are read in several runs."
+        description="Tokens of each sample that prefill reads at once. Shorter prompts are padded, and longer ones are "
+        "read in several runs; an encoder reads no longer ones."
     )
-    length: PositiveInt = Field(description="Positions of the caches: the prompt and the new tokens.")
+    length: PositiveInt = Field(
+        description="Positions of the caches: the prompt and the new tokens; with an encoder, the new tokens alone."
+    )
+    model: str = Field(
+        default="",
+        description="Path of the submodule that generates, such as 'policy' in a model that computes a loss with it. "
+        "Empty: the model itself.",
+    )
 
     def __init__(self, **data: Any) -> None:
-        """Check the fields, given by name as ``data``. Raise :class:`GenerationError` for an invalid value, or if a
-        cache has no room for a prompt and a new token.
-        """
+        """Check the fields. Raise :class:`GenerationError` for an invalid value."""
         try:
             super().__init__(**data)
         except ValidationError as error:
             raise GenerationError(
                 explain_validation_error(error, [*Generate.model_fields], "field of Generate")
             ) from None
-        if self.length <= self.prompt:
-            raise GenerationError(
-                f"Generate has length={self.length} and prompt={self.prompt}; expected a length above prompt, which is "
-                "the prompt and the new tokens: increase length"
-            )
 
 
 class Evaluate(BaseModel, metaclass=DocumentedModel):

@@ -339,17 +339,18 @@ class Engine:
         seed: int | None = None,
         program: str | None = None,
     ) -> Tensor:
-        """Generate tokens after the prompts ``input_ids``. All ranks call this with the same arguments, and get the
-        same result.
+        """Generate tokens after the prompts ``input_ids``; with an encoder, from them. All ranks call this with the
+        same arguments, and get the same result.
 
         It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
         state or buffer, none of :attr:`steps`, and no random numbers of later steps.
 
         Args:
-            input_ids: integers ``[batch, positions]``: at most as many samples as planned.
+            input_ids: integers ``[batch, positions]``: at most as many samples as planned. A model with an encoder
+                reads them with the encoder.
             max_new_tokens: number of tokens to generate for each sample, if none ends before.
-            attention_mask: ``[batch, positions]``: 0 at padding on the left of shorter prompts, 1 elsewhere; ``None``:
-                there is no padding.
+            attention_mask: ``[batch, positions]``: 0 at padding of shorter prompts, 1 elsewhere; ``None``: there is no
+                padding. Padding is on the left, or with an encoder anywhere.
             do_sample: draw each token from the model's distribution; otherwise the most probable one is taken.
             temperature: a number above 0 that divides the logits before a token is drawn.
             top_k: draw from this number of the most probable tokens; ``None``: from all.
@@ -361,7 +362,8 @@ class Engine:
             program: name of the generation, if the plan has several.
 
         Returns the prompts followed by the new tokens, ``[batch, positions + new]``, where ``new`` is at most
-        ``max_new_tokens``.
+        ``max_new_tokens``. For a model with an encoder, returns the first token of the decoder followed by the new
+        tokens, ``[batch, 1 + new]``.
 
         Raises :class:`LaunchError` if the plan has no such program, :class:`BatchError` if the prompts do not fit it,
         and :class:`InstructionError` if an instruction fails.
@@ -379,7 +381,8 @@ class Engine:
         self._begin_run()
         with self._doing_further(name):
             made = tokens.generate(prompt, max_new_tokens, sampling, ends, filling, generator)
-        return torch.cat([input_ids.to(made), made], 1)
+        before = input_ids.to(made) if tokens.first is None else made.new_full((len(made), 1), tokens.first)
+        return torch.cat([before, made], 1)
 
     def _run_further(self, name: str, values: Mapping[str, Tensor]) -> Executor:
         """Run the further program of the plan that is called ``name``, such as an evaluation, on this rank. ``values``:

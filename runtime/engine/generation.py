@@ -4,6 +4,9 @@
 ``decode`` reads one token of each sample. Both return the logits of their last position and write keys and values to
 the caches, which exist while a generation runs. Each rank has the caches of its layers, samples and heads. All samples
 end at the same place of the caches: shorter prompts are padded on the left, and masked there.
+
+If a model has an encoder, ``prefill`` reads the prompts with the encoder, and one token with the decoder. Shorter
+prompts are then padded on the right, because the decoder's places do not depend on them.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ from torch import Tensor
 
 from partitioner.passes.ir.layouts import Layout, take_shard
 from partitioner.passes.ir.serialize import dtype_of
+from partitioner.passes.ops.caches import CACHE_DIM
 from partitioner.runtime.comm.group import Communicator, all_ranks
 from partitioner.runtime.engine.batches import Share, share_of
 from partitioner.runtime.errors import BatchError, LaunchError
 from partitioner.runtime.execute.executor import Executor
 from partitioner.runtime.family.data import ProgramFamily
 from partitioner.runtime.program.program import InputData, RankProgram
+
+_FIRST_CACHE = "caches.0.0"  # path of the input that is the cache of the first layer's keys
 
 Run = Callable[[str, Mapping[str, Tensor]], Executor]
 
@@ -80,21 +86,19 @@ class Sampling:
 class Prompt:
     """The prompts of one call that generates text, padded to the sizes that the plan's programs expect.
 
-    ``tokens``: ``[batch, width]``; ``batch`` is the planned number of samples, and ``width`` at least the number of
-    tokens that prefill (the program that reads prompts) takes at a time. ``mask``: ``[batch, length]``, for each place
-    (position) of the key/value caches: 0 for padding, 1 if it has, or will have, a token of the sample. ``positions``:
-    ``[batch, length]``, for each place, the position of its token in the sample without padding. ``samples``: the
-    number of real samples, which come first; the others repeat the last one.
+    ``tokens``: ``[batch, positions]``; ``batch`` is the planned number of samples, and ``positions`` at least the
+    number of tokens that prefill (the program that reads prompts) takes at a time. ``mask``: ``[batch, length]``, for
+    each place (position) of the key/value caches: 0 for padding, 1 if it has, or will have, a token of the sample; with
+    an encoder ``[batch, positions]``, 1 at the tokens of the sample. ``positions``: ``[batch, length]``, for each
+    place, the position of its token in the sample without padding. ``samples``: the number of real samples, which come
+    first; the others repeat the last one. ``width``: places of the caches that prefill fills.
     """
 
     tokens: Tensor
     mask: Tensor
     positions: Tensor
     samples: int
-
-    @property
-    def width(self) -> int:
-        return self.tokens.shape[1]
+    width: int
 
 
 def find_generation(family: ProgramFamily, name: str | None) -> str:
@@ -143,15 +147,20 @@ class TokenGenerator:
         time, and of places (positions) of the key/value caches.
         """
         sizes = {data.path: data.shape for data in self.prefill.program.inputs}
-        return *sizes["input_ids"], sizes["attention_mask"][1]  # type: ignore[return-value]
+        return *sizes["input_ids"], sizes[_FIRST_CACHE][CACHE_DIM]  # type: ignore[return-value]
+
+    @property
+    def first(self) -> int | None:
+        """Return the token with which the decoder begins; ``None`` for a model without an encoder."""
+        return self.decode.first_token
 
     def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, filling: int) -> Prompt:
         """Return the prompts ``tokens`` ``[batch, positions]``, padded to the sizes that the plan's programs expect:
         with more samples, and with tokens on the left if they are shorter than what prefill reads at a time.
 
-        ``mask``: 0 at tokens on the left that are padding, else 1; ``None``: there are none. ``new``: the number of
-        tokens to generate. ``filling``: the token that stands for padding. Raise :class:`BatchError` if the prompts and
-        the new tokens do not fit the key/value caches, or if an argument is malformed.
+        ``mask``: 0 at tokens that are padding, on the left unless the model has an encoder, else 1; ``None``: there are
+        none. ``new``: the number of tokens to generate. ``filling``: the token that stands for padding. Raise
+        :class:`BatchError` if they do not fit the caches, or are malformed.
         """
         batch, read, length = self.shape
         self._check_prompt(tokens, mask, new)
@@ -159,14 +168,18 @@ class TokenGenerator:
         device = self.communicator.device
         tokens = tokens.to(device, torch.int64)
         mask = torch.ones_like(tokens) if mask is None else mask.to(device, torch.int64)
+        rows = torch.arange(batch, device=device).clamp(max=samples - 1)  # new samples repeat the last one
         missing = max(0, read - given)
+        if self.first is not None:
+            tokens = torch.nn.functional.pad(tokens, (0, missing), value=filling)[rows]
+            mask = torch.nn.functional.pad(mask, (0, missing))[rows]
+            return Prompt(tokens, mask, torch.zeros_like(mask), samples, 1)
         tokens = torch.nn.functional.pad(tokens, (missing, 0), value=filling)
         mask = torch.nn.functional.pad(
             torch.nn.functional.pad(mask, (missing, 0)), (0, length - missing - given), value=1
         )
-        rows = torch.arange(batch, device=device).clamp(max=samples - 1)  # new samples repeat the last one
         tokens, mask = tokens[rows], mask[rows]
-        return Prompt(tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), samples)
+        return Prompt(tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), samples, tokens.shape[1])
 
     def _check_prompt(self, tokens: Tensor, mask: Tensor | None, new: int) -> None:
         """Raise :class:`BatchError` if the prompts ``tokens`` ``[batch, positions]`` and ``new`` further tokens do not
@@ -186,6 +199,9 @@ class TokenGenerator:
             )
         if new < 1:
             raise BatchError(f"max_new_tokens is {new}; expected 1 or more")
+        if self.first is not None:
+            self._check_encoded(tokens, mask, new)
+            return
         width = max(read, tokens.shape[1])
         if width + new - 1 > length:
             raise BatchError(
@@ -197,6 +213,28 @@ class TokenGenerator:
             raise BatchError(
                 f"attention_mask has shape {list(mask.shape)}, or rows that are not zeros followed by ones; expected "
                 f"{list(tokens.shape)}, with the padding on the left: pad with padding_side='left'"
+            )
+
+    def _check_encoded(self, tokens: Tensor, mask: Tensor | None, new: int) -> None:
+        """Raise :class:`BatchError` if prompts do not fit the encoder, or ``new`` tokens do not fit the caches of the
+        decoder, or the mask is malformed.
+        """
+        _, read, length = self.shape
+        if tokens.shape[1] > read:
+            raise BatchError(
+                f"prompts have {tokens.shape[1]} tokens, and {self.name!r} is planned for an encoder that reads "
+                f"{read}; expected at most these: shorten the prompts, or plan with Generate(prompt="
+                f"{tokens.shape[1]}, ...)"
+            )
+        if new > length:
+            raise BatchError(
+                f"{new} new tokens take {new} places of the caches, which have {length}; expected at most these: "
+                f"generate fewer tokens, or plan with Generate(length={new}, ...)"
+            )
+        if mask is not None and (mask.shape != tokens.shape or not _is_mask(mask) or not mask.any(1).all()):
+            raise BatchError(
+                f"attention_mask has shape {list(mask.shape)}, or other numbers than 0 and 1, or a row of zeros; "
+                f"expected {list(tokens.shape)}, with 1 at the tokens and 0 at the padding: correct it"
             )
 
     def generate(
@@ -247,13 +285,15 @@ class TokenGenerator:
         return found
 
     def _read_prompt(self, prompt: Prompt) -> Tensor | None:
-        """Read all tokens of the prompts ``prompt`` with the program prefill, which writes their keys and values to the
-        caches. It runs several times if the prompts are longer than what it reads at a time.
+        """Run prefill on all tokens of the prompts. Return the logits of their last tokens, or with an encoder those of
+        the decoder's first token, see :meth:`_run`.
 
         Return the logits of the last token of each of this rank's samples, ``[samples, vocabulary]``; ``None`` on a
         rank that does not compute them. The last run ends at the end of the prompts. If it begins before the one before
         it ends, keys and values are written twice, with the same numbers.
         """
+        if self.first is not None:
+            return self._run("prefill", prompt, prompt.tokens.new_full((len(prompt.tokens), 1), self.first), 0)
         read, logits = self.shape[1], None
         for start in (*range(0, prompt.width - read, read), prompt.width - read):
             places = slice(start, start + read)
@@ -273,21 +313,20 @@ class TokenGenerator:
 
     def _run(self, purpose: str, prompt: Prompt, tokens: Tensor, start: int) -> Tensor | None:
         """Run one of the two programs that generate text on ``tokens`` ``[batch, positions]``, whose keys and values
-        are written to the caches from the position ``start`` on. ``purpose``: "prefill", which reads prompts, or
-        "decode", which reads one further token of each sample. ``prompt``: the prompts, with the mask and the positions
-        of all tokens.
+        are written to the caches from the position ``start`` on; with an encoder they are the decoder's. ``purpose``:
+        "prefill", which reads prompts, or "decode", which reads one further token of each sample. ``prompt``: the
+        prompts, with the mask and the positions of all tokens.
 
         Return the logits of the last position of ``tokens`` for the samples of this rank, ``[samples, vocabulary]``;
         ``None`` on a rank that does not compute them.
         """
         name = f"{self.name} {purpose}"
         program = self.family.further[name].program
-        given = {
-            "input_ids": tokens,
-            "attention_mask": prompt.mask,
-            "position_ids": prompt.positions[:, start : start + tokens.shape[1]],
-            "start": torch.tensor(start),
-        }
+        given = {"input_ids": tokens, "attention_mask": prompt.mask, "start": torch.tensor(start)}
+        if self.first is None:
+            given["position_ids"] = prompt.positions[:, start : start + tokens.shape[1]]
+        else:
+            given |= {"input_ids": prompt.tokens, "decoder_input_ids": tokens}
         if name not in self.shares:
             self.shares[name] = share_of(program.rank(self.communicator.rank))
         share = self.shares[name]
@@ -346,4 +385,9 @@ def _is_padded_left(mask: Tensor) -> bool:
     """Return whether each row of ``mask`` is zeros followed by at least one 1."""
     mask = mask.to(torch.int64)
     steps = mask[:, 1:] - mask[:, :-1]
-    return bool(((mask == 0) | (mask == 1)).all() and (mask[:, -1] == 1).all() and (steps >= 0).all())
+    return bool(_is_mask(mask) and (mask[:, -1] == 1).all() and (steps >= 0).all())
+
+
+def _is_mask(mask: Tensor) -> bool:
+    """Return whether ``mask`` has no numbers but 0 and 1."""
+    return bool(((mask == 0) | (mask == 1)).all())

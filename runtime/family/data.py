@@ -69,6 +69,9 @@ class FurtherProgram(Data):
     caches: tuple[str, ...] = Field(
         default=(), description="Paths of the inputs that are key/value caches, which the program changes in place."
     )
+    first_token: int | None = Field(
+        default=None, description="Token with which a decoder begins to generate. None: it begins with the prompt."
+    )
     padding: BatchPadding | None = Field(default=None, description="Its shape. None: batches have the planned shape.")
 
 

@@ -65,7 +65,8 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
     readers |= {
         s for s, stage in enumerate(program.stages) for c in stage.calls if state.update and state.update in c.outputs
     }
-    if not state.stages or (readers and readers != set(state.stages)):
+    held = set(state.stages)  # without training, other programs on the same state may read it on more of them
+    if not held or readers - held or (readers and readers != held and program.objective == "train"):
         return f"is on the stages {state.stages} and read on {tuple(sorted(readers))}"
     known = (*AXES[1:], *EXPERT_AXES)
     if set(state.grad_axes) - set(known):

@@ -122,6 +122,14 @@ def test_a_trained_model_generates_as_one_process_does(tmp_path: Path):
     assert (tmp_path / "out" / "generate.json").exists()
 
 
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_a_policy_that_samples_between_steps_learns_as_in_one_process(name: str, tmp_path: Path):
+    """The script compares every answer, loss and gradient with one process in float64."""
+    printed = execute(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path, timeout=500)
+    assert "all answers and losses are those of one process" in printed
+    assert (tmp_path / "out" / f"{name}.json").exists()
+
+
 def test_packed_texts_train_as_texts_one_by_one(tmp_path: Path):
     """The script compares every loss with one process that runs each text alone."""
     printed = execute(str(ROOT / "examples" / "finetune_packed.py"), cwd=tmp_path, timeout=500)

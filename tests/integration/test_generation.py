@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from partitioner import (
     Topology,
     partition,
 )
+from partitioner.pretrained.generation import find_first_token
 from partitioner.programs.requests import constrain_for_programs
 from partitioner.runtime.prove.layouts import LayoutError, prove_same_caches
 from tests.helpers.every_rank import on_every_rank
@@ -63,8 +66,12 @@ def draw_mask(samples: int, positions: int) -> Tensor:
     return (torch.arange(positions)[None] >= missing).long()
 
 
+ENCODERS = ("t5", "bart")  # families with an encoder and a decoder
+ENCODED = Generate(batch=4, prompt=19, length=NEW)
+
+
 @cache
-def plan_generation(family: str, pp: int = 1, dp: int = 1, tp: int = 1, **others: int) -> Plan:
+def plan_generation(family: str, pp: int = 1, dp: int = 1, tp: int = 1, **others: Any) -> Plan:
     with float64():
         return partition(
             model_of(family),
@@ -72,7 +79,7 @@ def plan_generation(family: str, pp: int = 1, dp: int = 1, tp: int = 1, **others
             dict(CASES[family].inputs(8)),
             constraints=Constraints(pp=pp, dp=dp, tp=tp, cp=1, **others),  # type: ignore[arg-type]
             precision="fp64",
-            programs={"generate": ASKED},
+            programs={"generate": ENCODED if family in ENCODERS else ASKED},
         )
 
 
@@ -105,7 +112,7 @@ def generate_alone(family: str) -> Generated:
         return float(loss.detach())
 
     def generate(tokens: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        options = {"eos_token_id": None, "pad_token_id": 0} | options
+        options = {"eos_token_id": None, "pad_token_id": 0, "forced_eos_token_id": None} | options
         mask = torch.ones_like(tokens) if mask is None else mask
         model.eval()
         found: Tensor = model.generate(  # type: ignore[operator]
@@ -148,8 +155,8 @@ def check_runs(runs: list[Generated], alone: Generated) -> None:
             assert (runs[0].weights[name] - weight).abs().max() < CLOSE, name
 
 
-def generate_over_gloo(plan: str) -> Generated:
-    return generate_on_rank(plan, "llama")
+def generate_over_gloo(plan: str, family: str) -> Generated:
+    return generate_on_rank(plan, family)
 
 
 MESHES: dict[str, dict[str, int]] = {
@@ -169,8 +176,60 @@ def test_processes_generate_what_the_model_does(mesh: str, tmp_path: Path):
     plan.prove()
     plan.save(tmp_path / "plan.json")
     with LocalRanks(plan.world_size, debug=True) as ranks:
-        runs = ranks.call(generate_over_gloo, str(tmp_path / "plan.json"))
+        runs = ranks.call(generate_over_gloo, str(tmp_path / "plan.json"), "llama")
     check_runs(runs, generate_alone("llama"))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [("t5", "tp2"), *(pytest.param(f, m, marks=pytest.mark.slow) for f, m in (("t5", "pp2"), ("bart", "pp2 tp2")))],
+)
+def test_processes_generate_with_a_decoder_what_the_model_does(family: str, mesh: str, tmp_path: Path):
+    """Prompts are read by the encoder once; stages without calls of the decoder only wait."""
+    plan = plan_generation(family, **MESHES[mesh])
+    plan.prove()
+    plan.save(tmp_path / "plan.json")
+    with LocalRanks(plan.world_size, debug=True) as ranks:
+        runs = ranks.call(generate_over_gloo, str(tmp_path / "plan.json"), family)
+    check_runs(runs, generate_alone(family))
+
+
+ENCODER_MESHES = {
+    "tp2": dict(tp=2),
+    "pp2": dict(pp=2),
+    "pp4 1f1b": dict(pp=4, schedule="1f1b"),
+    "pp2 tp2": dict(pp=2, tp=2),
+    "pp2 dp2 zero3": dict(pp=2, dp=2, zero=3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ENCODER_MESHES)
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_with_decoders(family: str, mesh: str):
+    plan, weights = plan_generation(family, **ENCODER_MESHES[mesh]), model_of(family)
+    runs = on_every_rank(plan.program, lambda c: generate_on_rank(plan, family, c, weights))
+    check_runs(runs, generate_alone(family))
+
+
+def test_the_decoder_does_not_run_the_encoder():
+    """Keys and values of the encoder's results are caches that prefill writes and decode reads."""
+    further = plan_generation("t5").further
+    prefill, decode = further["generate prefill"], further["generate decode"]
+    assert prefill.caches == decode.caches
+    assert {path for path in decode.caches if path.startswith("cross_caches.")} == {
+        f"cross_caches.{layer}.{part}" for layer in (0, 1) for part in (0, 1)
+    }
+    read = {state for stage in decode.program.stages for call in stage.calls for state in call.states}
+    assert not any(state.startswith("encoder.block") or "EncDecAttention.k" in state for state in read)
+    writes = [
+        sum(node.get("target") == "partition.write_cache.default" for node in program.blocks[call.block].nodes)
+        for program in (prefill.program, decode.program)
+        for stage in program.stages
+        for call in stage.calls
+    ]
+    assert sum(writes) == 2 * 4 + 2 * 2  # keys and values: prefill of both kinds, decode of its own, in two layers
+    assert (prefill.first_token, decode.first_token) == (0, 0)
 
 
 @pytest.mark.slow
@@ -182,8 +241,10 @@ def test_families_of_models(family: str, mesh: str):
     check_runs(runs, generate_alone(family))
 
 
-@pytest.mark.slow
-def test_experts_generate_what_the_model_does():
+LONG = 64  # new tokens of the long runs
+
+
+def experts() -> nn.Module:
     """In float32: the products of the model's experts have no other type on CPUs."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -198,19 +259,58 @@ def test_experts_generate_what_the_model_does():
         num_local_experts=4,
         use_cache=False,
     )
-    model, tokens = MixtralForCausalLM(config).eval(), draw_prompt(4, 16)
-    plan = partition(
-        model,
-        Topology.local(2),
-        {"input_ids": tokens, "labels": tokens},
-        constraints=Constraints(pp=1, dp=1, tp=2, cp=1, ep=1),
-        programs={"generate": ASKED},
-    )
-    prompt = draw_prompt(3, 6)
-    expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-    runs = on_every_rank(
-        plan.program, lambda c: Engine(plan, model, communicator=c).generate(prompt, max_new_tokens=NEW)
-    )
+    return MixtralForCausalLM(config).eval()
+
+
+def long_model(family: str) -> nn.Module:
+    return experts() if family == "mixtral" else with_long_texts(family)
+
+
+def with_long_texts(family: str) -> nn.Module:
+    """The test model of a family, with positions for the prompt and the new tokens if it has a table of them."""
+    model: Any = CASES[family].build()
+    model.config.max_position_embeddings = 128
+    config = copy.deepcopy(model.config)
+    with float64():
+        torch.manual_seed(0)
+        return type(model)(config).eval().double()
+
+
+def generate_long(plan: str, family: str) -> Tensor:
+    engine = Engine(plan, long_model(family))
+    return engine.generate(draw_prompt(4, 9), attention_mask=draw_mask(4, 9), max_new_tokens=LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "pp2", "pp2 tp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mixtral", "t5"])
+def test_many_tokens_are_those_of_the_model(family: str, mesh: str, tmp_path: Path):
+    """64 greedy tokens after prompts of different lengths, on processes over Gloo."""
+    tokens = draw_prompt(4, 16)
+    size = LONG if family in ENCODERS else 8 + 16 + LONG
+    sizes = {"pp": 1, "dp": 1, "tp": 1, "cp": 1} | MESHES[mesh] | ({"ep": 1} if family == "mixtral" else {})
+    with nullcontext() if family == "mixtral" else float64():
+        model = long_model(family)
+        plan = partition(
+            model,
+            Topology.local(sizes["pp"] * sizes["tp"]),
+            {"input_ids": tokens, "labels": tokens},
+            constraints=Constraints(**sizes),  # type: ignore[arg-type]
+            programs={"generate": Generate(batch=4, prompt=16, length=size)},
+        )
+        plan.prove()
+        plan.save(tmp_path / "plan.json")
+        with LocalRanks(plan.world_size, debug=True) as ranks:
+            runs = ranks.call(generate_long, str(tmp_path / "plan.json"), family)
+        expected = model.generate(  # type: ignore[operator]
+            draw_prompt(4, 9),
+            attention_mask=draw_mask(4, 9),
+            max_new_tokens=LONG,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    assert expected.shape[1] == LONG + (1 if family in ENCODERS else 9)
     assert all(torch.equal(run, expected) for run in runs)
 
 
@@ -367,6 +467,100 @@ def test_an_unknown_generation_is_refused():
         engine_of_llama().generate(draw_prompt(4, 8), max_new_tokens=NEW, program="other")
 
 
+class WithReference(nn.Module):
+    """A loss with a policy that is trained, and a frozen reference. ``first``: whether the reference runs first."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.policy = model_of("llama")
+        self.reference = model_of("llama").requires_grad_(False)
+        self.first = first
+
+    def forward(self, input_ids: Tensor, weights: Tensor) -> Tensor:
+        def read(model: nn.Module) -> Tensor:
+            found: Tensor = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
+            return found.gather(-1, input_ids[:, 1:, None])[..., 0]
+
+        if self.first:
+            with torch.no_grad():
+                expected = read(self.reference)
+            learned = read(self.policy)
+        else:
+            learned = read(self.policy)
+            with torch.no_grad():
+                expected = read(self.reference)
+        return ((learned - expected).square() - weights * learned).mean()
+
+
+class Rollouts(NamedTuple):
+    """The tokens that were generated before and after a step, its loss, and where it left gradients and states."""
+
+    tokens: list[Tensor]
+    loss: float
+    with_gradient: set[str]
+    states: int
+
+
+def roll_out(plan: Plan, model: nn.Module, communicator: Any) -> Rollouts:
+    engine = Engine(plan, model, communicator=communicator)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+    tokens = [engine.generate(draw_prompt(4, 8), max_new_tokens=NEW)]
+    loss = float(engine.step(reference_batch()))  # type: ignore[arg-type]
+    optimizer.step()
+    tokens.append(engine.generate(draw_prompt(4, 8), max_new_tokens=NEW))
+    named = {n for n, p in engine.named_parameters() if p.grad is not None}
+    return Rollouts(tokens, loss, named, sum(s["exp_avg"].numel() for s in optimizer.state.values()))
+
+
+def reference_batch() -> dict[str, Tensor]:
+    weights = torch.randn(8, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return {"input_ids": draw_prompt(8, 16), "weights": weights}
+
+
+POLICY_MESHES = MESHES | {"pp2 1f1b": dict(pp=2, schedule="1f1b"), "pp2 last": dict(pp=2, schedule="1f1b")}
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m != "pp2 1f1b")) for m in POLICY_MESHES])
+def test_the_policy_of_a_loss_generates_with_the_weights_that_are_trained(mesh: str):
+    """Also where all its layers are in one stage of a pipeline; the reference has neither gradients nor states."""
+    sizes, first = POLICY_MESHES[mesh], mesh == "pp2 last"
+    with float64():
+        model = WithReference(first).double()
+        plan = partition(
+            model,
+            Topology.local(sizes.get("pp", 1) * sizes.get("dp", 1) * sizes.get("tp", 1)),
+            reference_batch(),
+            constraints=Constraints(**{"pp": 1, "dp": 1, "tp": 1, "cp": 1} | sizes),  # type: ignore[arg-type]
+            precision="fp64",
+            programs={"generate": ASKED.model_copy(update={"model": "policy"})},
+        )
+        plan.prove()
+        runs = on_every_rank(plan.program, lambda c: roll_out(plan, model, c))
+        options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        before = model.policy.generate(draw_prompt(4, 8), **options)  # type: ignore[operator]
+        loss = model(**reference_batch())
+        loss.backward()
+        optimizer = torch.optim.AdamW(model.policy.parameters(), lr=0.01)
+        optimizer.step()
+        after = model.policy.generate(draw_prompt(4, 8), **options)  # type: ignore[operator]
+    assert not torch.equal(before, after)
+    for run in runs:
+        assert run.loss == pytest.approx(float(loss.detach()), rel=CLOSE)
+        assert torch.equal(run.tokens[0], before)
+        assert torch.equal(run.tokens[1], after)
+        assert all(name.startswith("policy.") for name in run.with_gradient)
+    trained = sum(p.numel() for p in model.policy.parameters())
+    copies = 2 * sizes.get("tp", 1) * sizes.get("dp", 1)  # norms are whole on each rank of tp
+    assert trained <= sum(run.states for run in runs) < trained * copies
+    assert all(stage.memory.get("gradients", 0) <= trained * 8 for stage in plan.estimate.stages)
+
+
+def test_an_unknown_submodule_is_refused():
+    request = ASKED.model_copy(update={"model": "actor"})
+    with pytest.raises(GenerationError, match=r"model='actor', which LlamaForCausalLM has not.*'model', 'lm_head'"):
+        partition(model_of("llama"), Topology.local(1), dict(CASES["llama"].inputs(8)), programs={"g": request})
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -378,20 +572,45 @@ class Plain(nn.Module):
 
 
 def test_a_model_without_caches_is_refused():
-    with pytest.raises(GenerationError, match="has no argument input_ids and no past_key_values"):
+    with pytest.raises(
+        GenerationError, match="has no argument input_ids and no past_key_values, so it cannot generate"
+    ):
         partition(Plain(), Topology.local(1), (torch.ones(4, 4),), programs={"g": ASKED})
 
 
-def test_an_encoder_with_a_decoder_is_refused():
-    inputs = dict(CASES["t5"].inputs(4))
-    with pytest.raises(GenerationError, match="has an encoder and a decoder; expected a causal model"):
-        partition(CASES["t5"].build(), Topology.local(1), inputs, programs={"g": ASKED})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(input_ids=draw_prompt(4, 20)), "planned for an encoder that reads 19"),
+        (dict(max_new_tokens=NEW + 1), f"{NEW + 1} new tokens take {NEW + 1} places of the caches, which have {NEW}"),
+        (dict(attention_mask=torch.zeros(4, 8)), "or a row of zeros; expected [4, 8]"),
+        (dict(attention_mask=torch.full((4, 8), 2)), "or other numbers than 0 and 1"),
+    ],
+)
+def test_odd_arguments_for_an_encoder_are_refused(options: dict[str, Any], message: str):
+    engine = Engine(plan_generation("t5"), model_of("t5"))
+    with pytest.raises(BatchError, match=re.escape(message)):
+        engine.generate(**dict(input_ids=draw_prompt(4, 8), max_new_tokens=NEW) | options)
+
+
+def test_a_decoder_without_a_first_token_is_refused():
+    model: Any = CASES["t5"].build()
+    assert find_first_token("g", model) == 0
+    for config in (model.config, model.generation_config):
+        config.decoder_start_token_id = config.bos_token_id = None
+    with pytest.raises(GenerationError, match="does not say with which token its decoder begins"):
+        find_first_token("g", model)
+
+
+def test_caches_without_room_for_a_new_token_are_refused():
+    request = Generate(batch=4, prompt=8, length=8)
+    with pytest.raises(GenerationError, match="length=8 and prompt=8; expected a length above prompt"):
+        partition(model_of("llama"), Topology.local(1), dict(CASES["llama"].inputs(8)), programs={"g": request})
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (dict(batch=4, prompt=8, length=8), "length=8 and prompt=8; expected a length above prompt"),
         (dict(batch=0, prompt=8, length=9), "batch"),
         (dict(batch=1, prompt=8), "length"),
     ],

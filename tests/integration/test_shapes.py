@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 
 from partitioner import (
     BatchError,
+    Checkpoints,
     ConstraintError,
     Constraints,
     Engine,
@@ -21,6 +25,7 @@ from partitioner import (
     LocalRanks,
     Plan,
     PlanError,
+    RankError,
     ShapeError,
     Shapes,
     StepLog,
@@ -77,6 +82,70 @@ def test_mixed_shapes_train_as_one_process_does(mesh: str, tmp_path: Path):
     with LocalRanks(plan.world_size) as ranks:
         runs = ranks.call(train_over_gloo, str(tmp_path / "plan.json"))
     check_runs(runs, train_alone(writer(), list_batches(written), EVALUATED))
+
+
+# Epochs of 13 batches of 8 samples and a last one of 5, in lengths that change; evaluated every 20 steps.
+EPOCH, LAST, TOTAL, EVERY, KILLED_AT = 14, 5, 50, 20, 33
+
+
+def draw_batch(step: int) -> dict[str, Tensor]:
+    samples = LAST if step % EPOCH == EPOCH - 1 else 8
+    return written(samples, (16, 9, 12, 8, 5)[step % 5], seed=step)
+
+
+def train_until_killed(plan: str, folder: str, dies: bool) -> None:
+    """Go on from the last checkpoint, and write each loss to a file; one rank may kill itself."""
+    engine = Engine(plan, writer())
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+    checkpoints = Checkpoints(Path(folder) / "checkpoints", engine, optimizer, every=4, behind=False)
+    checkpoints.restore()
+    start, rank = engine.steps, engine.rank_program.rank
+    while engine.steps < TOTAL:
+        row = {"start": start, "step": engine.steps + 1, "loss": float(engine.step(draw_batch(engine.steps)))}  # type: ignore[arg-type]
+        optimizer.step()
+        if engine.steps % EVERY == 0:
+            row["evaluation"] = float(engine.run("eval", EVALUATED))  # type: ignore[arg-type]
+        if rank == 0:
+            with (Path(folder) / "losses.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        checkpoints.after_step()
+        if dies and rank == 1 and engine.steps == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("pp2", "dp2 tp2"),
+        *(pytest.param(*m, marks=pytest.mark.slow) for m in (("dp2 tp2", "tp2"), ("tp2", "dp2 zero3"))),
+    ],
+)
+def test_a_killed_run_goes_on_over_another_mesh_with_the_losses_of_one_process(before: str, after: str, tmp_path: Path):
+    """Losses of all steps, of those that were done again, and of evaluations, over epochs with a smaller last batch."""
+    for mesh, dies in ((before, True), (after, False)):
+        path = planned(mesh).save(tmp_path / f"{mesh}.json")
+        with LocalRanks(planned(mesh).world_size) as ranks, pytest.raises(RankError) if dies else nullcontext():
+            ranks.call(train_until_killed, str(path), str(tmp_path), dies)
+    rows = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["start"] == 0][-1] in (KILLED_AT, KILLED_AT + 1)
+    assert [row["step"] for row in rows if row["start"] > 0] == [*range(KILLED_AT, TOTAL + 1)], "from the last save"
+
+    model, losses, evaluations = writer(), list[float](), dict[int, float]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(TOTAL):
+        optimizer.zero_grad()
+        loss = model(**draw_batch(step))["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if (step + 1) % EVERY == 0:
+            evaluations[step + 1] = float(model.eval()(**EVALUATED)["loss"].detach())
+            model.train()
+    assert losses[-1] < losses[0]
+    for row in rows:
+        assert row["loss"] == pytest.approx(losses[row["step"] - 1], rel=1e-8)
+    found = {row["step"]: row["evaluation"] for row in rows if "evaluation" in row}
+    assert found == pytest.approx(evaluations, rel=1e-8)
 
 
 def test_outputs_have_the_real_places_alone():

@@ -13,7 +13,7 @@ from partitioner.constraints import Recompute as Asked
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.collectives import collective_time, link_of_parts
 from partitioner.cost.call.states import StateCost, StateCosts, sum_state_costs, update_time
-from partitioner.cost.call.transient_bytes import NOTHING_SENT, Scattering, gathered_beside, passing_bytes
+from partitioner.cost.call.transient_bytes import NOTHING_MORE, NOTHING_SENT, Scattering, gathered_beside, passing_bytes
 from partitioner.cost.step.gradient_reduction import (
     GradientReduction,
     by_owner,
@@ -65,8 +65,8 @@ def stage_estimates(
         coming = sum(problem.late_bytes.get(name, 0.0) for name in names[number]) if problem.late_bytes else 0.0
         made.append(
             StageEstimate(
-                first=calls[0].path,
-                last=calls[-1].path,
+                first=calls[0].path if calls else "",
+                last=calls[-1].path if calls else "",
                 num_calls=len(calls),
                 recomputed=stage.recompute,
                 selective=stage.selective,
@@ -116,8 +116,9 @@ def _estimate_peak_memory(
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["residuals"] = sum(cost.lost for cost in held)
     again = problem.train and stage.recompute > 0
-    first, last, beside = calls[0].at_ends, calls[-1].at_ends, problem.overhead.working_bytes
-    working = max(last.last + first.lingering if first.lingering else 0.0, *(call.working_bytes for call in calls))
+    first, last = (calls[0].at_ends, calls[-1].at_ends) if calls else (NOTHING_MORE, NOTHING_MORE)
+    beside = problem.overhead.working_bytes
+    working = max([last.last + first.lingering if first.lingering else 0.0, *(call.working_bytes for call in calls)])
     parts["working"] = working + beside
     if problem.train:
         inputs: dict[str, float] = {}

@@ -277,7 +277,9 @@ class PlacementEvaluator:
             scattering=machine.scattering(candidate.num_microbatches(job.global_batch)),
         )
         if job.layout is not None:
-            problem = replace(problem, pinned=job.layout.pinned_calls(problem.calls))
+            pinned = job.layout.pinned_calls(problem.calls)
+            empty = bool(pinned) and len({*pinned.values()}) < problem.num_stages
+            problem = replace(problem, pinned=pinned, may_be_empty=empty)
         return problem, held, shares
 
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:

@@ -73,6 +73,9 @@ def better_cuts(
     bound, cuts = 0.0, tuple(start)
     actions = sum(map(len, timetable.orders))
     calls, stages = len(tables.problem.calls), tables.problem.num_stages
+    if tables.problem.may_be_empty:  # the stages of almost all calls are fixed
+        seconds, _ = longest_path(timetable, costs.phases(cuts), **how)
+        return RankedCuts(((seconds, cuts),), 0.0)
     if math.comb(calls - 1, stages - 1) * actions <= _ALL:
         return _best_of_all(costs, timetable, how, calls, stages)
     bands = costs.bands(compute_makespan(timetable, costs.phases(cuts), **how) / _count_microbatches(timetable))

@@ -79,8 +79,9 @@ class StageProblem:
       ``local``: names of values that are never sent between stages. ``total_bytes``: bytes of values that are summed
       over the whole batch by an all-reduce before the first forward.
     - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: index of a call ->
-      its fixed stage. ``barred``: for each stage, a mask ``[start, stop]`` of the calls ``start:stop`` of which it may
-      not consist. ``repeated``: for each call, whether its block occurs more than once.
+      its fixed stage. ``may_be_empty``: stages may have no call. ``barred``: for each stage, a mask ``[start, stop]``
+      of the calls ``start:stop`` of which it may not consist. ``repeated``: for each call, whether its block occurs
+      more than once.
     - ``overhead``: the calls that every stage runs in addition. ``paces``: for each stage, the costs of the calls on
       its devices; if empty, the calls' own costs apply to all stages. ``bubble``: the factor ``b`` in the formula
       ``(rounds - b) * slowest stage + b * sum of stages`` of the pipeline's seconds: 1, or less with virtual stages,
@@ -103,6 +104,7 @@ class StageProblem:
     schedule: str = "1f1b"
     recompute: Recompute | None = None
     pinned: Mapping[int, int] = field(default_factory=dict)
+    may_be_empty: bool = False
     overhead: CallCost = field(default_factory=CallCost)
     paces: tuple[Pace, ...] = ()
     microbatch_size: int = 1

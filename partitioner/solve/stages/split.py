@@ -82,8 +82,8 @@ def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
         pins = ", ".join(f"{problem.calls[i].path} on stage {s}" for i, s in sorted(problem.pinned.items()))
         return PlanError(f"no split into {problem.num_stages} stages has {pins}; leave every stage at least one call")
     capacity = problem.capacity[stage]
-    first, last = problem.calls[cuts[stage]].path, problem.calls[cuts[stage + 1] - 1].path
-    where = f"{first} to {last}" if first != last else first
+    paths = [call.path for call in problem.calls[cuts[stage] : cuts[stage + 1]]]
+    where = " to ".join(dict.fromkeys((paths[0], paths[-1]))) if paths else "without calls"
     how = _HOW.get(problem.recompute or "", " even with everything recomputed") if problem.train else ""
     least = "at least " if relaxed else ""
     return CapacityError(

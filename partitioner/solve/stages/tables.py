@@ -37,7 +37,7 @@ class StageTables:
     def __init__(self, problem: StageProblem) -> None:
         self.problem = problem
         n, p = len(problem.calls), problem.num_stages
-        if p > n:
+        if p > n and not problem.may_be_empty:
             raise PlanError(
                 f"{p} pipeline stages for {n} calls that can be placed; expected at most {n}: lower pp, or let the "
                 "model be split more finely"
@@ -143,9 +143,12 @@ class StageTables:
     @property
     def _segment_ranges(self) -> tuple[Counts, Counts]:
         """Return two arrays: the first call, and the index after the last call, of all sequences of consecutive block
-        calls (such as layers) that are short enough to leave one call for each other stage.
+        calls that are short enough to leave one call for each other stage. With stages that may be empty, these are
+        all sequences, empty ones too.
         """
         n = len(self.problem.calls)
+        if self.problem.may_be_empty:
+            return _runs_of(n, n, 0)
         return _runs_of(n, n - self.problem.num_stages + 1)
 
     def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
@@ -199,8 +202,8 @@ class StageTables:
 
     def _allowed_segments(self) -> list[NDArray[np.bool_]]:
         """Return, for each stage, a mask whose entry ``[start, stop]`` says whether the stage may consist of the block
-        calls ``start:stop`` (such as layers). They are not empty, not forbidden by the problem, and contain every call
-        that is fixed to the stage and no call that is fixed to another.
+        calls ``start:stop``. They are not empty (unless the problem allows that) and not forbidden, and contain every
+        call that is fixed to the stage and no call that is fixed to another.
         """
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
@@ -210,15 +213,16 @@ class StageTables:
         return self._mask_pinned_segments(start, stop)
 
     def _mask_pinned_segments(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
-        """Return, for each stage, a mask that says whether the block calls ``start:stop`` (such as layers) are not
-        empty, contain every call that is fixed to the stage, and no call that is fixed to another. ``start``, ``stop``:
-        arrays that are broadcast to a table.
+        """Return, for each stage, a mask that says whether the block calls ``start:stop`` are not empty (unless the
+        problem allows that), contain every call that is fixed to the stage, and no call that is fixed to another.
+        ``start``, ``stop``: arrays that are broadcast to a table.
         """
+        runs = start <= stop if self.problem.may_be_empty else start < stop
         if not self.problem.pinned:
-            return [start < stop] * self.problem.num_stages
+            return [runs] * self.problem.num_stages
         tables = []
         for stage in range(self.problem.num_stages):
-            allowed = start < stop
+            allowed = runs
             for call, pinned in self.problem.pinned.items():
                 inside = (start <= call) & (call < stop)
                 allowed = allowed & (inside == (pinned == stage))
@@ -463,11 +467,11 @@ class StageTables:
 
 
 @lru_cache(maxsize=8)
-def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
-    """Return two arrays: the first call, and the index after the last call, of all sequences of 1 to ``most``
-    consecutive calls. ``calls``: the number of calls of the model. A call is one execution of a block, such as a layer.
+def _runs_of(calls: int, most: int, least: int = 1) -> tuple[Counts, Counts]:
+    """Return two arrays: the first call, and the index after the last call, of all sequences of ``least`` to ``most``
+    consecutive calls. ``calls``: the number of calls of the model.
     """
-    start, stop = np.triu_indices(calls + 1, 1)
+    start, stop = np.triu_indices(calls + 1, least)
     short = stop - start <= most
     return start[short], stop[short]
 

@@ -118,6 +118,7 @@ class Executor:
         if self.replay is not None and self.replay.report.state != "eager":
             self.calls = [self.replay.wrap_call(call) for call in bound]
         self.actions = self._compile_actions()
+        self._own_actions = list(self.actions)
         self.recorder: Recorder | None = None
 
     @property
@@ -167,7 +168,8 @@ class Executor:
     def _begin_actions(self) -> list[tuple[int, Action]]:
         """Prepare a step, and return its actions: the compiled ones, or those that record or replay them."""
         if self.replay is not None:
-            return self.replay.begin_step(self, usual=self.updates.keep)
+            watched = self.updates.keep or self.actions != self._own_actions  # by tools that follow or repeat a step
+            return self.replay.begin_step(self, usual=watched)
         self.begin_step()
         return self.actions
 

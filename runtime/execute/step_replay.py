@@ -194,12 +194,10 @@ class StepReplay:
         self.device = device
         self.report = ReplayReport(kind=tape.capture.kind)
         self._inputs: dict[tuple[int, str], Tensor] = {}
-        self._actions: list[tuple[int, Action]] = []  # those that were recorded
         self._replays: list[tuple[int, Action]] = []
         self._loss: Tensor | None = None
         self._outputs: dict[str, dict[int, Tensor]] = {}
         self._mode = ""
-        self._watching: AbstractContextManager[list[str]] | None = None
         if reason := find_obstacle(rank, device, local_inputs):
             self._fall_back(reason)
 
@@ -231,8 +229,7 @@ class StepReplay:
 
         ``usual``: it must run without replay, for example because a tool repeats it.
         """
-        changed = bool(self._replays) and step.actions != self._actions
-        if self.report.state == "eager" or usual or changed:
+        if self.report.state == "eager" or usual:
             self._mode = "usual"
         elif self._replays:
             self._mode = "replay"
@@ -277,8 +274,7 @@ class StepReplay:
             self.tape.finish()
             self._loss = step.loss
             self._outputs = step.outputs
-            self._actions = list(step.actions)
-            self._replays = _group_entries(self.tape, self._actions)
+            self._replays = _group_entries(self.tape, step.actions)
             self.report.state, self.report.segments = "replayed", self.tape.num_segments
             self.report.host = dict(self.tape.host)
             _log.info("rank %d: %s", self.rank.rank, self.report)
@@ -313,7 +309,7 @@ class _CallWatch(AbstractContextManager[None]):
 
     def __init__(self, replay: StepReplay, call: ReplayableCall) -> None:
         self.replay, self.call = replay, call
-        self._watch: Any = None
+        self._watch: AbstractContextManager[list[str]] | None = None
         self._found: list[str] = []
 
     def __enter__(self) -> None:

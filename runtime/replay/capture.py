@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -49,10 +49,13 @@ class Capture(Protocol):
     def abort(self) -> None:
         """Drop the segment that is being recorded, after an error. Do nothing if there is none."""
 
-    def watch(self) -> Any:
+    def watch(self) -> AbstractContextManager[list[str]]:
         """Return a context manager for code that is not recorded. Its value is a list, which afterwards has a text for
         each place at which the host read a value from the device: such code cannot be recorded.
         """
+
+    def pause_watch(self) -> AbstractContextManager[None]:
+        """Return a context manager for code inside :meth:`watch` that may read values, such as a collective."""
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:
@@ -77,15 +80,16 @@ def _reads_device(operator: Any, result: Any) -> bool:
 
 
 class _ReadWatch(TorchDispatchMode):
-    """Notes in ``found`` the operators that read values from the device."""
+    """Notes in ``found`` the operators that read values from the device, unless ``paused`` is set."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
+        self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _reads_device(func, result):
+        if not self.paused and _reads_device(func, result):
             self.found.append(str(func))
         return result
 
@@ -143,6 +147,7 @@ class OperatorCapture:
 
     def __init__(self) -> None:
         self._log: _OperatorLog | None = None
+        self._watch: _ReadWatch | None = None
 
     def begin(self) -> None:
         log = self._log = _OperatorLog()
@@ -170,8 +175,24 @@ class OperatorCapture:
 
     @contextmanager
     def watch(self) -> Iterator[list[str]]:
-        with _ReadWatch() as mode:
-            yield mode.found
+        watch = self._watch = _ReadWatch()
+        try:
+            with watch:
+                yield watch.found
+        finally:
+            self._watch = None
+
+    @contextmanager
+    def pause_watch(self) -> Iterator[None]:
+        watch = self._watch
+        if watch is None:
+            yield
+            return
+        watch.paused = True
+        try:
+            yield
+        finally:
+            watch.paused = False
 
 
 class CudaGraphCapture:
@@ -239,6 +260,9 @@ class CudaGraphCapture:
                 found.append(str(warning.message))
             else:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+    def pause_watch(self) -> AbstractContextManager[None]:
+        return nullcontext()  # NCCL's collectives do not synchronise
 
 
 def capture_for(device: torch.device, pool: Any = None) -> Capture:

@@ -90,7 +90,8 @@ class Tape:
         ``kind``: what it is, for the counts.
         """
         if not self.recording:
-            return call()
+            with self.capture.pause_watch():
+                return call()
         if self.capture.collectives:
             pending = RecordedPending(self, kind, call())
             self._open[id(pending)] = pending

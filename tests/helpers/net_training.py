@@ -1,5 +1,5 @@
-"""Training of the small net of ``runtime_programs`` and of other models: steps, checkpoints, the position of a script in
-its data, and the same training under another execution."""
+"""Training of the small net of ``runtime_programs`` and of other models: steps, checkpoints, a script's position in its
+data, and the same training under another execution."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ class Machine:
 @dataclass
 class Row:
     """One contender on one model. Times in seconds, memory in bytes; ``kernels``: of a step (operators on a CPU);
-    ``mfu``: fraction of the device's peak; ``flops``: of a step, counted on the plain model; ``error``: why there are no
-    figures."""
+    ``mfu``: fraction of the device's peak; ``flops``: of a step, counted on the plain model; ``error``: why there
+    are no figures."""
 
     job: str
     contender: str

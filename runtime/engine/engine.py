@@ -48,7 +48,7 @@ from partitioner.runtime.execute.executor import Executor, ExecutorOptions
 from partitioner.runtime.execute.flight_recorder import Phase
 from partitioner.runtime.execute.step_replay import ReplayReport
 from partitioner.runtime.family.load import family_of
-from partitioner.runtime.program.load import placement_of
+from partitioner.runtime.program.load import execution_of, placement_of
 from partitioner.runtime.program.precision import check_fp8, products_of
 from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state import loss as norms
@@ -88,8 +88,8 @@ class Engine:
             cannot work), or with another of torch's backends by its name.
         execution: how instructions are executed: ``eager``, operator by operator; ``compiled``, like ``compile=True``;
             ``graph``: one step is recorded and replayed afterwards, on a GPU as CUDA graphs of compiled parts;
-            ``None``: ``compiled`` with ``compile``, otherwise ``eager``. :attr:`execution_report` says what could not
-            be recorded, and why.
+            ``None``: ``compiled`` with ``compile``, otherwise as the plan's constraints say.
+            :attr:`execution_report` says what could not be recorded, and why.
 
     Attributes:
         steps: number of batches since the start of training, one per call of :meth:`step`, accumulated or not;
@@ -137,7 +137,7 @@ class Engine:
         self.share = share_of(self.rank_program)
         self.communicator = communicator
         self.device = communicator.device
-        how = choose_execution(execution, compile, self.device)
+        how = choose_execution(execution, compile, self.device, execution_of(plan))
         channel = how.record(communicator)
         check_fp8(program, self.device)
         self.seed = seed
@@ -282,8 +282,7 @@ class Engine:
         except BaseException:
             self._gradients.restore()
             raise
-        loss = executor.loss
-        self._loss = None if loss is None else loss.as_subclass(StepLoss)
+        self._loss = None if executor.loss is None else executor.loss.as_subclass(StepLoss)
         self.steps += 1
         self.steps_run += 1
         tokens, samples = batch_size(rank.program)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -33,17 +33,19 @@ class ExecutionSetup:
         return communicator if self.tape is None else RecordedCommunicator(self.tape, communicator)
 
 
-def choose_execution(execution: Execution | None, compile: bool | str, device: torch.device) -> ExecutionSetup:
+def choose_execution(
+    execution: Execution | None, compile: bool | str, device: torch.device, planned: str | None = None
+) -> ExecutionSetup:
     """Return how an engine on ``device`` executes instructions.
 
-    ``execution``: what the user or the plan asks for; ``None``: compiled if ``compile`` is set. ``compile``: the user's
-    option, or the name of a backend. Raise :class:`LaunchError` for an unknown mode, or if the two contradict each
-    other.
+    ``execution``: what the user asks for; ``None``: compiled if ``compile`` is set, otherwise ``planned``, what the
+    plan says. ``compile``: the user's option, or the name of a backend. Raise :class:`LaunchError` for an unknown mode,
+    or if the two contradict each other.
     """
-    if execution is None:
-        execution = "compiled" if compile else "eager"
-    if execution not in get_args(Execution):
-        raise LaunchError(f"execution must be one of {', '.join(get_args(Execution))}; got {execution!r}")
+    asked = execution or ("compiled" if compile else planned or "eager")
+    if asked not in get_args(Execution):
+        raise LaunchError(f"execution must be one of {', '.join(get_args(Execution))}; got {asked!r}")
+    execution = cast(Execution, asked)
     if execution == "eager" and compile:
         raise LaunchError(
             f"execution is 'eager' and compile is {compile!r}; leave one of them out, or pass execution='compiled'"

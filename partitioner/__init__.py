@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         OptimizerError,
         RankError,
         RankTimeout,
+        ReplayError,
         WeightsError,
     )
     from partitioner.runtime.launch.local import run_local, run_threads
@@ -151,6 +152,7 @@ __all__ = [
     "RankTimeout",
     "Reference",
     "RemoteCodeError",
+    "ReplayError",
     "ResourceError",
     "RuleError",
     "Run",
@@ -272,6 +274,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "OptimizerError",
         "RankError",
         "RankTimeout",
+        "ReplayError",
         "WeightsError",
     ),
     "partitioner.runtime.launch.local": ("run_local", "run_threads"),

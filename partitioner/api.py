@@ -24,7 +24,7 @@ from partitioner.solve.search.best_first import SearchProgress
 from partitioner.solve.search.fit_memory import plan_to_fit
 from partitioner.solve.search.search import search_for_plan
 from partitioner.topology import Topology
-from partitioner.validate import check_options, check_request, precision_of, rate_cluster, torch_device
+from partitioner.validate import check_options, check_request, precision_of, profile_of, rate_cluster, torch_device
 
 
 @typed_errors("partition()")
@@ -76,7 +76,7 @@ def partition(
     """
     check_options(time_limit_s, progress)
     check_programs(programs)
-    constraints, how = constrain_for_programs(constraints, programs), ExecutionProfile.resolve(profile)
+    constraints, how = constrain_for_programs(constraints, programs), profile_of(profile, constraints, topology)
     prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision, documents=documents)
     family = None if shapes is None else ShapeFamily.of(prepared, shapes, global_batch, topology)
     if family is not None:

@@ -182,6 +182,16 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         "It changes what is trained. None: not compressed.",
     )
 
+    # Execution
+
+    execution: Literal["eager", "compiled", "graph"] = Field(
+        default="eager",
+        description='How ranks execute instructions, if the engine is not told: "eager", operator by operator; '
+        '"compiled", by torch.compile between two collectives; "graph", a recorded step that is replayed, on GPUs as '
+        "CUDA graphs. The estimates of graph leave out the host's time for all operators but those of experts. The "
+        "estimates of kernels and memory are those of eager in all cases.",
+    )
+
     # Search
 
     couple: Literal["batch", "microbatch"] = Field(

@@ -156,10 +156,20 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
             raise ConstraintError(f"profile must be a name or an ExecutionProfile, got {kind}; {', '.join(PROFILES)}")
         return profile
 
+    def record_graphs(self) -> ExecutionProfile:
+        """Return the profile of the runtime of this project if it replays steps as CUDA graphs: the host issues the
+        operators of experts alone. A profile of another framework says itself what is recorded, and is returned as it
+        is.
+        """
+        return self.model_copy(update={"graphs": "part"}) if self == OURS else self
+
     @property
     def differences(self) -> tuple[str, ...]:
-        """Return the fields in which the profile differs from the runtime of this project, as texts ``field=value``."""
-        facts = ((name, getattr(self, name)) for name in type(self).model_fields if name != "name")
+        """Return the fields in which the profile differs from what the runtime of this project can execute, as texts
+        ``field=value``.
+        """
+        executed = {"name", "graphs"} if self.name == OURS.name and self.graphs == "part" else {"name"}
+        facts = ((name, getattr(self, name)) for name in type(self).model_fields if name not in executed)
         return tuple(f"{name}={value}" for name, value in facts if value != getattr(OURS, name))
 
     @property

@@ -163,6 +163,19 @@ def precision_of(model: FoldedModel, asked: str | None = None) -> str:
     return _PRECISIONS[sizes.most_common(1)[0][0]] if sizes else "fp32"
 
 
+def profile_of(
+    profile: ExecutionProfile | str | None, constraints: Constraints | None, topology: Topology
+) -> ExecutionProfile:
+    """Return the execution profile of a request: ``profile``, an argument of ``partition``; for the runtime of this
+    project with recorded graphs if ``constraints`` have ``execution="graph"`` and the cluster ``topology`` has GPUs.
+
+    Raise :class:`ConstraintError` for an unknown profile.
+    """
+    found = ExecutionProfile.resolve(profile)
+    recorded = isinstance(constraints, Constraints) and constraints.execution == "graph"
+    return found.record_graphs() if recorded and torch_device(topology) == "cuda" else found
+
+
 def torch_device(topology: Topology) -> str:
     """Return PyTorch's device type for the cluster ``topology``: ``cpu`` if all devices are CPUs, else ``cuda``."""
     return "cpu" if all(topology.types[kind].torch == "cpu" for kind, _ in topology.paces[0]) else "cuda"

@@ -51,6 +51,10 @@ class LaunchError(PartitionError):
     """
 
 
+class ReplayError(PartitionError):
+    """Raised if a step that is recorded for replay does something that a replay cannot repeat."""
+
+
 class OffloadError(LaunchError):
     """Raised if optimizer states cannot be kept on disk.
 

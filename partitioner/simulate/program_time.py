@@ -21,6 +21,7 @@ from partitioner.cost.step.gradient_reduction import coding_time
 from partitioner.cost.step.offload import update_seconds
 from partitioner.cost.step.placed_mesh import PlacedMesh, Seats
 from partitioner.cost.step.rank_costs import CallCostCache
+from partitioner.execution_profile import OURS
 from partitioner.optimizers import moment_bytes, optimizer_bytes
 from partitioner.passes.ir.gradient_flow import mark_block
 from partitioner.passes.ir.model import Block
@@ -39,7 +40,7 @@ from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.topology import Topology
-from partitioner.validate import rate_cluster
+from partitioner.validate import rate_cluster, torch_device
 
 _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # axis of the experts' mesh -> its name in PlacedMesh
 
@@ -198,7 +199,11 @@ class PlanDurations:
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
         self.topology = rate_cluster(plan.topology, precision)
-        self.machine = PlacedMesh(self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp)
+        recorded = plan.constraints.execution == "graph" and torch_device(plan.topology) == "cuda"
+        how = OURS.record_graphs() if recorded else OURS
+        self.machine = PlacedMesh(
+            self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp, profile=how
+        )
 
     def call(self, stage: int, call: int, part: Part) -> float:
         """Return the seconds of one call of a block, such as a layer. ``stage``: index of the pipeline stage. ``call``:
@@ -345,7 +350,7 @@ class PlanDurations:
             ]
             num_experts = max([num_experts, *(shape[0] for shape in of_experts if shape)])
         experts = self.machine.spread.experts if program.size("ep") > 1 else Group(1)
-        return Spread(experts=experts, num_experts=num_experts, divided=True)
+        return Spread(experts=experts, num_experts=num_experts, divided=True, profile=self.machine.profile)
 
     @cached_property
     def passing(self) -> dict[str, int]:

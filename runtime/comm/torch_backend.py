@@ -17,6 +17,7 @@ from torch import Tensor
 
 from partitioner.runtime.comm.group import CHANNELS, Pending, RankGroup, SoloGroup, TransferHandle
 from partitioner.runtime.comm.rendezvous import timeout_of_all
+from partitioner.runtime.comm.storage import give_back, share_memory
 from partitioner.runtime.comm.wait_clock import wait_for
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.program.membership import PipelineEdge
@@ -50,21 +51,6 @@ def as_real(x: Tensor) -> Tensor:
     Communication backends do not support complex types.
     """
     return torch.view_as_real(x) if x.is_complex() else x
-
-
-def share_memory(x: Tensor, other: Tensor) -> bool:
-    """Return whether the tensors ``x`` and ``other`` have the same storage."""
-    return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
-def give_back(x: Tensor) -> None:
-    """Free the memory of ``x`` now, even if other tensors refer to it; nothing may read it afterwards.
-
-    Memory that is shared with NumPy cannot be freed in this way; torch frees it with the last reference.
-    """
-    storage = x.untyped_storage()
-    if storage.resizable():
-        storage.resize_(0)
 
 
 class Transfer:

@@ -36,6 +36,7 @@ from partitioner.runtime.engine import export
 from partitioner.runtime.engine.batches import batch_size, own_values, share_of
 from partitioner.runtime.engine.consistency import Agreement
 from partitioner.runtime.engine.defaults import default_communicator, disk_for
+from partitioner.runtime.engine.execution import Execution, choose_execution
 from partitioner.runtime.engine.further import EngineState, FurtherExecutors, LatestRun, prepare_programs
 from partitioner.runtime.engine.generation import Sampling, TokenGenerator, find_generation
 from partitioner.runtime.engine.optimizer_checks import OptimizerCheck
@@ -45,8 +46,9 @@ from partitioner.runtime.errors import BatchError, LaunchError
 from partitioner.runtime.execute.bind import Library
 from partitioner.runtime.execute.executor import Executor, ExecutorOptions
 from partitioner.runtime.execute.flight_recorder import Phase
+from partitioner.runtime.execute.step_replay import ReplayReport
 from partitioner.runtime.family.load import family_of
-from partitioner.runtime.program.load import placement_of
+from partitioner.runtime.program.load import execution_of, placement_of
 from partitioner.runtime.program.precision import check_fp8, products_of
 from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state import loss as norms
@@ -84,6 +86,10 @@ class Engine:
             ``PARTITION_OFFLOAD_FOLDER``.
         compile: compile the model's parts by ``torch.compile``: with Inductor (``True``; operator by operator where it
             cannot work), or with another of torch's backends by its name.
+        execution: how instructions are executed: ``eager``, operator by operator; ``compiled``, like ``compile=True``;
+            ``graph``: one step is recorded and replayed afterwards, on a GPU as CUDA graphs of compiled parts;
+            ``None``: ``compiled`` with ``compile``, otherwise as the plan's constraints say.
+            :attr:`execution_report` says what could not be recorded, and why.
 
     Attributes:
         steps: number of batches since the start of training, one per call of :meth:`step`, accumulated or not;
@@ -117,6 +123,7 @@ class Engine:
         keep_outputs: bool = False,
         loss_scale: Scale = "auto",
         compile: bool | str = False,
+        execution: Execution | None = None,
         offload_folder: str | Path | None = None,
         communicator: Communicator | None = None,
         library: Library | None = None,
@@ -130,6 +137,8 @@ class Engine:
         self.share = share_of(self.rank_program)
         self.communicator = communicator
         self.device = communicator.device
+        how = choose_execution(execution, compile, self.device, execution_of(plan))
+        channel = how.record(communicator)
         check_fp8(program, self.device)
         self.seed = seed
         self.steps = 0
@@ -145,7 +154,7 @@ class Engine:
             source.close()
         mine = self.rank_program
         prepare_programs(family, communicator)
-        sharded = ShardedParameters(self.rank_program, self._shards, communicator)
+        sharded = ShardedParameters(self.rank_program, self._shards, channel)
         self._masters.take(sharded.pieces)
         self._views: Views | None = None
         self._saver = Saver(communicator, program.world_size)
@@ -157,7 +166,7 @@ class Engine:
         self._optimizers = OptimizerCheck(mine, self._parameters, [] if self._nothing is None else [self._nothing])
         self._optimizers.attach(self)
         self._scale = scale_of(program, loss_scale)
-        self._gradients = RankGradients(self.rank_program, self._shards, communicator, copier)
+        self._gradients = RankGradients(self.rank_program, self._shards, channel, copier)
         self._agreement = Agreement(mine, self._parameters, self._gradients.owned, communicator)
         hosted = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
         self._shards.update(hosted.whole)
@@ -166,13 +175,13 @@ class Engine:
             self.rank_program,
             self._shards | sharded.whole,
             self._gradients,
-            communicator,
-            library or Library(program, self.device, compile),
+            channel,
+            library or Library(program, self.device, how.compile),
             TransientParameters(sharded, hosted),
-            ExecutorOptions(keep_outputs),
+            ExecutorOptions(keep_outputs, tape=how.tape),
         )
         state = EngineState(self._shards, self._gradients, sharded, hosted)
-        self._further = FurtherExecutors(family, communicator, state, compile, keep_outputs)
+        self._further = FurtherExecutors(family, channel, state, how, keep_outputs)
         self._latest = LatestRun(self._executor)
         self._generations = 0  # calls of :meth:`generate`
 
@@ -195,6 +204,14 @@ class Engine:
         """
         executor, padding, real = self._latest
         return RunOutputs(executor.rank, executor.outputs, padding, real)
+
+    @property
+    def execution_report(self) -> dict[str, ReplayReport]:
+        """Return how the steps of each program run on this rank under ``execution="graph"``, as name of the program
+        (empty for the first) -> report; empty under another execution.
+        """
+        executors = {"": self._executor, **self._further.made}
+        return {name: made.replay.report for name, made in executors.items() if made.replay is not None}
 
     @property
     def loss(self) -> Tensor | None:
@@ -265,8 +282,7 @@ class Engine:
         except BaseException:
             self._gradients.restore()
             raise
-        loss = executor.loss
-        self._loss = None if loss is None else loss.as_subclass(StepLoss)
+        self._loss = None if executor.loss is None else executor.loss.as_subclass(StepLoss)
         self.steps += 1
         self.steps_run += 1
         tokens, samples = batch_size(rank.program)

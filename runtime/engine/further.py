@@ -16,6 +16,7 @@ from torch import Tensor
 
 from partitioner.passes.ops.random import SEED
 from partitioner.runtime.comm.group import Communicator
+from partitioner.runtime.engine.execution import ExecutionSetup
 from partitioner.runtime.engine.padding import BatchShape
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute.bind import Library
@@ -58,15 +59,20 @@ class LatestRun(NamedTuple):
 @dataclass
 class FurtherExecutors:
     """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is made when
-    it is first used.
+    it is first used. ``communicator``: connects this rank with the others. ``how``: how they execute instructions.
     """
 
     family: ProgramFamily
     communicator: Communicator
     state: EngineState
-    compile: bool | str = False
+    how: ExecutionSetup
     keep_outputs: bool = False
     _made: dict[tuple[str, bool], Executor] = field(default_factory=dict)
+
+    @property
+    def made(self) -> dict[str, Executor]:
+        """Return what executes the further programs that have been used so far, by name."""
+        return {name: executor for (name, _), executor in self._made.items()}
 
     @cached_property
     def seed(self) -> Tensor:
@@ -126,11 +132,12 @@ class FurtherExecutors:
             shards | sharded.whole,
             gradients,
             self.communicator,
-            Library(program, device, self.compile),
+            Library(program, device, self.how.compile),
             TransientParameters(sharded, state.hosted),
             ExecutorOptions(
                 keep_outputs or bool(further.caches),
                 frozenset(i.value for i in program.inputs if i.path in further.caches),
+                self.how.tape,
             ),
         )
 

@@ -29,7 +29,7 @@ from partitioner.passes.ir.serialize import block_from_data, target_of
 from partitioner.passes.ops.attention import band_of
 from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
-from partitioner.runtime.comm.torch_backend import give_back, share_memory
+from partitioner.runtime.comm.storage import give_back, share_memory
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute import collective_ops
 from partitioner.runtime.execute.codegen import (

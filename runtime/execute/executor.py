@@ -22,6 +22,7 @@ from partitioner.runtime.execute.bind import Binder, Library
 from partitioner.runtime.execute.calls import BoundCall, Environment, StageStates
 from partitioner.runtime.execute.failures import failure_of
 from partitioner.runtime.execute.flight_recorder import Recorder
+from partitioner.runtime.execute.step_replay import ReplayableCall, StepReplay
 from partitioner.runtime.execute.transfers import (
     RECEIVING,
     PendingReceive,
@@ -35,6 +36,7 @@ from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.program import InputData, RankProgram
 from partitioner.runtime.program.sharded_buckets import states_read
 from partitioner.runtime.program.state_bytes import staying_values
+from partitioner.runtime.replay.tape import Tape
 from partitioner.runtime.state.buffer_updates import BufferUpdates
 from partitioner.runtime.state.gradients import RankGradients
 from partitioner.runtime.state.host_offload import HostParameters, TransientParameters
@@ -46,10 +48,12 @@ Action = Callable[[], None]
 class ExecutorOptions(NamedTuple):
     """What an :class:`Executor` does beside the program. ``keep_outputs``: collect the model's results that this rank
     computes. ``local_inputs``: names of inputs of which :meth:`Executor.run` is given this rank's own shard, such as
-    key/value caches, and not the whole tensor."""
+    key/value caches, and not the whole tensor. ``tape``: records a step, which later steps replay; the communicator
+    records on it, too."""
 
     keep_outputs: bool = False
     local_inputs: frozenset[str] = frozenset()
+    tape: Tape | None = None
 
 
 class Executor:
@@ -95,6 +99,7 @@ class Executor:
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.totals: dict[str, Tensor] = {}
         self._inputs: Mapping[str, Tensor] = {}
+        self._input_data = {i.value: i for i in self.program.inputs}
         self._loss = None if self.program.loss is None else LossSum(rank, communicator)
         kept = self.program.outputs if options.keep_outputs else ()
         self._produced = {o.value for o in kept if o.stage == rank.stage_index}
@@ -104,8 +109,16 @@ class Executor:
         watched |= dict.fromkeys(self.updates.added, self.updates.add)
         staying = staying_values(rank.stage)
         held = StageStates(states, gradients.sinks, frozenset() if transient is None else transient.leaving)
-        self.calls = [BoundCall(self.binder, self.env, i, held, watched, staying) for i in range(len(rank.stage.calls))]
+        self.replay: StepReplay | None = None
+        if options.tape is not None:
+            self.replay = StepReplay(options.tape, rank, library.device, options.local_inputs)
+            gradients.fix_addresses()
+        bound = [BoundCall(self.binder, self.env, i, held, watched, staying) for i in range(len(rank.stage.calls))]
+        self.calls: list[BoundCall | ReplayableCall] = [*bound]
+        if self.replay is not None and self.replay.report.state != "eager":
+            self.calls = [self.replay.wrap_call(call) for call in bound]
         self.actions = self._compile_actions()
+        self._own_actions = list(self.actions)
         self.recorder: Recorder | None = None
 
     @property
@@ -117,7 +130,7 @@ class Executor:
         too.
         """
         if self.env.seed is not None:
-            self.env.seed = torch.full_like(self.env.seed, factor)
+            self.env.seed.fill_(factor)  # in place: a recorded step reads it here
 
     def run(self, inputs: Mapping[str, Tensor], step: int = 0) -> None:
         """Run one step.
@@ -127,6 +140,41 @@ class Executor:
         fails.
         """
         self._inputs = inputs
+        index = 0
+        try:
+            with torch.no_grad():
+                actions = self._begin_actions()
+                if self.recorder is None:
+                    for index, action in actions:  # noqa: B007 - read where the error is told
+                        action()
+                else:
+                    times, place = self.recorder.times, self.recorder.begin(step)
+                    for index, action in actions:  # noqa: B007
+                        times[place + 1] = waited.ns
+                        times[place] = monotonic_ns()
+                        place += 2
+                        action()
+                    self.recorder.end()
+                if self.replay is not None:
+                    self.replay.end_step(self)
+        except Exception as error:
+            if self.replay is not None:
+                self.replay.abort_step()
+            raise InstructionError(failure_of(error, self.rank, index, self.binder.compiled, step + 1)) from error
+        finally:
+            self._inputs = {}
+            self.env.clear()
+
+    def _begin_actions(self) -> list[tuple[int, Action]]:
+        """Prepare a step, and return its actions: the compiled ones, or those that record or replay them."""
+        if self.replay is not None:
+            watched = self.updates.keep or self.actions != self._own_actions  # by tools that follow or repeat a step
+            return self.replay.begin_step(self, usual=watched)
+        self.begin_step()
+        return self.actions
+
+    def begin_step(self) -> None:
+        """Forget the tensors of the last step, and prepare the sums over microbatches of a new one."""
         self.outputs, self.totals = {}, {}
         self.env.begin()
         self.gradients.begin()
@@ -135,25 +183,17 @@ class Executor:
             self.hosted.begin()
         if self._loss is not None:
             self._loss.begin()
-        index = 0
-        try:
-            with torch.no_grad():
-                if self.recorder is None:
-                    for index, action in self.actions:  # noqa: B007 - read where the error is told
-                        action()
-                else:
-                    times, place = self.recorder.times, self.recorder.begin(step)
-                    for index, action in self.actions:  # noqa: B007
-                        times[place + 1] = waited.ns
-                        times[place] = monotonic_ns()
-                        place += 2
-                        action()
-                    self.recorder.end()
-        except Exception as error:
-            raise InstructionError(failure_of(error, self.rank, index, self.binder.compiled, step + 1)) from error
-        finally:
-            self._inputs = {}
-            self.env.clear()
+
+    def set_loss(self, value: Tensor) -> None:
+        """Set :attr:`loss` after a step that was recorded or replayed, to a copy of what the step has computed."""
+        assert self._loss is not None
+        self._loss.value = value
+
+    def load_input(self, name: str, microbatch: int) -> Tensor:
+        """Return this rank's part of the batch input with the value name ``name`` for ``microbatch`` (index on this
+        rank), on this rank's device.
+        """
+        return self._slice_input(self._input_data[name], microbatch)
 
     def _compile_actions(self) -> list[tuple[int, Action]]:
         """Return the step as a list of pairs (index of the instruction, function without arguments), in the order of
@@ -246,11 +286,12 @@ class Executor:
         microbatch out of the batch inputs.
         """
         microbatch = _require_microbatch(instruction)
-        inputs = {i.value: i for i in self.program.inputs}
+        recorded = None if self.replay is None else self.replay.recorded_input
 
         def load() -> None:
             for name in instruction.values:
-                self._store_value(microbatch, name, self._slice_input(inputs[name], microbatch))
+                value = None if recorded is None else recorded(name, microbatch)
+                self._store_value(microbatch, name, self.load_input(name, microbatch) if value is None else value)
 
         return load
 
@@ -327,16 +368,18 @@ class Executor:
         """
         microbatch = _require_microbatch(instruction)
         method = _BACKWARD[instruction.op]
-        calls = [c for c in reversed(self._select_calls(instruction)) if c.has_backward]
+        calls: list[Callable[[int], None]] = [
+            getattr(c, method) for c in reversed(self._select_calls(instruction)) if c.has_backward
+        ]
 
         def backward() -> None:
             for call in calls:
-                method(call, microbatch)
+                call(microbatch)
             self.gradients.computed()
 
         return backward
 
-    def _select_calls(self, instruction: Instruction) -> list[BoundCall]:
+    def _select_calls(self, instruction: Instruction) -> list[BoundCall | ReplayableCall]:
         assert instruction.calls is not None
         return [c for c in self.calls[slice(*instruction.calls)] if not c.call.prologue]
 
@@ -389,9 +432,11 @@ class Executor:
         with the instruction's microbatch.
         """
         microbatch, calls = _require_microbatch(instruction), self._select_calls(instruction)
+        bound = [c for c in calls if isinstance(c, BoundCall)]
+        assert len(bound) == len(calls), "activations that are moved to host memory are not recorded"
 
         def run() -> None:
-            for call in calls:
+            for call in bound:
                 method(call, microbatch)
 
         return run
@@ -434,11 +479,7 @@ def _do_nothing() -> None:
     """Do nothing. This is the action of a send whose receiver is this rank itself: the value is already in place."""
 
 
-_BACKWARD: dict[str, Callable[[BoundCall, int], None]] = {
-    "B": BoundCall.backward,
-    "I": BoundCall.backward_input,
-    "W": BoundCall.backward_weight,
-}
+_BACKWARD = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 _ACTIONS: dict[str, Callable[[Executor, Instruction], Action]] = {
     "LOAD": Executor._compile_load,

@@ -40,6 +40,18 @@ def placement_of(plan: Any) -> tuple[int, ...]:
     return tuple(getattr(plan, "devices", ()))
 
 
+def execution_of(plan: Any) -> str | None:
+    """Return how ranks execute instructions (``"eager"``, ``"compiled"`` or ``"graph"``), as the constraints of the
+    plan or the plan file ``plan`` say; ``None`` if they do not say it, or for a program.
+    """
+    if isinstance(plan, str | Path):
+        constraints = read_plan_content(Path(plan)).get("constraints")
+        found = constraints.get("execution") if isinstance(constraints, dict) else None
+    else:
+        found = getattr(getattr(plan, "constraints", None), "execution", None)
+    return found if isinstance(found, str) else None
+
+
 def disk_of(plan: Any, stage: int) -> int:
     """Return the planner's estimate of the bytes that each rank of a pipeline stage has on disk; 0 without an estimate.
 

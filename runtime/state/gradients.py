@@ -19,7 +19,7 @@ from partitioner.passes.ir.serialize import dtype_of
 from partitioner.passes.ops.experts import add_weight_gradient, grouped_mm_weight
 from partitioner.runtime.comm.compression import ErrorFeedbackEncoder, LevelwiseReduction, start_compressed_reduction
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
-from partitioner.runtime.comm.torch_backend import give_back
+from partitioner.runtime.comm.storage import give_back
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import CODECS
 from partitioner.runtime.program.program import RankProgram, shard_shape
@@ -185,6 +185,7 @@ class ScatteredBucket:
         self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
         self.sinks: dict[str, Sink] = {s: sink(room) for s, room in zip(states, self.rooms, strict=True)}
         self.fresh = True  # nothing of this step is in the pieces yet
+        self.fixed = False  # the pieces keep their memory between steps
         self._sent: deque[tuple[Tensor, Pending]] = deque()  # what is under way, oldest first
         self.sender: ErrorFeedbackEncoder | None = None  # where what goes over this group is compressed
         if bucket.compression and not bucket.levels:
@@ -200,8 +201,15 @@ class ScatteredBucket:
         self._sent.clear()  # of a step that failed
         for sink in self.sinks.values():
             sink.fresh = True
-        if not self.keep:
+        if not self.keep and not self.fixed:
             self.flat.give()
+
+    def fix_address(self) -> None:
+        """Keep the memory of this rank's ZeRO pieces of the bucket's gradients from now on, also between steps, so that
+        a recorded step finds them at the same address.
+        """
+        self.fixed = True
+        self.restore()
 
     def restore(self) -> None:
         """Allocate this rank's ZeRO pieces of the gradients of the bucket (parameters that are reduced together),
@@ -382,6 +390,13 @@ class RankGradients:
         reduce-scatter, because ZeRO 2 or 3 divides them.
         """
         return (s for bucket in self.scattered.values() if not bucket.keep for s in bucket.pieces)
+
+    def fix_addresses(self) -> None:
+        """Keep the memory of all gradients that an optimizer reads from now on, so that a recorded step finds them at
+        the same address. ZeRO 2 and 3 otherwise release it at the start of each step.
+        """
+        for bucket in self.scattered.values():
+            bucket.fix_address()
 
     def restore(self) -> None:
         """Allocate the ZeRO pieces of gradients that a failed step has left without memory, filled with zeros, because

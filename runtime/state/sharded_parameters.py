@@ -15,6 +15,7 @@ from torch import Tensor
 
 from partitioner.passes.ir.serialize import dtype_of
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
+from partitioner.runtime.comm.storage import resize_storage
 from partitioner.runtime.program.program import RankProgram, shard_shape
 from partitioner.runtime.program.sharded_buckets import FlatShard, pieces_of, zero_axes
 
@@ -46,10 +47,10 @@ class FlatBuffer:
     def take(self) -> None:
         """Allocate the memory of this buffer of ZeRO pieces if it is released; its contents are then undefined."""
         if self.given:
-            self._storage.resize_(self._nbytes)
+            resize_storage(self._storage, self._nbytes)
 
     def give(self) -> None:
-        self._storage.resize_(0)
+        resize_storage(self._storage, 0)
 
     def piece(self, i: int) -> Tensor:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
@@ -94,12 +95,12 @@ class GatherBuffer:
         undefined.
         """
         if self._storage.nbytes() != self._nbytes:
-            self._storage.resize_(self._nbytes)
+            resize_storage(self._storage, self._nbytes)
             if self._padding.numel():  # padding is sent too, and must not depend on the memory's earlier contents
                 self._padding.data.zero_()
 
     def give(self) -> None:
-        self._storage.resize_(0)
+        resize_storage(self._storage, 0)
 
 
 class GatheredBucket:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from partitioner import Engine, LaunchError, LocalRanks, run_local, run_threads
 from partitioner.cli.app import app
-from partitioner.runtime.comm.torch_backend import give_back
+from partitioner.runtime.comm.storage import give_back
 from partitioner.runtime.debug import NonFiniteError, check_finite, compare_runs, record_hashes
 from partitioner.runtime.program.precision import with_precision
 from partitioner.runtime.state.loss import BACKOFF

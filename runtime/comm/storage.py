@@ -1,0 +1,55 @@
+"""Release and allocate the memory of tensors that stay referenced, in a way that a recording of a step can repeat.
+
+A step that is recorded operator by operator (``runtime/replay``) runs later on the same storages. A storage that was
+released during the recording must have its memory again when the recorded operators write to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+
+class _ThreadLog(threading.local):
+    """The recording of this thread: ``append`` adds a function without arguments to it; ``None``: nothing is
+    recorded.
+    """
+
+    append: Callable[[Callable[[], object]], None] | None = None
+
+
+_log = _ThreadLog()
+
+
+def record_storages(append: Callable[[Callable[[], object]], None] | None) -> None:
+    """Let this thread record changes of storage sizes from now on: ``append`` gets a function that repeats the change.
+    ``None`` ends the recording.
+    """
+    _log.append = append
+
+
+def resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Allocate ``num_bytes`` bytes for ``storage``, with undefined contents, or release its memory (0)."""
+    storage.resize_(num_bytes)
+    if _log.append is not None:
+        _log.append(partial(storage.resize_, num_bytes))
+
+
+def share_memory(x: Tensor, other: Tensor) -> bool:
+    """Return whether the tensors ``x`` and ``other`` have the same storage."""
+    return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def give_back(x: Tensor) -> None:
+    """Free the memory of ``x`` now, even if other tensors refer to it; nothing may read it afterwards.
+
+    Memory that is shared with NumPy cannot be freed in this way; torch frees it with the last reference. While a step
+    is recorded, the memory stays, because a recorded operator writes to it again.
+    """
+    storage = x.untyped_storage()
+    if storage.resizable() and _log.append is None:
+        storage.resize_(0)

@@ -1,0 +1,344 @@
+"""Replay the steps of one executor: run one step as usual, record the next one, and replay it afterwards.
+
+A recorded step keeps the addresses of its tensors. Parameters and gradients have theirs for the whole run. The inputs
+of all microbatches are copied to fixed buffers before a replay, and the loss and the model's results are copied out of
+theirs afterwards. Activations are allocated by the recorded step in the order of its instructions, so a GPU's memory
+pool lets them share memory as far as their lifetimes in the program allow (``runtime/program/memory.py``).
+
+Calls whose sizes depend on values that the host must read, such as experts without a fixed capacity over several ranks,
+run as usual between the recorded segments. Their inputs and outputs have fixed sizes and keep their addresses; what
+they save for their backward is new in every step.
+
+A program that cannot be replayed runs as usual. :class:`ReplayReport` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from partitioner.passes.ir.collectives import ROUTED
+from partitioner.runtime.execute.calls import BoundCall
+from partitioner.runtime.program.program import BlockGraph, RankProgram
+from partitioner.runtime.replay.capture import copy_values
+from partitioner.runtime.replay.tape import Tape
+
+_log = logging.getLogger(__name__)
+
+Action = Callable[[], None]
+
+# Operators for which the host reads values of the device. "cpu": a loop over groups of rows, whose borders are values.
+_READING = {f"partition.{name}.default": ("cpu", "cuda") for name in ROUTED} | {
+    "partition.context_document_attention.default": ("cpu", "cuda"),
+    "partition.document_attention.default": ("cuda",),
+    "partition.grouped_mm.default": ("cpu",),
+    "partition.expert_mm.default": (),
+}
+
+
+@dataclass
+class ReplayReport:
+    """How the steps of one program run on this rank.
+
+    ``state``: ``"eager"`` (it cannot be replayed), ``"warm-up"`` (no step was recorded yet) or ``"replayed"``.
+    ``reason``: why it cannot be replayed; empty otherwise. ``kind``: what records it, such as ``"CUDA graphs"``.
+    ``segments``: number of recorded segments of a step. ``host``: what the host does between them, as kind -> number.
+    ``eager_calls``: path of each call that runs as usual between the segments -> why. ``replays``: number of steps that
+    were replayed.
+    """
+
+    state: str = "warm-up"
+    reason: str = ""
+    kind: str = ""
+    segments: int = 0
+    host: Mapping[str, int] = field(default_factory=dict)
+    eager_calls: dict[str, str] = field(default_factory=dict)
+    replays: int = 0
+
+    def __str__(self) -> str:
+        if self.state == "eager":
+            return f"eager: {self.reason}"
+        if self.state == "warm-up":
+            return f"{self.kind}: the first step is not recorded"
+        between = ", ".join(f"{n} {kind}" for kind, n in self.host.items()) or "nothing"
+        eager = "".join(f"; {path} runs as usual: {why}" for path, why in self.eager_calls.items())
+        return f"{self.kind}: {self.segments} segments, between them {between}; {self.replays} steps replayed{eager}"
+
+
+class Step(Protocol):
+    """What :class:`StepReplay` needs of an executor: its tensors of a step, and its results."""
+
+    rank: RankProgram
+    actions: list[tuple[int, Action]]
+    outputs: dict[str, dict[int, Tensor]]
+
+    @property
+    def loss(self) -> Tensor | None: ...
+
+    def begin_step(self) -> None: ...
+
+    def set_loss(self, value: Tensor) -> None: ...
+
+    def load_input(self, name: str, microbatch: int) -> Tensor: ...
+
+
+def find_obstacle(rank: RankProgram, device: torch.device, local_inputs: frozenset[str]) -> str:
+    """Return why the steps of ``rank`` cannot be replayed; empty if they can, as far as the program tells.
+
+    ``device``: of the rank. ``local_inputs``: inputs that the caller holds, such as key/value caches.
+    """
+    program = rank.program
+    if program.offload:
+        return f"the plan keeps {', '.join(program.offload)} in host memory, and the host waits for the copies"
+    if local_inputs:
+        return "its inputs are key/value caches, which the caller holds and which are too large to be copied"
+    prologue = [c for c in rank.stage.calls if c.prologue]
+    reads = [why for c in prologue if (why := why_host_decides(program.blocks[c.block], device.type))]
+    return f"the totals of a batch need the host: {reads[0]}" if reads else ""
+
+
+def why_host_decides(block: BlockGraph, device: str) -> str:
+    """Return why ``block`` cannot be recorded on ``device`` ("cpu" or "cuda"): an operator of it for which the host
+    reads values; empty if it can.
+    """
+    for node in block.nodes:
+        target = str(node.get("target", ""))
+        if device in _READING.get(target, ()):
+            return f"sizes of {target.removesuffix('.default')} depend on the data"
+    return ""
+
+
+class ReplayableCall:
+    """A call of a block that notes when the host reads values of the device in it, and that is kept out of recordings
+    if ``reason``, a text, is not empty. Everything else it does as ``bound``, the call.
+    """
+
+    def __init__(self, bound: BoundCall, replay: StepReplay, reason: str) -> None:
+        self.bound, self.replay, self.reason = bound, replay, reason
+        self.call, self.has_backward, self.index = bound.call, bound.has_backward, bound.index
+
+    @property
+    def path(self) -> str:
+        return self.call.path or self.call.block
+
+    def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
+        """Run the forward of this call on ``microbatch``: read the inputs from ``values``, and store the outputs
+        there.
+        """
+        self._run(lambda: self.bound.forward(microbatch, values), values, self.bound.inputs, self.bound.outputs)
+
+    def backward(self, microbatch: int) -> None:
+        """Run the backward of this call on ``microbatch``, with the gradients of inputs and of parameters."""
+        self._run_backward(lambda: self.bound.backward(microbatch), microbatch)
+
+    def backward_input(self, microbatch: int) -> None:
+        """Run the half of the backward of this call on ``microbatch`` that computes gradients of inputs."""
+        self._run_backward(lambda: self.bound.backward_input(microbatch), microbatch)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Run the half of the backward of this call on ``microbatch`` that computes gradients of parameters."""
+        self._run_backward(lambda: self.bound.backward_weight(microbatch), microbatch)
+
+    def _run_backward(self, run: Action, microbatch: int) -> None:
+        bound = self.bound
+        self._run(run, bound.env.gradients[microbatch], (*bound.grad_outputs, *bound.grad_inputs), bound.grad_inputs)
+
+    def _run(self, run: Action, table: dict[str, Tensor], read: Sequence[str], written: Sequence[str]) -> None:
+        """Call ``run``, which reads the entries ``read`` of ``table`` and writes ``written``; outside of the recording
+        if the host reads values of the device in it.
+        """
+        tape = self.replay.tape
+        if not tape.recording:
+            with self.replay.watch_call(self):
+                run()
+            return
+        if not self.reason:
+            run()
+            return
+        before = {name: table[name] for name in read if name in table}
+        sinks = [(sink, sink.fresh) for sink in getattr(self.bound, "sinks", ())]
+        after: dict[str, Tensor] = {}
+
+        def first() -> None:
+            run()
+            after.update((name, table[name]) for name in written if name in table)
+
+        def again() -> None:
+            for name in read:
+                table.pop(name, None)
+            table.update(before)
+            for sink, fresh in sinks:
+                sink.fresh = fresh
+            run()
+            for name, static in after.items():
+                copy_values(static, table[name])
+
+        tape.run_on_host(first, again, "eager call")
+
+
+class StepReplay:
+    """Decides how each step of one executor runs, records one of them, and replays it.
+
+    ``tape``: the recording, on which the executor's communicator records, too. ``report``: what was decided.
+    """
+
+    def __init__(self, tape: Tape, rank: RankProgram, device: torch.device, local_inputs: frozenset[str]) -> None:
+        self.tape = tape
+        self.rank = rank
+        self.device = device
+        self.report = ReplayReport(kind=tape.capture.kind)
+        self._inputs: dict[tuple[int, str], Tensor] = {}
+        self._replays: list[tuple[int, Action]] = []
+        self._loss: Tensor | None = None
+        self._outputs: dict[str, dict[int, Tensor]] = {}
+        self._mode = ""
+        if reason := find_obstacle(rank, device, local_inputs):
+            self._fall_back(reason)
+
+    def _fall_back(self, reason: str) -> None:
+        self.report.state, self.report.reason = "eager", reason
+        _log.warning("rank %d runs without replay: %s", self.rank.rank, reason)
+
+    def wrap_call(self, call: BoundCall) -> ReplayableCall:
+        """Return ``call`` so that it can be recorded, or kept out of recordings."""
+        why = why_host_decides(self.rank.program.blocks[call.call.block], self.device.type)
+        wrapped = ReplayableCall(call, self, why)
+        if why:
+            self._keep_out(wrapped)
+        return wrapped
+
+    def _keep_out(self, call: ReplayableCall) -> None:
+        if call.bound.watched:
+            self._fall_back(f"{call.path} computes the loss or another result, and {call.reason}")
+        self.report.eager_calls[call.path] = call.reason
+
+    def watch_call(self, call: ReplayableCall) -> AbstractContextManager[None]:
+        """Return a context manager in which ``call`` runs before a step was recorded, so that it is kept out of the
+        recording if the host reads values of the device.
+        """
+        return _CallWatch(self, call)
+
+    def begin_step(self, step: Step, usual: bool) -> list[tuple[int, Action]]:
+        """Prepare a step of the executor ``step``, and return its actions: pairs (index of the instruction, function).
+
+        ``usual``: it must run without replay, for example because a tool repeats it.
+        """
+        if self.report.state == "eager" or usual:
+            self._mode = "usual"
+        elif self._replays:
+            self._mode = "replay"
+            for (microbatch, name), static in self._inputs.items():
+                copy_values(static, step.load_input(name, microbatch))
+            return self._replays
+        elif self._mode == "watch":
+            return self._begin_recording(step)
+        else:
+            self._mode = "watch"
+        step.begin_step()
+        return step.actions
+
+    def _begin_recording(self, step: Step) -> list[tuple[int, Action]]:
+        """Start to record a step of the executor ``step``, and return its actions, each of which notes its place."""
+        self._mode = "record"
+        loads = [i for i in self.rank.instructions if i.op == "LOAD" and i.microbatch is not None]
+        for load in loads:
+            for name in load.values:
+                assert load.microbatch is not None
+                self._inputs[load.microbatch, name] = step.load_input(name, load.microbatch).clone()
+        self.tape.start()
+        step.begin_step()
+        return [(index, self._at_place(place, action)) for place, (index, action) in enumerate(step.actions)]
+
+    def _at_place(self, place: int, action: Action) -> Action:
+        def run() -> None:
+            self.tape.place = place
+            action()
+
+        return run
+
+    def recorded_input(self, name: str, microbatch: int) -> Tensor | None:
+        """Return the fixed buffer with the input ``name`` of ``microbatch`` while a step is recorded; ``None``
+        otherwise.
+        """
+        return self._inputs[microbatch, name] if self._mode == "record" else None
+
+    def end_step(self, step: Step) -> None:
+        """End a step that has run completely: publish the loss and the results of the executor ``step``."""
+        if self._mode == "record":
+            self.tape.finish()
+            self._loss = step.loss
+            self._outputs = step.outputs
+            self._replays = _group_entries(self.tape, step.actions)
+            self.report.state, self.report.segments = "replayed", self.tape.num_segments
+            self.report.host = dict(self.tape.host)
+            _log.info("rank %d: %s", self.rank.rank, self.report)
+        elif self._mode == "replay":
+            self.report.replays += 1
+        else:
+            return
+        if self._loss is not None:
+            step.set_loss(self._loss.clone())
+        step.outputs = {name: {m: x.clone() for m, x in parts.items()} for name, parts in self._outputs.items()}
+
+    def abort_step(self) -> None:
+        """Drop the recording of a step that has failed."""
+        if self._mode == "record":
+            self.tape.abort()
+            self._inputs = {}
+            self._mode = "watch"
+
+    def note_reads(self, call: ReplayableCall, found: Sequence[str]) -> None:
+        """Keep ``call`` out of the recording, because the host read values of the device in it. ``found``: where."""
+        if found and not call.reason:
+            call.reason = f"the host reads values in {found[0]}"
+            self._keep_out(call)
+
+    @property
+    def watching(self) -> bool:
+        return self._mode == "watch"
+
+
+class _CallWatch(AbstractContextManager[None]):
+    """Watches a call for values that the host reads, before a step was recorded."""
+
+    def __init__(self, replay: StepReplay, call: ReplayableCall) -> None:
+        self.replay, self.call = replay, call
+        self._watch: AbstractContextManager[list[str]] | None = None
+        self._found: list[str] = []
+
+    def __enter__(self) -> None:
+        if self.replay.watching and not self.call.reason:
+            self._watch = self.replay.tape.capture.watch()
+            self._found = self._watch.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(*error)
+            self.replay.note_reads(self.call, self._found)
+
+
+def _group_entries(tape: Tape, actions: Sequence[tuple[int, Action]]) -> list[tuple[int, Action]]:
+    """Return one action for each of ``actions``: what ``tape`` has at its place. So the places of a flight record mean
+    the same with and without replay.
+    """
+    found: list[list[Action]] = [[] for _ in actions]
+    for place, entry in tape.entries:
+        found[place].append(entry)  # type: ignore[arg-type]  # what a replay returns is not used
+    return [(index, _run_all(entries)) for (index, _), entries in zip(actions, found, strict=True)]
+
+
+def _run_all(entries: Sequence[Action]) -> Action:
+    if len(entries) == 1:
+        return entries[0]
+
+    def run() -> None:
+        for entry in entries:
+            entry()
+
+    return run

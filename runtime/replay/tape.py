@@ -1,0 +1,222 @@
+"""The recording of one step: segments of device operators, and what the host does between them.
+
+A :class:`Tape` records a step while it runs. Device operators go to segments of a :class:`Capture`. What cannot be in a
+segment ends it and is noted as a function that the host calls again in each replay: collectives that the device does
+not run by itself (:class:`RecordedCommunicator`), and code that the executor names. In a replay the host calls the
+segments and functions in their order, and nothing else of the step's Python code runs.
+
+Tensors that a segment reads and that the host makes, such as results of collectives, keep the memory that they had in
+the recording: a replay copies the new values there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from partitioner.runtime.comm.group import Communicator, Pending, RankGroup, TransferHandle
+from partitioner.runtime.program.membership import PipelineEdge
+from partitioner.runtime.replay.capture import Capture, Replay, copy_values
+
+Entry = tuple[int, Replay]
+
+
+class Tape:
+    """Records one step, and holds what replays it.
+
+    The step is divided into numbered places, such as the actions of an executor. ``entries`` has pairs (place, function
+    without arguments) in the order of execution; a segment that spans several places is at its first one. ``host``
+    counts the host's functions by kind. ``num_segments``: number of segments.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.entries: list[Entry] = []
+        self.host: Counter[str] = Counter()
+        self.num_segments = 0
+        self.place = 0
+        self.recording = False
+        self._begun_at = 0
+        self._open: dict[int, RecordedPending] = {}  # collectives in a segment that are not waited for yet
+
+    def start(self) -> None:
+        """Start to record a step at place 0."""
+        self.entries, self.host, self.num_segments, self.place = [], Counter(), 0, 0
+        self._open.clear()
+        self._begin_segment()
+
+    def finish(self) -> None:
+        """End the recording of the step. Its operators have run then."""
+        self._end_segment()
+
+    def abort(self) -> None:
+        """Drop the recording of a step that has failed."""
+        self.capture.abort()
+        self.recording = False
+        self._open.clear()
+        self.entries = []
+
+    def run_on_host(self, first: Replay, again: Replay | None = None, kind: str = "host") -> None:
+        """Call ``first`` outside of the recording, and note that replays call ``again`` at this point; ``None``:
+        ``first``, too. ``kind``: what it is, for the counts.
+        """
+        self._end_segment()
+        first()
+        self.entries.append((self.place, again or first))
+        self.host[kind] += 1
+        self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        self._begun_at = self.place
+        self.capture.begin()
+        self.recording = True
+
+    def _end_segment(self) -> None:
+        # A segment may not leave a collective behind: the next one could not wait for it.
+        for pending in list(self._open.values()):
+            pending.wait()
+        self.recording = False
+        replay = self.capture.end()
+        if replay is not None:
+            self.entries.append((self._begun_at, replay))
+            self.num_segments += 1
+
+    def start_collective(self, kind: str, call: Callable[[], Pending]) -> Pending:
+        """Start a collective by ``call``, and record it if a step is being recorded. Return the collective in progress.
+
+        ``kind``: what it is, for the counts.
+        """
+        if not self.recording:
+            with self.capture.pause_watch():
+                return call()
+        if self.capture.collectives:
+            pending = RecordedPending(self, kind, call())
+            self._open[id(pending)] = pending
+            return pending
+        pending = RecordedPending(self, kind)
+
+        def start() -> None:
+            pending.started = call()
+
+        self.run_on_host(start, kind=kind)
+        return pending
+
+    def close_collective(self, pending: RecordedPending) -> None:
+        """Note that ``pending``, which is part of a segment, has been waited for."""
+        self._open.pop(id(pending), None)
+
+
+class RecordedPending:
+    """A collective or transfer in progress while a step is recorded.
+
+    ``started``: what the communicator has returned, in this step or in its latest replay. The result keeps the memory
+    that it had in the recording.
+    """
+
+    def __init__(self, tape: Tape, kind: str, started: Pending | TransferHandle | None = None) -> None:
+        self.tape, self.kind, self.started = tape, kind, started
+        self._inside = started is not None
+        self._ended = False
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Wait until the collective ends, and return its result; ``None`` for a transfer."""
+        if not self._ended:
+            self._ended = True
+            if self._inside:
+                self.tape.close_collective(self)
+                self._finish_first()
+            elif self.tape.recording:
+                self.tape.run_on_host(self._finish_first, self._finish_again, f"wait for {self.kind}")
+            else:
+                self._finish_first()
+        return self._result  # type: ignore[return-value]  # only transfers have none, and nobody reads it there
+
+    def _finish_first(self) -> None:
+        assert self.started is not None
+        self._result = self.started.wait()
+
+    def _finish_again(self) -> None:
+        assert self.started is not None
+        found = self.started.wait()
+        if isinstance(found, Tensor) and self._result is not None:
+            copy_values(self._result, found)
+            release = getattr(self.started, "release", None)
+            if release is not None and found.data_ptr() != self._result.data_ptr():
+                release()
+        self.started = None
+
+    def release(self) -> None:
+        """Free the result's memory, if it is part of a segment, whose replay uses it in the same way. Otherwise replays
+        write to it.
+        """
+        if self._inside and self.started is not None:
+            self.started.release()  # type: ignore[union-attr]  # transfers are never released
+
+
+class RecordedGroup:
+    """A process group whose collectives are recorded on ``tape`` while a step is recorded. ``group``: the group that
+    runs them.
+    """
+
+    def __init__(self, tape: Tape, group: RankGroup) -> None:
+        self.tape, self.group = tape, group
+        self.size, self.index = group.size, group.index
+
+    def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
+        return self.tape.start_collective("all-reduce", lambda: self.group.all_reduce(x, maximum))
+
+    def all_gather(self, x: Tensor, dim: int) -> Pending:
+        return self.tape.start_collective("all-gather", lambda: self.group.all_gather(x, dim))
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
+        return self.tape.start_collective("reduce-scatter", lambda: self.group.reduce_scatter(x, dim))
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
+        return self.tape.start_collective("all-to-all", lambda: self.group.all_to_all(x, split_dim, concat_dim))
+
+    def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        return self.tape.start_collective("exchange of rows", lambda: self.group.exchange_rows(x, sends, receives))
+
+
+class RecordedCommunicator:
+    """A communicator whose collectives, sends and receives are recorded on ``tape`` while a step is recorded.
+
+    ``communicator``: runs them. It implements :class:`partitioner.runtime.comm.group.Communicator`.
+    """
+
+    def __init__(self, tape: Tape, communicator: Communicator) -> None:
+        self.tape, self.communicator = tape, communicator
+        self.rank, self.home = communicator.rank, communicator.home
+        self.device: torch.device = communicator.device
+
+    def prepare(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        links: Sequence[PipelineEdge],
+        gathering: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """Open process groups and pipeline links. ``groups``, ``gathering``: tuples of ranks. ``links``: connections to
+        other pipeline stages.
+        """
+        self.communicator.prepare(groups, links, gathering)
+
+    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
+        """Return the process group of ``ranks``; with ``gathering``, its second channel."""
+        group = self.communicator.group(ranks, gathering)
+        return group if group.size == 1 else RecordedGroup(self.tape, group)
+
+    def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
+        return self._start_transfer("send", lambda: self.communicator.send(x, peer, channel))
+
+    def recv(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
+        return self._start_transfer("receive", lambda: self.communicator.recv(x, peer, channel))
+
+    def _start_transfer(self, kind: str, call: Callable[[], TransferHandle]) -> TransferHandle:
+        return self.tape.start_collective(kind, call)  # type: ignore[arg-type]  # never released
+
+    def barrier(self) -> None:
+        self.communicator.barrier()

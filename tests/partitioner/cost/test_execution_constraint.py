@@ -1,0 +1,74 @@
+"""The constraint ``execution``: it is stored, executed by default, and recorded steps are priced without the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from partitioner import ConstraintError, Constraints, Engine, Plan, Topology, partition
+from tests.helpers.models import CASES
+
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
+AXES = dict(dp=1, tp=1, pp=1)
+
+
+def planned(execution: str, topology: Topology) -> Plan:
+    case = CASES["llama"]
+    fixed = Constraints(**AXES, execution=execution)
+    return partition(case.build(), topology, case.inputs(4), constraints=fixed)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Topology:
+    whole = Topology.parse("dgx-h100")
+    return whole.without(*whole.names[1:])
+
+
+def test_recorded_steps_are_priced_without_the_time_of_the_host(gpu: Topology):
+    """Of a model whose kernels are shorter than the time in which the host issues them."""
+    eager, compiled, graph = (planned(how, gpu) for how in ("eager", "compiled", "graph"))
+    assert compiled.estimate == eager.estimate
+    dispatch = gpu.types[gpu.devices[0].kind].dispatch
+    assert eager.estimate.step_time - graph.estimate.step_time > 50 * dispatch
+    assert graph.estimate.memory == eager.estimate.memory
+    assert graph.program == eager.program
+    assert not graph.profile.differences, "this project executes it"
+
+
+def test_a_framework_says_itself_what_it_records(gpu: Topology):
+    case = CASES["llama"]
+    made = [
+        partition(
+            case.build(), gpu, case.inputs(4), constraints=Constraints(**AXES, execution=how), profile="megatron-core"
+        )
+        for how in ("eager", "graph")
+    ]
+    assert made[0].estimate.step_time == made[1].estimate.step_time
+    assert made[1].profile.graphs == "none"
+
+
+def test_a_cpu_needs_its_host_for_all_operators():
+    local = Topology.local(1)
+    assert planned("graph", local).estimate == planned("eager", local).estimate
+
+
+def test_the_engine_executes_as_the_plan_or_its_file_says(tmp_path: Path):
+    plan = planned("graph", Topology.local(1))
+    plan.save(tmp_path / "plan.json")
+    case = CASES["llama"]
+    for given in (plan, tmp_path / "plan.json", Plan.load(tmp_path / "plan.json")):
+        engine = Engine(given, case.build())
+        losses = [engine.step(case.inputs(4)) for _ in range(3)]
+        assert engine.execution_report[""].replays == 1
+        assert torch.equal(losses[0], losses[2])  # type: ignore[arg-type]
+    assert Engine(plan, case.build(), execution="eager").execution_report == {}
+    assert Engine(plan.program, case.build()).execution_report == {}
+
+
+def test_a_wrong_execution_is_refused():
+    with pytest.raises(ConstraintError, match=r"execution.*eager.*compiled.*graph"):
+        Constraints(execution="fast")  # type: ignore[arg-type]
+    assert Constraints.parse("execution=graph").execution == "graph"

@@ -30,6 +30,14 @@ from partitioner.passes.ops.attention import band_of
 from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.torch_backend import give_back, share_memory
+from partitioner.runtime.compile.segments import (
+    FixedSegment,
+    Segment,
+    backend_of,
+    fuse_segments,
+    make_segment,
+    one_thread,
+)
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute import collective_ops
 from partitioner.runtime.execute.codegen import (
@@ -42,7 +50,6 @@ from partitioner.runtime.execute.codegen import (
     compile_graph,
 )
 from partitioner.runtime.execute.collective_ops import ContextAttention, ContextDocumentAttention
-from partitioner.runtime.execute.torch_compile import Segment, backend_of, fuse_segments, one_thread
 from partitioner.runtime.files import find_foreign_access, write_bytes
 from partitioner.runtime.program.analysis import differentiate_for_cpu
 from partitioner.runtime.program.program import CallData, Program, RankProgram
@@ -180,7 +187,7 @@ class Library:
         self._shared = None if shared is None else SharedDerivatives(shared)
         self.device = device
         self.backend = backend_of(compile, device)
-        self._segments: dict[tuple[str, GradientNeeds | None, str, int], Segment] = {}
+        self._segments: dict[tuple[str, GradientNeeds | None, str, int], Segment | FixedSegment] = {}
         self._blocks: dict[str, Block] = {}
         self._derivatives: dict[tuple[str, GradientNeeds], Differentiated] = {}
 
@@ -228,10 +235,10 @@ class Library:
             return graph
         backend = self.backend
 
-        def made(number: int, module: fx.GraphModule) -> Segment:
+        def made(number: int, module: fx.GraphModule) -> Segment | FixedSegment:
             key = name, needs, kind, number
             if key not in self._segments:
-                self._segments[key] = Segment(f"{name}.{kind}.{number}", module, backend)
+                self._segments[key] = make_segment(f"{name}.{kind}.{number}", module, backend, self.device)
             return self._segments[key]
 
         with one_thread:

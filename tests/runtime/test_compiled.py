@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from partitioner import Constraints, Engine, LaunchError, Topology, partition
+from partitioner.runtime.compile.segments import Segment, backend_of
 from partitioner.runtime.execute.bind import Library, gradient_needs
-from partitioner.runtime.execute.torch_compile import Segment, backend_of
 from partitioner.runtime.program.program import Program
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.models import CASES
@@ -84,7 +84,7 @@ def test_a_block_type_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
         compiled.append(len(list(module.graph.nodes)))
         return module.forward
 
-    monkeypatch.setattr("partitioner.runtime.execute.torch_compile.backend_of", lambda asked, device: backend)
+    monkeypatch.setattr("partitioner.runtime.compile.segments.backend_of", lambda asked, device: backend)
     library = Library(program, CPU)
     gradients(program, Net(num_layers=4), net_inputs(), library)
     assert len(library._segments) == len(compiled)

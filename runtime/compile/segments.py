@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from partitioner.passes.ir.collectives import collective_name
+from partitioner.runtime.compile.inductor import BoxedFunction, compile_graph_module, is_fixed
 from partitioner.runtime.errors import LaunchError
 
 META = torch.device("meta")
@@ -43,6 +44,9 @@ class Segment:
         self.module = module
         self._known: set[int] = set()  # threads that have called it
         self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=None)
+
+    def compile(self) -> None:
+        """Do nothing: ``torch.compile`` compiles at the first call."""
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the compiled function with ``arguments``, and return its results. Only one thread runs at a time."""
@@ -73,6 +77,76 @@ class Segment:
 
     def __str__(self) -> str:
         return f"compiled {self.name}"
+
+
+class FixedSegment:
+    """A group of operators of a block on tensors of known shapes, compiled to one function by Inductor. Threads of a
+    process may share it.
+
+    ``name``: for messages. ``module``: the operators, whose inputs have their values' shapes. ``device``: the device of
+    all tensors. ``turn``: lets one process of the machine compile at a time; the others read its result.
+    """
+
+    def __init__(self, name: str, module: fx.GraphModule, device: torch.device) -> None:
+        self.name = name
+        self.__name__ = "compiled"  # what torch.fx calls its node
+        self.module = module
+        self.device = device
+        self.function: BoxedFunction | None = None
+        self._others: dict[tuple[Any, ...], BoxedFunction] = {}  # by shapes and strides of the arguments
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the compiled function with ``arguments``, and return its results."""
+        if self._others or self.function is None:
+            return self._find_function(arguments)([*arguments])
+        try:
+            return self.function([*arguments])
+        except AssertionError:  # other strides than were expected; a function checks them before all else
+            return self._find_function(arguments)([*arguments])
+
+    def compile(self) -> None:
+        """Compile the function for arguments with the strides that the graph's values have."""
+        with one_thread:
+            if self.function is None:
+                self.function = self._compile_for([n.meta["val"] for n in _list_placeholders(self.module)])
+
+    def _find_function(self, arguments: tuple[Any, ...]) -> BoxedFunction:
+        """Return the function for the strides of ``arguments``; compile it if there is none."""
+        with one_thread:
+            key = tuple((a.shape, a.stride()) for a in arguments)
+            if key not in self._others:
+                self._others[key] = self._compile_for(arguments)
+            return self._others[key]
+
+    def _compile_for(self, arguments: Sequence[Tensor]) -> BoxedFunction:
+        """Return a function for tensors with the shapes and strides of ``arguments``.
+
+        If compilation fails, log a warning and return a function that runs the operators one by one.
+        """
+        try:
+            return compile_graph_module(self.module, arguments, self.device)
+        except Exception as error:
+            _log.warning(
+                "%s is not compiled, and runs operator by operator: %s", self.name, " ".join(str(error).split()[:40])
+            )
+            return lambda given: self.module.forward(*given)
+
+    def __str__(self) -> str:
+        return f"compiled {self.name}"
+
+
+def _list_placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def make_segment(name: str, module: fx.GraphModule, backend: str, device: torch.device) -> Segment | FixedSegment:
+    """Return a function for a group of operators of a block, ``module``, which is compiled by ``backend``.
+
+    ``name``: for messages. ``device``: the device of all tensors.
+    """
+    if backend == "inductor" and is_fixed(module):
+        return FixedSegment(name, module, device)
+    return Segment(name, module, backend)
 
 
 def backend_of(asked: bool | str, device: torch.device) -> str | None:
@@ -167,6 +241,8 @@ def _add_segment(
     given = [n for n in inside if any(u not in members for u in n.users)]
     graph = fx.Graph()
     local = {n: graph.placeholder(n.name) for n in read}
+    for node, place in local.items():
+        place.meta = {k: v for k, v in node.meta.items() if k == "val"}
     for node in inside:
         copy = local[node] = graph.node_copy(node, local.__getitem__)
         copy.args = fx.node.map_aggregate(copy.args, lambda a: device if a == META else a)

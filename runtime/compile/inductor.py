@@ -1,0 +1,102 @@
+"""Compile a graph of ATen operators by Inductor, without Dynamo and without autograd around it.
+
+The graphs of blocks are traced and differentiated already. Handing them to Inductor saves what ``torch.compile`` adds:
+a second trace by Dynamo, the guards that it checks at every call, and the wrappers of AOTAutograd. Inductor keeps
+compiled graphs on disk, by a hash of the graph, in the folder of ``TORCHINDUCTOR_CACHE_DIR``.
+
+Shapes and strides are fixed. The compiled function checks those of its arguments.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partitioner.passes.ops import cpu_products, cross_entropy
+
+BoxedFunction = Callable[[list[Any]], Sequence[Any]]  # it empties the list of its arguments
+
+_multiply = torch.ops.partition.multiply.default
+
+
+def compile_graph_module(module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device) -> BoxedFunction:
+    """Compile ``module``, a graph without side effects, for tensors with the shapes, strides and types of
+    ``arguments``.
+
+    ``device``: the device of the arguments, whichever theirs is. The function returns the results in a sequence, with
+    the strides that the operators of the graph give them. It raises ``AssertionError`` for arguments of other shapes
+    or strides.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    _register_lowerings()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad(), V.set_fake_mode(mode):
+        with mode:
+            given = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device) for a in arguments]
+            traced = make_fx(module, decomposition_table=_decompositions())(*given)
+        joint_graph_passes(traced)
+        output = traced.graph.output_node()
+        results: Any = output.args[0]
+        output.meta["user_visible_output_idxs"] = [i for i, r in enumerate(results) if isinstance(r, fx.Node)]
+        if device.type == "cpu":
+            _use_faster_products(traced.graph)
+            traced.recompile()
+        compiled: Any = compile_fx_inner(traced, given, cudagraphs=BoxedBool(False))
+    function: BoxedFunction = compiled.current_callable
+    return function
+
+
+def _use_faster_products(graph: fx.Graph) -> None:
+    """Replace matrix products of ``graph`` on a CPU by ``partition::multiply`` where that is faster."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.mm.default and not node.kwargs:
+            operands = tuple(o.meta["val"] for o in node.all_input_nodes)
+            if len(operands) == 2 and cpu_products.choose_product(node.target, operands):
+                node.target = _multiply
+
+
+@cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions of operators, and those of the project's own that it should fuse."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    ours: dict[Any, Callable[..., Any]] = {
+        cross_entropy.ops.target_and_logsumexp.default: cross_entropy.decompose_target_and_logsumexp,
+        cross_entropy.ops.target_and_logsumexp_backward.default: cross_entropy.decompose_backward,
+    }
+    return {**select_decomp_table(), **ours}
+
+
+@cache
+def _register_lowerings() -> None:
+    """Tell Inductor how to call ``partition::multiply``: as a Python function, without torch's dispatcher."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.select_algorithm import ExternKernelChoice
+
+    kernel = ExternKernelChoice(cpu_products.multiply, name="partition_multiply", has_out_variant=False)
+
+    @register_lowering(_multiply, type_promotion_kind=None)
+    def multiply(a: Any, b: Any) -> Any:
+        layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [a.get_size()[0], b.get_size()[1]])
+        return kernel.bind([ir.ExternKernel.realize_input(x) for x in (a, b)], layout).output_node()
+
+
+def is_fixed(module: fx.GraphModule) -> bool:
+    """Return whether all inputs of ``module`` are tensors whose shapes are known before it is called."""
+    values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+    return all(isinstance(v, Tensor) and all(isinstance(s, int) for s in v.shape) for v in values) and not any(
+        n.op == "call_function" and n.target is not operator.getitem and not isinstance(n.target, torch._ops.OpOverload)
+        for n in module.graph.nodes
+    )

@@ -9,9 +9,13 @@ Shapes and strides are fixed. The compiled function checks those of its argument
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +59,37 @@ def compile_graph_module(module: fx.GraphModule, arguments: Sequence[Tensor], de
         compiled: Any = compile_fx_inner(traced, given, cudagraphs=BoxedBool(False))
     function: BoxedFunction = compiled.current_callable
     return function
+
+
+def describe_module(module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device) -> str:
+    """Return a hash of ``module`` for tensors with the shapes, strides and types of ``arguments`` on ``device``."""
+    specs = [(tuple(a.shape), a.stride(), str(a.dtype)) for a in arguments]
+    return hashlib.sha256(repr((module.code, specs, str(device), torch.__version__)).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def hold_compile_lock(key: str, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of this machine under which the graph with the hash ``key`` is compiled; yield whether it is held.
+
+    The lock is a file beside Inductor's files. ``wait``: wait until no other process holds it. Where the folder cannot
+    be written to, there is no lock, and ``True`` is yielded.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    try:
+        folder = Path(cache_dir()) / "partitioner"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"{key}.lock").open("w")
+    except OSError:
+        yield True
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
 
 
 def _use_faster_products(graph: fx.Graph) -> None:

@@ -34,6 +34,7 @@ from partitioner.runtime.compile.segments import (
     FixedSegment,
     Segment,
     backend_of,
+    compile_in_turns,
     fuse_segments,
     make_segment,
     one_thread,
@@ -52,7 +53,7 @@ from partitioner.runtime.execute.codegen import (
 from partitioner.runtime.execute.collective_ops import ContextAttention, ContextDocumentAttention
 from partitioner.runtime.files import find_foreign_access, write_bytes
 from partitioner.runtime.program.analysis import differentiate_for_cpu
-from partitioner.runtime.program.program import CallData, Program, RankProgram
+from partitioner.runtime.program.program import BlockGraph, CallData, Program, RankProgram
 
 _KEPT = ("path", "source")
 
@@ -243,6 +244,22 @@ class Library:
 
         with one_thread:
             return fuse_segments(graph, num_sinks, self.device, made)
+
+    def compile_segments(self, start: int) -> None:
+        """Compile the functions that have been made so far, together with the other processes of this machine.
+
+        Blocks with rows for experts are left to their first call, which has the true numbers of rows. ``start``: number
+        of the function with which this process begins.
+        """
+        if not self._segments:
+            return
+        routed = {name for name, block in self.program.blocks.items() if _has_routing(block)}
+        compile_in_turns([s for key, s in self._segments.items() if key[0] not in routed], start)
+
+
+def _has_routing(block: BlockGraph) -> bool:
+    """Return whether the graph ``block`` sends rows to experts, in numbers that depend on the data."""
+    return any(f".{name}." in str(node.get("target")) for node in block.nodes for name in ROUTED)
 
 
 class CurrentMicrobatch:

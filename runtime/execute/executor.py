@@ -106,6 +106,7 @@ class Executor:
         held = StageStates(states, gradients.sinks, frozenset() if transient is None else transient.leaving)
         self.calls = [BoundCall(self.binder, self.env, i, held, watched, staying) for i in range(len(rank.stage.calls))]
         self.actions = self._compile_actions()
+        library.compile_segments(3 * rank.rank)
         self.recorder: Recorder | None = None
 
     @property

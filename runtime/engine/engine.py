@@ -82,8 +82,8 @@ class Engine:
         offload_folder: folder for the optimizer states of a plan that keeps them on disk, see :meth:`on_disk`: on a
             disk of this node, one for all ranks or one for each; by default the environment variable
             ``PARTITION_OFFLOAD_FOLDER``.
-        compile: compile the model's parts by ``torch.compile``: with Inductor (``True``; operator by operator where it
-            cannot work), or with another of torch's backends by its name.
+        compile: compile the operators between collectives: with Inductor (``True``; operator by operator where it
+            cannot work), or by ``torch.compile`` with another of torch's backends by its name.
 
     Attributes:
         steps: number of batches since the start of training, one per call of :meth:`step`, accumulated or not;

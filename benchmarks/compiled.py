@@ -33,6 +33,7 @@ from benchmarks import common, peers
 from benchmarks.common import Step, Workload
 from benchmarks.experts_peer import experts_model
 from partitioner import Constraints, Plan, Topology, partition
+from partitioner.passes.ops import cpu_products
 
 _RATE = 1e-4  # the learning rate
 
@@ -145,6 +146,8 @@ def _ddp(work: Workload) -> tuple[nn.Module, tuple[Tensor, ...], bool]:
 
 
 def _experts(work: Workload) -> tuple[nn.Module, tuple[Tensor, ...], bool]:
+    """Experts by hand. Dynamo knows grouped products in bfloat16 alone, so they stay outside of its graphs."""
+    torch._dynamo.disallow_in_graph(torch._grouped_mm)
     return experts_model(work), peers.own_batch(work), True
 
 
@@ -165,9 +168,13 @@ _PEERS: dict[str, Callable[[Workload], Step]] = {
 }
 
 
-def _measure(case: Case, path: str, repetitions: int, budget_s: float) -> tuple[dict[str, list[float]], float]:
+def _measure(
+    case: Case, path: str, same_products: bool, repetitions: int, budget_s: float
+) -> tuple[dict[str, list[float]], float]:
     """Return what a rank measures: contender -> seconds per step by repetition, and the largest relative difference of
-    a contender's first loss from the unmodified model's."""
+    a contender's first loss from the unmodified model's. ``same_products``: ours multiplies by ``torch.mm``, too."""
+    if same_products:
+        cpu_products.is_onednn_faster = lambda: False  # type: ignore[assignment]
     work = common.WORKLOADS[case.workload]
     steps = {"ours": _ours(work, path, case.ours)} | {name: _PEERS[name](work) for name in case.limits}
     losses = {name: step() for name, step in steps.items()}
@@ -176,15 +183,15 @@ def _measure(case: Case, path: str, repetitions: int, budget_s: float) -> tuple[
     return times, max(abs(loss - expected) / abs(expected) for loss in losses.values())
 
 
-def run_case(case: Case, repetitions: int, budget_s: float) -> dict[str, list[float]]:
+def run_case(case: Case, same_products: bool, repetitions: int, budget_s: float) -> dict[str, list[float]]:
     """Plan and measure a case; return contender -> seconds per step by repetition. Raise RuntimeError if a rank fails
-    or a loss is not the model's."""
+    or a loss is not the model's. ``same_products``: ours multiplies by ``torch.mm``, as the peers do."""
     work = common.WORKLOADS[case.workload]
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "plan.json")
         pinned = Constraints(**case.constraints)
         partition(work.whole(), Topology.local(case.ranks), work.batch(), constraints=pinned).save(path)
-        ranks = common.run_ranks(case.ranks, _measure, case, path, repetitions, budget_s)
+        ranks = common.run_ranks(case.ranks, _measure, case, path, same_products, repetitions, budget_s)
     wrong = max(difference for _, difference in ranks)
     if not math.isclose(wrong, 0.0, abs_tol=1e-4):
         raise RuntimeError(f"a loss differs from the model's by {wrong:.1e} of it")
@@ -196,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compiled training steps against torch.compile.")
     parser.add_argument("--quick", action="store_true", help="a quarter of the repetitions and of the time")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.add_argument("--same-products", action="store_true", help="ours multiplies by torch.mm, as the peers do")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a ratio is above its limit")
     options = parser.parse_args(arguments)
@@ -211,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
         name = f"{case.mesh}/{case.workload}"
         with console.status(name):
             try:
-                times = run_case(case, 10 if options.quick else 40, 20 if options.quick else 90)
+                times = run_case(case, options.same_products, 10 if options.quick else 40, 20 if options.quick else 90)
             except (RuntimeError, ValueError) as error:
                 failed += 1
                 console.print(f"[red]{name}[/]", str(error)[-2000:], markup=True)

@@ -60,6 +60,31 @@ def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tenso
     return logits.gather(dim, index).to(dtype), logsumexp.movedim(-1, dim).contiguous()
 
 
+def decompose_target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return what :func:`target_and_logsumexp` returns, by operators that a compiler fuses to one pass over
+    ``logits``.
+    """
+    wide = logits.to(accumulated_in(logits.dtype))
+    largest = wide.amax(dim, keepdim=True)
+    shift = torch.where(largest.isinf(), 0.0, largest)
+    logsumexp = (wide - shift).exp().sum(dim, keepdim=True).log() + shift
+    return logits.gather(dim, index).to(wide.dtype), logsumexp
+
+
+def decompose_backward(
+    of_target: Tensor, of_logsumexp: Tensor, logits: Tensor, index: Tensor, logsumexp: Tensor, dim: int
+) -> Tensor:
+    """Return what :func:`target_and_logsumexp_backward` returns, by operators that a compiler fuses to one pass over
+    ``logits``.
+    """
+    sums = torch.where(logsumexp.isinf(), 0.0, logsumexp)
+    shape = [1] * logits.dim()
+    shape[dim] = logits.shape[dim]
+    classes = torch.arange(logits.shape[dim], device=logits.device).view(shape)
+    softmax = (logits.to(sums.dtype) - sums).exp() * of_logsumexp.to(sums.dtype)
+    return (softmax + torch.where(classes == index, of_target.to(sums.dtype), 0.0)).to(logits.dtype)
+
+
 def target_and_logsumexp_backward(
     of_target: Tensor, of_logsumexp: Tensor, logits: Tensor, index: Tensor, logsumexp: Tensor, dim: int
 ) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from partitioner.passes.ir.collectives import NAMESPACE, _library
+from partitioner.passes.ops.cpu_products import is_onednn_faster, multiply_into
 
 _ALIGNED_BYTES = 16  # torch._grouped_mm requires strides that are multiples of this
 
@@ -64,14 +65,14 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     ``rows`` ``[t, k]`` are sorted by expert; ``weight`` ``[e, k, n]``; ``ends`` ``[e]`` has the end of each expert's
     rows. The result is ``[t, n]``, with zeros behind the last end.
     """
-    if _has_kernel(rows, weight):
+    if _has_kernel(rows, weight) and not _is_float32_on_cpu(rows, weight):
         made = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
         if made.is_cuda:
             return made.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1), 0)
     else:
         made = rows.new_empty(len(rows), weight.shape[2])
         for e, (start, end) in enumerate(_list_group_borders(ends)):
-            torch.mm(rows[start:end], weight[e], out=made[start:end])
+            multiply_into(made[start:end], rows[start:end], weight[e], True)
     made[int(ends[-1]) :].zero_()
     return made
 
@@ -84,11 +85,11 @@ def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
     ``grads`` ``[t, n]``, the gradient of the products, are sorted by expert; ``ends`` ``[e]`` has the end of each
     expert's rows.
     """
-    if _has_kernel(rows, grads):
+    if _has_kernel(rows, grads) and not _is_float32_on_cpu(rows, grads):
         return torch._grouped_mm(rows.contiguous().t(), grads.contiguous(), offs=ends)
     made = rows.new_empty(len(ends), rows.shape[1], grads.shape[1])
     for e, (start, end) in enumerate(_list_group_borders(ends)):
-        torch.mm(rows[start:end].t(), grads[start:end], out=made[e])
+        multiply_into(made[e], rows[start:end].t(), grads[start:end], True)
     return made
 
 
@@ -99,10 +100,12 @@ def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor
     has the end of each expert's rows. ``fresh``: overwrite ``total`` instead of adding.
     """
     for e, (start, end) in enumerate(_list_group_borders(ends)):
-        if fresh:
-            torch.mm(rows[start:end].t(), grads[start:end], out=total[e])
-        else:
-            total[e].addmm_(rows[start:end].t(), grads[start:end])
+        multiply_into(total[e], rows[start:end].t(), grads[start:end], fresh)
+
+
+def _is_float32_on_cpu(a: Tensor, b: Tensor) -> bool:
+    """Return whether products of the matrices ``a`` and ``b``, one by one, are faster than torch's grouped product."""
+    return a.is_cpu and a.dtype == b.dtype == torch.float32 and is_onednn_faster()
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:

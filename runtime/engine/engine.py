@@ -84,8 +84,8 @@ class Engine:
         offload_folder: folder for the optimizer states of a plan that keeps them on disk, see :meth:`on_disk`: on a
             disk of this node, one for all ranks or one for each; by default the environment variable
             ``PARTITION_OFFLOAD_FOLDER``.
-        compile: compile the model's parts by ``torch.compile``: with Inductor (``True``; operator by operator where it
-            cannot work), or with another of torch's backends by its name.
+        compile: compile the operators between collectives: with Inductor (``True``; operator by operator where it
+            cannot work), or by ``torch.compile`` with another of torch's backends by its name.
         execution: how instructions are executed: ``eager``, operator by operator; ``compiled``, like ``compile=True``;
             ``graph``: one step is recorded and replayed afterwards, on a GPU as CUDA graphs of compiled parts;
             ``None``: ``compiled`` with ``compile``, otherwise as the plan's constraints say.

@@ -30,6 +30,15 @@ from partitioner.passes.ops.attention import band_of
 from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.storage import give_back, share_memory
+from partitioner.runtime.compile.segments import (
+    FixedSegment,
+    Segment,
+    backend_of,
+    compile_in_turns,
+    fuse_segments,
+    make_segment,
+    one_thread,
+)
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute import collective_ops
 from partitioner.runtime.execute.codegen import (
@@ -42,10 +51,9 @@ from partitioner.runtime.execute.codegen import (
     compile_graph,
 )
 from partitioner.runtime.execute.collective_ops import ContextAttention, ContextDocumentAttention
-from partitioner.runtime.execute.torch_compile import Segment, backend_of, fuse_segments, one_thread
 from partitioner.runtime.files import find_foreign_access, write_bytes
 from partitioner.runtime.program.analysis import differentiate_for_cpu
-from partitioner.runtime.program.program import CallData, Program, RankProgram
+from partitioner.runtime.program.program import BlockGraph, CallData, Program, RankProgram
 
 _KEPT = ("path", "source")
 
@@ -180,7 +188,7 @@ class Library:
         self._shared = None if shared is None else SharedDerivatives(shared)
         self.device = device
         self.backend = backend_of(compile, device)
-        self._segments: dict[tuple[str, GradientNeeds | None, str, int], Segment] = {}
+        self._segments: dict[tuple[str, GradientNeeds | None, str, int], Segment | FixedSegment] = {}
         self._blocks: dict[str, Block] = {}
         self._derivatives: dict[tuple[str, GradientNeeds], Differentiated] = {}
 
@@ -228,14 +236,30 @@ class Library:
             return graph
         backend = self.backend
 
-        def made(number: int, module: fx.GraphModule) -> Segment:
+        def made(number: int, module: fx.GraphModule) -> Segment | FixedSegment:
             key = name, needs, kind, number
             if key not in self._segments:
-                self._segments[key] = Segment(f"{name}.{kind}.{number}", module, backend)
+                self._segments[key] = make_segment(f"{name}.{kind}.{number}", module, backend, self.device)
             return self._segments[key]
 
         with one_thread:
             return fuse_segments(graph, num_sinks, self.device, made)
+
+    def compile_segments(self, start: int) -> None:
+        """Compile the functions that have been made so far, together with the other processes of this machine.
+
+        Blocks with rows for experts are left to their first call, which has the true numbers of rows. ``start``: number
+        of the function with which this process begins.
+        """
+        if not self._segments:
+            return
+        routed = {name for name, block in self.program.blocks.items() if _has_routing(block)}
+        compile_in_turns([s for key, s in self._segments.items() if key[0] not in routed], start)
+
+
+def _has_routing(block: BlockGraph) -> bool:
+    """Return whether the graph ``block`` sends rows to experts, in numbers that depend on the data."""
+    return any(f".{name}." in str(node.get("target")) for node in block.nodes for name in ROUTED)
 
 
 class CurrentMicrobatch:

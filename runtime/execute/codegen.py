@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from partitioner.passes.ops import cross_entropy
+from partitioner.passes.ops.cpu_products import PRODUCTS, choose_product
 from partitioner.runtime.execute.overlap import can_alias_operand, find_memory_owners, order_for_overlap
 
 aten = torch.ops.aten
@@ -411,10 +412,18 @@ class _CodeWriter:
                 function = binding.scratch
             operands = ", ".join(self.render_value(o) for o in node.all_input_nodes)
             return f"{self.add_constant(function, node)}({operands})"
-        function = FAST.get(node.target, node.target)  # type: ignore[arg-type]
+        function = self.choose_function(node)
         arguments = [self.render_value(a) for a in node.args]
         arguments += [f"{k}={self.render_value(v)}" for k, v in node.kwargs.items()]
         return f"{self.add_constant(function, node)}({', '.join(arguments)})"
+
+    def choose_function(self, node: fx.Node) -> Any:
+        """Return the Python function or operator that computes ``node`` on the graph's device in the least time."""
+        if self.device.type == "cpu" and node.target in PRODUCTS and not node.kwargs:
+            faster = choose_product(node.target, tuple(o.meta.get("val") for o in node.args if isinstance(o, fx.Node)))
+            if faster is not None:
+                return faster
+        return FAST.get(node.target, node.target)
 
     def write_product(self, node: fx.Node, to: list[int]) -> bool:
         """Write a line in which an accumulator of gradients computes the product or sum of ``node`` in place.

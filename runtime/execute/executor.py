@@ -119,6 +119,7 @@ class Executor:
             self.calls = [self.replay.wrap_call(call) for call in bound]
         self.actions = self._compile_actions()
         self._own_actions = list(self.actions)
+        library.compile_segments(3 * rank.rank)
         self.recorder: Recorder | None = None
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from partitioner.passes.ir.gradient_flow import accumulated_in
 from partitioner.passes.ir.serialize import dtype_of
+from partitioner.passes.ops.cpu_products import multiply_into
 from partitioner.passes.ops.experts import add_weight_gradient, grouped_mm_weight
 from partitioner.runtime.comm.compression import ErrorFeedbackEncoder, LevelwiseReduction, start_compressed_reduction
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
@@ -59,11 +60,8 @@ class Sink:
         """Add the matrix product of ``a`` and ``b`` to the accumulated gradient of one parameter; the first addition of
         a step replaces it.
         """
-        if self.fresh:
-            torch.mm(a, b, out=self.view)
-            self.fresh = False
-        else:
-            self.view.addmm_(a, b)
+        multiply_into(self.view, a, b, self.fresh)
+        self.fresh = False
 
     def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
         """Add the sum of ``x`` over ``dims`` to the accumulated gradient of one parameter; the first addition of a step

@@ -17,9 +17,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from partitioner.passes.ir.collectives import collective_name
+from partitioner.runtime.compile.inductor import (
+    BoxedFunction,
+    compile_graph_module,
+    describe_module,
+    hold_compile_lock,
+    is_fixed,
+)
 from partitioner.runtime.errors import LaunchError
 
 META = torch.device("meta")
@@ -73,6 +80,120 @@ class Segment:
 
     def __str__(self) -> str:
         return f"compiled {self.name}"
+
+
+class FixedSegment:
+    """A group of operators of a block on tensors of known shapes, compiled to one function by Inductor. Threads of a
+    process may share it.
+
+    ``name``: for messages. ``module``: the operators, whose inputs have their values' shapes. ``device``: the device of
+    all tensors.
+    """
+
+    def __init__(self, name: str, module: fx.GraphModule, device: torch.device) -> None:
+        self.name = name
+        self.__name__ = "compiled"  # what torch.fx calls its node
+        self.module = module
+        self.device = device
+        self.function: BoxedFunction | None = None
+        self.falls_back = False
+        self._shapes: tuple[Any, ...] = ()  # of the arguments for which it was compiled first
+        self._others: dict[tuple[Any, ...], BoxedFunction] = {}  # by strides of the arguments
+        self._dynamic: Segment | None = None  # where the data decides on shapes
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the compiled function with ``arguments``, and return its results."""
+        if self._dynamic is not None:
+            return self._dynamic(*arguments)
+        if self.function is None or self._others:
+            return self._call_variant(arguments)
+        try:
+            return self.function([*arguments])
+        except AssertionError:  # not the expected shapes or strides; a function checks them before all else
+            return self._call_variant(arguments)
+
+    def compile(self, wait: bool = True) -> bool:
+        """Compile the function for arguments with the strides that the graph's values have, and return whether it is
+        compiled. ``wait``: if another process compiles it now, wait until that ends, and read its result.
+        """
+        expected = [n.meta["val"] for n in _list_placeholders(self.module)]
+        with one_thread, hold_compile_lock(describe_module(self.module, expected, self.device), wait) as held:
+            if held and self.function is None:
+                self.function = self._compile_for(expected)
+            return self.function is not None
+
+    def _call_variant(self, arguments: tuple[Any, ...]) -> Any:
+        """Call the function for the shapes and strides of ``arguments``, and compile it if there is none."""
+        with one_thread:
+            shapes = tuple(tuple(a.shape) for a in arguments)
+            if self._shapes and shapes != self._shapes:
+                return self._call_dynamic(arguments)
+            if self.function is None:
+                with hold_compile_lock(describe_module(self.module, arguments, self.device)):
+                    self.function = self._compile_for(arguments)
+                return self.function([*arguments])
+            strides = tuple(a.stride() for a in arguments)
+            if strides not in self._others:
+                with hold_compile_lock(describe_module(self.module, arguments, self.device)):
+                    self._others[strides] = self._compile_for(arguments)
+            return self._others[strides]([*arguments])
+
+    def _call_dynamic(self, arguments: tuple[Any, ...]) -> Any:
+        """Call a function whose shapes are not fixed, such as numbers of rows that experts receive, now and from now
+        on.
+        """
+        for argument, expected in zip(arguments, self._shapes, strict=True):
+            for dim, (size, other) in enumerate(zip(argument.shape, expected, strict=True)):
+                if size != other:
+                    torch._dynamo.maybe_mark_dynamic(argument, dim)
+        self._dynamic = Segment(self.name, self.module, "inductor")
+        return self._dynamic(*arguments)
+
+    def _compile_for(self, arguments: Sequence[Tensor]) -> BoxedFunction:
+        """Return a function for tensors with the shapes and strides of ``arguments``.
+
+        If compilation fails, log a warning and return a function that runs the operators one by one.
+        """
+        self._shapes = tuple(tuple(a.shape) for a in arguments)
+        try:
+            return compile_graph_module(self.module, arguments, self.device)
+        except Exception as error:
+            _log.warning(
+                "%s is not compiled, and runs operator by operator: %s", self.name, " ".join(str(error).split()[:40])
+            )
+            self.falls_back = True
+            return lambda given: self.module.forward(*given)
+
+    def __str__(self) -> str:
+        return f"compiled {self.name}"
+
+
+def compile_in_turns(segments: Sequence[Segment | FixedSegment], start: int) -> None:
+    """Compile ``segments``, each once for all processes of the machine: a process skips what another one compiles, and
+    reads the result in the end.
+
+    ``start``: where in the list this process begins, so that processes begin at different places.
+    """
+    fixed = [s for s in segments if isinstance(s, FixedSegment)]
+    if fixed:
+        start %= len(fixed)
+        left = [s for s in (*fixed[start:], *fixed[:start]) if not s.compile(wait=False)]
+        for segment in left:
+            segment.compile()
+
+
+def _list_placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def make_segment(name: str, module: fx.GraphModule, backend: str, device: torch.device) -> Segment | FixedSegment:
+    """Return a function for a group of operators of a block, ``module``, which is compiled by ``backend``.
+
+    ``name``: for messages. ``device``: the device of all tensors.
+    """
+    if backend == "inductor" and is_fixed(module):
+        return FixedSegment(name, module, device)
+    return Segment(name, module, backend)
 
 
 def backend_of(asked: bool | str, device: torch.device) -> str | None:
@@ -167,6 +288,8 @@ def _add_segment(
     given = [n for n in inside if any(u not in members for u in n.users)]
     graph = fx.Graph()
     local = {n: graph.placeholder(n.name) for n in read}
+    for node, place in local.items():
+        place.meta = {k: v for k, v in node.meta.items() if k == "val"}
     for node in inside:
         copy = local[node] = graph.node_copy(node, local.__getitem__)
         copy.args = fx.node.map_aggregate(copy.args, lambda a: device if a == META else a)

@@ -1,0 +1,1 @@
+"""Compile groups of operators of a block to one function each, by Inductor or another backend of torch."""

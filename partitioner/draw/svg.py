@@ -426,7 +426,8 @@ class CardRow:
 
     @property
     def width(self) -> float:
-        """Return the width of the row in pixels, without its columns."""
+        """Return the width in pixels of this line of text with its swatch, bar and text aside. The texts in
+        ``columns``, which all rows of a card align, are not included."""
         aside = text_width(self.aside, self.size - 1) + 8 if self.aside else 0.0
         return self.lead + text_width(self.text, self.size, self.bold) + aside
 

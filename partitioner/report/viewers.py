@@ -216,7 +216,10 @@ def _iterate_sources(value: Any) -> Iterator[str]:
 
 
 def _describe_result(value: Any) -> list[Json]:
-    """Return the metadata of a node's result, if ``value`` is its shape and type."""
+    """Return what Model Explorer shows of a node's result: a list with one entry of the format's
+    ``outputsMetadata``. ``value``: the pair (shape, name of the type) of the result; for anything else the list is
+    empty.
+    """
     if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], list | tuple):
         shape, kind = value
         return [{"id": "0", "attrs": _list_attributes([("shape", f"{kind}{[*shape]}")])}]

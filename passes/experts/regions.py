@@ -362,9 +362,10 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
     """Return which dims of a value index rows and experts. ``rows``, ``experts``: the names of the loop dimensions (as
-    in an einsum) of an operator that run over rows and over experts; ``experts`` is ``None`` if the operator has none.
+    in an einsum) of an operator that run over rows and over experts; a row is one token that goes
+    to an expert. ``experts`` is ``None`` if the operator has no such dimension; then only ``rows`` is looked for.
 
-    Return ``None`` unless each of the two is in exactly one dim, without another loop dimension.
+    Return ``None`` if ``rows``, or a given ``experts``, is not in exactly one dim of its own.
 
     Args:
         dims: names of the loop dimensions in each dim of the value.

@@ -374,7 +374,9 @@ def share_of_rows(rank: RankProgram, batch: int) -> range:
 
 
 def _select_rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
-    """Return the samples of ``share`` in the global tensor ``whole`` of the input ``data``; all without a batch dim."""
+    """Return one data-parallel rank's samples of an input of the global batch. ``whole``: the tensor of the input.
+    ``data``: says which dim counts the samples; without such a dim ``whole`` is returned. ``share``: the rank's part of
+    the samples."""
     if data.batch_dim is None:
         return whole
     rows = share.rows(data.shape[data.batch_dim])

@@ -49,8 +49,8 @@ class BatchPadding(Data):
 
 
 def name_shape(shape: tuple[int, int]) -> str:
-    """Return the name of the training step for batches of ``shape`` (samples, positions), such as ``step 8x4096``;
-    without positions ``step 8``.
+    """Return the name of the training step for batches of ``shape``, the pair (samples, positions), such as
+    ``step 8x4096``. If the second number is 0, the batch has no positions, and the name is ``step 8``.
     """
     return f"step {shape[0]}x{shape[1]}" if shape[1] else f"step {shape[0]}"
 

@@ -299,8 +299,8 @@ class TraceRunner:
 
     def check_finished(self, rank: int, event: FinishEvent) -> bool:
         """Return whether all collectives for which ``rank`` waits at ``event`` have ended. ``event``: a wait for some
-        or all of the collectives that the rank has started. If they have not ended, note that the rank goes on when the
-        first of them has.
+        or all of the collectives that the rank has started. If they have not ended, the rank is put on the list of
+        ranks that are checked again when the first of these collectives ends.
         """
         self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.is_complete(number)]
         open_ = self.list_awaited(rank, event)

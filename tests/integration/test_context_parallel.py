@@ -23,7 +23,6 @@ from partitioner.plans.verify import TOLERANCE, compare
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.execute.calls import BoundCall
 from partitioner.runtime.execute.collective_ops import ContextAttention
-from partitioner.runtime.execute.executor import _BACKWARD
 from tests.helpers.context_models import BANDS, MASKS, SEQ, VOCAB, Decoder, Mixed, NextToken, inputs
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -307,15 +306,15 @@ def test_without_a_sequence_there_is_nothing_to_share():
 
 def _saved_bytes(plan: Plan, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
     """What a rank keeps from forward for backward, at its fullest, as it runs."""
-    most = [0]
+    most, backward = [0], BoundCall.backward
 
     def measured(call: BoundCall, microbatch: int) -> None:
         held = [t for tensors in call.env.saved.values() for t in tensors if isinstance(t, Tensor)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         most.append(sum(storages.values()))
-        call.backward(microbatch)
+        backward(call, microbatch)
 
-    monkeypatch.setitem(_BACKWARD, "B", measured)
+    monkeypatch.setattr(BoundCall, "backward", measured)
     partitioner.run_threads(plan, model, inputs())
     return max(most)
 

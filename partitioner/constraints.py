@@ -187,8 +187,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     execution: Literal["eager", "compiled", "graph"] = Field(
         default="eager",
         description='How ranks execute instructions, if the engine is not told: "eager", operator by operator; '
-        '"compiled", by torch.compile between two collectives; "graph", a recorded step that is replayed, on GPUs as '
-        "CUDA graphs. The estimates of graph leave out the host's time for all operators but those of experts. The "
+        '"compiled", as compiled functions between two collectives; "graph", a recorded step that is replayed, on GPUs '
+        "as CUDA graphs. The estimates of graph leave out the host's time for all operators but those of experts. The "
         "estimates of kernels and memory are those of eager in all cases.",
     )
 

@@ -576,12 +576,11 @@ def _check_trainer(trainer: Any, module: Any) -> None:
         raise TrainerError(
             "the module has automatic_optimization=False, whose training_step runs backward itself: expected True"
         )
-    for name in ("backward",):
-        if is_overridden(name, module):
-            raise TrainerError(
-                f"{type(module).__name__} overrides {name}, which a plan does not call: expected none; compute the "
-                "loss in training_step"
-            )
+    if is_overridden("backward", module):
+        raise TrainerError(
+            f"{type(module).__name__} overrides backward, which a plan does not call: expected none; compute the loss "
+            "in training_step"
+        )
     for callback in trainer.callbacks:
         if isinstance(callback, _REFUSED_CALLBACKS):
             raise TrainerError(

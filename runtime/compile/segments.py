@@ -1,4 +1,7 @@
-"""Compile the operators between two collectives of a block to one function by ``torch.compile``.
+"""Compile the operators between two collectives of a block to one function.
+
+If all shapes are known, Inductor compiles them directly (``inductor.py``). ``torch.compile`` does it otherwise, and
+with another backend.
 
 The collectives remain lines of the rank's own function (``codegen.py``), which starts them and waits for them. Matrix
 products whose results are only gradients of states remain, too, because they are added up in place. A function that
@@ -72,9 +75,7 @@ class Segment:
             if self.function == self.module.forward:
                 raise
             result = self.module.forward(*arguments)  # raises, too, where the operators are at fault
-            _log.warning(
-                "%s is not compiled, and runs operator by operator: %s", self.name, " ".join(str(error).split()[:40])
-            )
+            _warn_not_compiled(self.name, error)
             self.function = self.module.forward
             return result
 
@@ -95,20 +96,20 @@ class FixedSegment:
         self.__name__ = "compiled"  # what torch.fx calls its node
         self.module = module
         self.device = device
-        self.function: BoxedFunction | None = None
         self.falls_back = False
         self._shapes: tuple[Any, ...] = ()  # of the arguments for which it was compiled first
-        self._others: dict[tuple[Any, ...], BoxedFunction] = {}  # by strides of the arguments
+        self._variants: dict[tuple[Any, ...], BoxedFunction] = {}  # by strides of the arguments
+        self._only: BoxedFunction | None = None  # the variant, if there is one alone
         self._dynamic: Segment | None = None  # where the data decides on shapes
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the compiled function with ``arguments``, and return its results."""
         if self._dynamic is not None:
             return self._dynamic(*arguments)
-        if self.function is None or self._others:
+        if self._only is None:
             return self._call_variant(arguments)
         try:
-            return self.function([*arguments])
+            return self._only([*arguments])
         except AssertionError:  # not the expected shapes or strides; a function checks them before all else
             return self._call_variant(arguments)
 
@@ -116,11 +117,9 @@ class FixedSegment:
         """Compile the function for arguments with the strides that the graph's values have, and return whether it is
         compiled. ``wait``: if another process compiles it now, wait until that ends, and read its result.
         """
-        expected = [n.meta["val"] for n in _list_placeholders(self.module)]
-        with one_thread, hold_compile_lock(describe_module(self.module, expected, self.device), wait) as held:
-            if held and self.function is None:
-                self.function = self._compile_for(expected)
-            return self.function is not None
+        expected = [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
+        with one_thread:
+            return bool(self._variants) or self._add_variant(expected, wait)
 
     def _call_variant(self, arguments: tuple[Any, ...]) -> Any:
         """Call the function for the shapes and strides of ``arguments``, and compile it if there is none."""
@@ -128,15 +127,20 @@ class FixedSegment:
             shapes = tuple(tuple(a.shape) for a in arguments)
             if self._shapes and shapes != self._shapes:
                 return self._call_dynamic(arguments)
-            if self.function is None:
-                with hold_compile_lock(describe_module(self.module, arguments, self.device)):
-                    self.function = self._compile_for(arguments)
-                return self.function([*arguments])
-            strides = tuple(a.stride() for a in arguments)
-            if strides not in self._others:
-                with hold_compile_lock(describe_module(self.module, arguments, self.device)):
-                    self._others[strides] = self._compile_for(arguments)
-            return self._others[strides]([*arguments])
+            strides = _list_strides(arguments)
+            if strides not in self._variants:
+                self._add_variant(arguments)
+            return self._variants[strides]([*arguments])
+
+    def _add_variant(self, arguments: Sequence[Tensor], wait: bool = True) -> bool:
+        """Compile the function for the shapes and strides of ``arguments``, and return whether that was done. ``wait``:
+        if another process compiles it now, wait until that ends.
+        """
+        with hold_compile_lock(describe_module(self.module, arguments, self.device), wait) as held:
+            if held:
+                self._variants[_list_strides(arguments)] = made = self._compile_for(arguments)
+                self._only = made if len(self._variants) == 1 else None
+            return held
 
     def _call_dynamic(self, arguments: tuple[Any, ...]) -> Any:
         """Call a function whose shapes are not fixed, such as numbers of rows that experts receive, now and from now
@@ -158,9 +162,7 @@ class FixedSegment:
         try:
             return compile_graph_module(self.module, arguments, self.device)
         except Exception as error:
-            _log.warning(
-                "%s is not compiled, and runs operator by operator: %s", self.name, " ".join(str(error).split()[:40])
-            )
+            _warn_not_compiled(self.name, error)
             self.falls_back = True
             return lambda given: self.module.forward(*given)
 
@@ -182,8 +184,13 @@ def compile_in_turns(segments: Sequence[Segment | FixedSegment], start: int) -> 
             segment.compile()
 
 
-def _list_placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in module.graph.nodes if n.op == "placeholder"]
+def _list_strides(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tensor.stride() for tensor in tensors)
+
+
+def _warn_not_compiled(name: str, error: Exception) -> None:
+    """Log a warning that the operators called ``name`` are not compiled, because of ``error``."""
+    _log.warning("%s is not compiled, and runs operator by operator: %s", name, " ".join(str(error).split()[:40]))
 
 
 def make_segment(name: str, module: fx.GraphModule, backend: str, device: torch.device) -> Segment | FixedSegment:

@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ExecutionSetup:
     """What the executors of an engine share. ``execution``: the mode. ``compile``: whether parts of blocks are compiled
-    by ``torch.compile``, or the name of its backend. ``tape``: records steps; ``None``: steps are not recorded.
+    by Inductor, or the name of another backend of ``torch.compile``. ``tape``: records steps; ``None``: steps are not
+    recorded.
     """
 
     execution: Execution

@@ -578,8 +578,10 @@ class Plan(Data):
 
         if format in VIEWERS:
             return export_for_viewer(self, format, path)
+        from partitioner.interop.formats import find_format
         from partitioner.interop.plan_layout import export_plan
 
+        find_format(format, others=VIEWERS)
         return export_plan(self, format, path)
 
 

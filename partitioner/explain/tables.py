@@ -184,6 +184,11 @@ _COUNTED = {  # in a list of what became of all candidates: of one, of several
     "infeasible": ("does not fit in memory", "do not fit in memory"),
 }
 _NO_PLAN = "not possible"  # for another reason than memory
+_EXECUTION = {  # how ranks execute instructions, by the constraint
+    "eager": "",
+    "compiled": "compiled between collectives; estimates are those of operators one by one",
+    "graph": "one step is recorded, and replayed afterwards",
+}
 _ENDS = {"time limit": "its time limit", "interruption": "an interruption"}
 _SHARED = {  # what ranks share, by the stage of ZeRO
     1: "optimizer states",
@@ -302,6 +307,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("types", types_text(plan)),
         ("sharding", sharing_text(plan)),
         ("recompute", recomputed_text(plan)),
+        ("execution", _EXECUTION[plan.constraints.execution]),
         ("step time", seconds_text(estimate.step_time)),
         ("of which", time),
         ("throughput", throughput_text(plan)),

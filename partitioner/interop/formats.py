@@ -114,13 +114,17 @@ def read_layout(
         raise LayoutError(f"expected the path of a configuration or its text, got {type(source).__name__}")
     found = replace(_load_source(source), ignore=tuple(map(str, ignore)))
     name = format or _detect_format(found)
-    return _find_format(name).read(found)
+    return find_format(name).read(found)
 
 
-def _find_format(name: str) -> Format:
+def find_format(name: str, others: Iterable[str] = ()) -> Format:
+    """Return the reader and writer of the format ``name``. ``others``: names that the caller accepts besides, for the
+    message. Raise :class:`LayoutError` for an unknown name.
+    """
     if name not in FORMATS:
+        known = [*FORMATS, *others]
         raise LayoutError(
-            f"unknown format {name!r}; {format_suggestion(str(name), [*FORMATS])}expected one of {', '.join(FORMATS)}"
+            f"unknown format {name!r}; {format_suggestion(str(name), known)}expected one of {', '.join(known)}"
         )
     return FORMATS[name]
 
@@ -172,6 +176,6 @@ def write_layout(layout: TrainingLayout, format: str, path: str | os.PathLike[st
     format.
     """
     target = Path(path)
-    text, missing = _find_format(format).write(layout, target)
+    text, missing = find_format(format).write(layout, target)
     write_text(target, text)
     return missing

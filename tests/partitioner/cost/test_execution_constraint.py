@@ -68,6 +68,12 @@ def test_the_engine_executes_as_the_plan_or_its_file_says(tmp_path: Path):
     assert Engine(plan.program, case.build()).execution_report == {}
 
 
+def test_the_summary_says_how_steps_are_executed():
+    local = Topology.local(1)
+    assert "execution      one step is recorded, and replayed afterwards" in str(planned("graph", local).summary())
+    assert "\n  execution " not in str(planned("eager", local).summary())
+
+
 def test_a_wrong_execution_is_refused():
     with pytest.raises(ConstraintError, match=r"execution.*eager.*compiled.*graph"):
         Constraints(execution="fast")  # type: ignore[arg-type]

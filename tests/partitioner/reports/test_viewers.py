@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from typer.testing import CliRunner
 
-from partitioner import Plan
+from partitioner import LayoutError, Plan
 from partitioner.cli.app import app
 from partitioner.report.viewers import MOST_BYTES
 from partitioner.simulate.program_time import plan_timeline
@@ -151,3 +151,9 @@ def test_the_command_line_writes_both(plan: Plan, tmp_path: Path):
         done = CliRunner().invoke(app, ["export", str(path), format, str(out)])
         assert done.exit_code == 0, done.output
         assert "does not have" not in done.output and json.loads(out.read_text())
+
+
+def test_an_unknown_format_is_told_with_the_viewers(plan: Plan, tmp_path: Path):
+    with pytest.raises(LayoutError, match=r"did you mean perfetto.*torchtitan.*perfetto, model-explorer"):
+        plan.export("perfeto", tmp_path / "trace.json")
+    assert not [*tmp_path.iterdir()]

@@ -341,7 +341,7 @@ class Plan(Data):
     @property
     def tokens_per_step(self) -> int:
         """Return the number of tokens of a step, if all samples are as long as the planned ones; 0 if the model has no
-        attention.
+        attention, or reads images alone.
         """
         limits = self.certificate.limits
         return self.global_batch * limits.length if limits is not None else 0

@@ -107,7 +107,8 @@ def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
     the job's model, such as the number of block calls (such as layers) and the dims of its parameters.
     """
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
-    lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
+    # an image has channels where a text has tokens
+    lengths = [i.spec.shape[1] for i in job.model.inputs if 1 < len(i.spec.shape) < 4]
     often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
     return SearchSpace(
         job.topology,

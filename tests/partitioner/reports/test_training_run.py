@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from partitioner import Plan, PlanError
+from partitioner import Plan, PlanError, Topology, partition
 from partitioner.cli.app import app
 from partitioner.explain.tables import throughput_text
 from partitioner.passes.errors import InputsError
 from partitioner.plan import Limits
 from partitioner.plans.training_run import parse_count
+from tests.helpers.models import CASES
 from tests.helpers.sample_programs import llama, plan_of
 
 
@@ -30,6 +31,14 @@ def plan() -> Plan:
 def test_tokens_of_a_second(plan: Plan) -> None:
     assert plan.tokens_per_step == 8 * 2**20
     assert throughput_text(plan) == "1.05 M tokens/s, 65.5 k per device"
+
+
+def test_images_have_no_tokens() -> None:
+    """The second dim of images, that of their channels, was counted as tokens."""
+    case = CASES["vit"]
+    plan = partition(case.build(), Topology.local(2), case.inputs(4), estimate_only=True)
+    assert plan.tokens_per_step == 0
+    assert "samples/s" in throughput_text(plan)
 
 
 def test_a_run_by_hand(plan: Plan) -> None:

@@ -143,13 +143,12 @@ def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
 def _copy_selected_rows(
     selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]
 ) -> Any:
-    """Copy ``node``, an operator on the rows that a boolean mask selects, to the new graph, and return the copy. The
-    number of selected rows depends on the data, so the copy works on all rows, and ``selected`` records the mask of the
-    rows that the model has.
+    """Copy ``node``, an operator on the rows that a boolean mask selects, to the new graph, and return the copy.
 
-    Raise :class:`UnsupportedError` if the operator has no such form. ``selected``: rewrites operators in this way.
-    ``env``: maps nodes of the program to nodes of the new graph. ``classes``: receives the class names of the node's
-    modules, by module path.
+    The number of selected rows depends on the data, so the copy works on all rows, selected or not. ``selected``
+    records which mask selects the rows that the original model works on. Raise :class:`UnsupportedError` if the
+    operator has no such form. ``selected``: rewrites operators in this way. ``env``: maps nodes of the program to nodes
+    of the new graph. ``classes``: receives the class names of the node's modules, by module path.
     """
     try:
         return selected.copy_node(node, env, _find_model_location(node, classes))

@@ -473,7 +473,9 @@ def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
 
 
 def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
-    """Return all nodes of the graph to which the nodes in ``some`` belong; empty if ``some`` has no node."""
+    """Return all nodes of one graph: the graph that the nodes in ``some`` belong to. ``some``: nodes of one graph, or
+    ``None``. The result is empty if all of them are ``None``.
+    """
     return next((node.graph.nodes for node in some if node is not None), ())
 
 

@@ -104,7 +104,10 @@ def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor
 
 
 def _is_float32_on_cpu(a: Tensor, b: Tensor) -> bool:
-    """Return whether products of the matrices ``a`` and ``b``, one by one, are faster than torch's grouped product."""
+    """Return whether ``a`` and ``b``, the operands of a grouped matrix product (one matrix for each expert), are
+    float32 tensors on the CPU. There, one product after the other, an expert at a time, is faster than torch's grouped
+    product.
+    """
     return a.is_cpu and a.dtype == b.dtype == torch.float32 and is_onednn_faster()
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 class _ThreadLog(threading.local):
-    """The recording of this thread: ``append`` adds a function without arguments to it; ``None``: nothing is
-    recorded.
+    """Where this thread records changes of storage sizes, so that a recorded step can repeat them. ``append``: stores a
+    function without arguments that repeats one change; ``None``: nothing is recorded.
     """
 
     append: Callable[[Callable[[], object]], None] | None = None
@@ -26,8 +26,9 @@ _log = _ThreadLog()
 
 
 def record_storages(append: Callable[[Callable[[], object]], None] | None) -> None:
-    """Let this thread record changes of storage sizes from now on: ``append`` gets a function that repeats the change.
-    ``None`` ends the recording.
+    """Record, from now on, how this thread changes the sizes of storages (allocates or releases their memory), because
+    a step is recorded and will be replayed. ``append``: called for each change with a function without arguments that
+    repeats it. ``None`` ends the recording.
     """
     _log.append = append
 

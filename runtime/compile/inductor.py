@@ -34,12 +34,13 @@ _multiply = torch.ops.partition.multiply.default
 
 
 def compile_graph_module(module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device) -> BoxedFunction:
-    """Compile ``module``, a graph without side effects, for tensors with the shapes, strides and types of
-    ``arguments``, or read what another process has compiled.
+    """Return a compiled function that computes ``module``, a graph without side effects, for tensors with the shapes,
+    strides and types of ``arguments``. If another process has compiled this graph already, its code is loaded from
+    disk.
 
-    ``device``: the device of the arguments, whichever theirs is. The function returns the results in a sequence, with
-    the strides that the operators of the graph give them. It raises ``AssertionError`` for arguments of other shapes
-    or strides.
+    ``device``: where the function gets its arguments; the tensors ``arguments`` may be elsewhere, such as on the meta
+    device. The function takes a list of arguments, which it empties, and returns a sequence of results with the strides
+    that the operators of the graph give them. It raises ``AssertionError`` for arguments of other shapes or strides.
     """
     from torch._inductor import config
 
@@ -57,7 +58,9 @@ def compile_graph_module(module: fx.GraphModule, arguments: Sequence[Tensor], de
 
 
 def _load_code(source: str) -> BoxedFunction:
-    """Return the function that the code ``source``, which Inductor has generated, defines; load its kernels."""
+    """Load ``source``, Python code that Inductor has generated for a graph, with its kernels. Return the function that
+    it defines, which takes a list of arguments.
+    """
     from torch._inductor.codecache import PyCodeCache
 
     _make_product_kernel()  # the code may call it
@@ -66,15 +69,21 @@ def _load_code(source: str) -> BoxedFunction:
 
 
 def _settings(device: torch.device) -> dict[str, Any]:
-    """Return settings of Inductor: on a CPU whose vector instructions torch itself uses, Inductor need not try them
-    out in processes of their own, which takes seconds.
+    """Return Inductor's options for ``device`` as a dict of option name -> value; empty if its defaults are used. On a
+    CPU whose AVX2 or AVX512 instructions torch itself uses, the options switch off Inductor's test of them, which takes
+    seconds.
     """
     known = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     return {"cpp.vec_isa_ok": True} if known and not torch.cpu._is_amx_tile_supported() else {}
 
 
 def _compile_by_inductor(module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device) -> Any:
-    """Return what Inductor makes of ``module`` for tensors on ``device`` that look like ``arguments``."""
+    """Compile ``module`` by Inductor, and return Inductor's object of the compiled graph, which has the callable
+    function and its source code.
+
+    ``arguments``: tensors with the shapes, strides and types for which it is compiled. ``device``: where the function
+    runs.
+    """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.utils import BoxedBool
@@ -99,8 +108,8 @@ def _compile_by_inductor(module: fx.GraphModule, arguments: Sequence[Tensor], de
 
 
 def describe_module(module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device) -> str:
-    """Return a hash of ``module`` for tensors with the shapes, strides and types of ``arguments`` on ``device``, and of
-    all else that its compiled code depends on.
+    """Return a hash that identifies the compiled code of ``module``. It depends on the graph, on the shapes, strides
+    and types of ``arguments``, on ``device``, on the processor, and on the versions of torch and Python.
     """
     specs = [(tuple(a.shape), a.stride(), str(a.dtype)) for a in arguments]
     machine = torch.backends.cpu.get_cpu_capability(), cpu_products.is_onednn_faster(), torch.get_num_threads()
@@ -109,8 +118,8 @@ def describe_module(module: fx.GraphModule, arguments: Sequence[Tensor], device:
 
 
 def _find_folder() -> Path | None:
-    """Return the folder of the project's files beside Inductor's; ``None`` if it cannot be written to, or if another
-    user can.
+    """Return the folder for compiled code: the folder ``partitioner`` inside Inductor's cache folder, which is created
+    if it does not exist. Return ``None`` if this process cannot write to it, or if another user can.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -124,10 +133,12 @@ def _find_folder() -> Path | None:
 
 @contextmanager
 def hold_compile_lock(key: str, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of this machine under which the graph with the hash ``key`` is compiled; yield whether it is held.
+    """Yield whether this process holds the lock for compiling one graph, so that only one process of the machine
+    compiles it.
 
-    The lock is a file beside Inductor's files. ``wait``: wait until no other process holds it. Where the folder cannot
-    be written to, there is no lock, and ``True`` is yielded.
+    ``key``: the hash of the graph. ``wait``: if another process holds the lock, wait until it is free; otherwise
+    ``False`` is yielded at once. The lock is a file in the folder for compiled code. If there is no such folder, there
+    is no lock, and ``True`` is yielded.
     """
     folder = _find_folder()
     if folder is None:
@@ -153,7 +164,9 @@ def _use_faster_products(graph: fx.Graph) -> None:
 
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions of operators, and those of the project's own that it should fuse."""
+    """Return a dict: operator -> function that computes it with simpler operators, which Inductor can fuse. It has
+    Inductor's own decompositions, and those of the project's cross-entropy operators.
+    """
     from torch._inductor.decomposition import select_decomp_table
 
     ours: dict[Any, Callable[..., Any]] = {
@@ -165,8 +178,8 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 @cache
 def _make_product_kernel() -> Any:
-    """Let code of Inductor call :func:`~partitioner.passes.ops.cpu_products.multiply` as a Python function, without
-    torch's dispatcher, and return what Inductor calls the kernel.
+    """Register :func:`~partitioner.passes.ops.cpu_products.multiply`, a matrix product by oneDNN, as a kernel that code
+    of Inductor calls directly. Return Inductor's object for this kernel.
     """
     from torch._inductor.select_algorithm import ExternKernelChoice
 
@@ -175,7 +188,9 @@ def _make_product_kernel() -> Any:
 
 @cache
 def _register_lowerings() -> None:
-    """Tell Inductor how to call ``partition::multiply``."""
+    """Register with Inductor how to generate code for the operator ``partition::multiply``, a matrix product by oneDNN:
+    as a call of the project's kernel.
+    """
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
@@ -188,7 +203,9 @@ def _register_lowerings() -> None:
 
 
 def is_fixed(module: fx.GraphModule) -> bool:
-    """Return whether all inputs of ``module`` are tensors whose shapes are known before it is called."""
+    """Return whether all inputs of ``module`` are tensors of fixed shapes, and it calls only ATen and custom operators
+    (no Python functions), so that Inductor can compile it directly.
+    """
     values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
     return all(isinstance(v, Tensor) and all(isinstance(s, int) for s in v.shape) for v in values) and not any(
         n.op == "call_function" and n.target is not operator.getitem and not isinstance(n.target, torch._ops.OpOverload)

@@ -42,9 +42,11 @@ _LEAST = 2  # operators that are worth a function of their own
 
 
 class Segment:
-    """A group of operators of a block, compiled to one function at its first call. Threads of a process may share it.
+    """A group of operators of a block (a piece of the model, such as a layer), compiled by ``torch.compile`` to one
+    function at its first call. Threads of a process may share it.
 
-    ``name``: for messages. ``module``: the operators. ``backend``: name of the ``torch.compile`` backend.
+    ``name``: the name in messages. ``module``: the operators as a graph module. ``backend``: name of the
+    ``torch.compile`` backend.
     """
 
     def __init__(self, name: str, module: fx.GraphModule, backend: str) -> None:
@@ -55,7 +57,9 @@ class Segment:
         self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=None)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the compiled function with ``arguments``, and return its results. Only one thread runs at a time."""
+        """Run the operators of this group, as one compiled function, with ``arguments``, and return their results. Only
+        one thread runs at a time.
+        """
         with one_thread:
             if threading.get_ident() in self._known:
                 return self.function(*arguments)
@@ -84,11 +88,11 @@ class Segment:
 
 
 class FixedSegment:
-    """A group of operators of a block on tensors of known shapes, compiled to one function by Inductor. Threads of a
-    process may share it.
+    """A group of operators of a block (a piece of the model, such as a layer) on tensors of known shapes, compiled by
+    Inductor to one function. Threads of a process may share it.
 
-    ``name``: for messages. ``module``: the operators, whose inputs have their values' shapes. ``device``: the device of
-    all tensors.
+    ``name``: the name in messages. ``module``: the operators as a graph module; its placeholders have meta tensors of
+    the expected shapes. ``device``: the device of all tensors.
     """
 
     def __init__(self, name: str, module: fx.GraphModule, device: torch.device) -> None:
@@ -103,7 +107,7 @@ class FixedSegment:
         self._dynamic: Segment | None = None  # where the data decides on shapes
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the compiled function with ``arguments``, and return its results."""
+        """Run the operators of this group, as one compiled function, with ``arguments``, and return their results."""
         if self._dynamic is not None:
             return self._dynamic(*arguments)
         if self._only is None:
@@ -114,15 +118,19 @@ class FixedSegment:
             return self._call_variant(arguments)
 
     def compile(self, wait: bool = True) -> bool:
-        """Compile the function for arguments with the strides that the graph's values have, and return whether it is
-        compiled. ``wait``: if another process compiles it now, wait until that ends, and read its result.
+        """Compile this group of operators for arguments with the shapes and strides of the graph's placeholders. Return
+        whether it is compiled now. ``wait``: if another process of the machine compiles it at the moment, wait and load
+        its result; otherwise return ``False`` then.
         """
         expected = [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
         with one_thread:
             return bool(self._variants) or self._add_variant(expected, wait)
 
     def _call_variant(self, arguments: tuple[Any, ...]) -> Any:
-        """Call the function for the shapes and strides of ``arguments``, and compile it if there is none."""
+        """Call the compiled function for the strides of ``arguments``, and return its results. The function is compiled
+        first if there is none for these strides. If the shapes differ from those of the first call, a function for
+        changing shapes is used from now on.
+        """
         with one_thread:
             shapes = tuple(tuple(a.shape) for a in arguments)
             if self._shapes and shapes != self._shapes:
@@ -133,8 +141,9 @@ class FixedSegment:
             return self._variants[strides]([*arguments])
 
     def _add_variant(self, arguments: Sequence[Tensor], wait: bool = True) -> bool:
-        """Compile the function for the shapes and strides of ``arguments``, and return whether that was done. ``wait``:
-        if another process compiles it now, wait until that ends.
+        """Compile this group of operators for the shapes and strides of ``arguments``. Return whether it was compiled
+        or loaded. ``wait``: if another process of the machine compiles it at the moment, wait and load its result;
+        otherwise return ``False`` then.
         """
         with hold_compile_lock(describe_module(self.module, arguments, self.device), wait) as held:
             if held:
@@ -143,8 +152,9 @@ class FixedSegment:
             return held
 
     def _call_dynamic(self, arguments: tuple[Any, ...]) -> Any:
-        """Call a function whose shapes are not fixed, such as numbers of rows that experts receive, now and from now
-        on.
+        """Compile this group of operators by ``torch.compile`` for shapes that change from call to call, such as
+        numbers of rows that experts receive. Call the compiled function with ``arguments``, and return its results.
+        Later calls use it, too.
         """
         for argument, expected in zip(arguments, self._shapes, strict=True):
             for dim, (size, other) in enumerate(zip(argument.shape, expected, strict=True)):
@@ -154,7 +164,8 @@ class FixedSegment:
         return self._dynamic(*arguments)
 
     def _compile_for(self, arguments: Sequence[Tensor]) -> BoxedFunction:
-        """Return a function for tensors with the shapes and strides of ``arguments``.
+        """Return the compiled function of this group of operators for tensors with the shapes and strides of
+        ``arguments``. It takes a list of arguments.
 
         If compilation fails, log a warning and return a function that runs the operators one by one.
         """
@@ -171,10 +182,11 @@ class FixedSegment:
 
 
 def compile_in_turns(segments: Sequence[Segment | FixedSegment], start: int) -> None:
-    """Compile ``segments``, each once for all processes of the machine: a process skips what another one compiles, and
-    reads the result in the end.
+    """Compile ``segments`` (groups of operators) together with the other processes of this machine, which call this
+    with the same list: each is compiled by one process. A process skips those that another one compiles at the moment,
+    and loads their code at the end.
 
-    ``start``: where in the list this process begins, so that processes begin at different places.
+    ``start``: index in ``segments`` with which this process begins, so that processes begin at different places.
     """
     fixed = [s for s in segments if isinstance(s, FixedSegment)]
     if fixed:
@@ -194,9 +206,11 @@ def _warn_not_compiled(name: str, error: Exception) -> None:
 
 
 def make_segment(name: str, module: fx.GraphModule, backend: str, device: torch.device) -> Segment | FixedSegment:
-    """Return a function for a group of operators of a block, ``module``, which is compiled by ``backend``.
+    """Return an object that runs ``module``, a group of operators of a block (a piece of the model), as one compiled
+    function: by Inductor directly if its shapes are fixed, otherwise by ``torch.compile``.
 
-    ``name``: for messages. ``device``: the device of all tensors.
+    ``name``: the name in messages. ``backend``: name of the ``torch.compile`` backend, such as ``inductor``.
+    ``device``: the device of all tensors.
     """
     if backend == "inductor" and is_fixed(module):
         return FixedSegment(name, module, device)
@@ -240,12 +254,13 @@ def _find_missing_compiler(device: torch.device) -> str:
 def fuse_segments(
     graph: fx.Graph, num_sinks: int, device: torch.device, made: Callable[[int, fx.GraphModule], Callable[..., Any]]
 ) -> fx.Graph:
-    """Return a copy of ``graph`` in which the operators between its collectives are replaced by calls of compiled
-    functions.
+    """Return a copy of ``graph`` in which each group of operators between its collectives is replaced by one call of a
+    compiled function.
 
-    ``made(number, module)``: returns the compiled function for one group of operators, where ``number`` tells apart the
-    groups of the graph. ``device``: where the functions create tensors. The last ``num_sinks`` outputs are gradients
-    that are accumulated in place, so matrix products for them are not replaced.
+    ``made(number, module)``: returns the compiled function for the operators ``module`` of one group; ``number`` is the
+    index of the group. ``device``: where the functions create tensors. ``num_sinks``: number of last outputs that are
+    gradients of parameters; matrix products that only compute these are not replaced, because they are added to the
+    accumulated gradients in place.
     """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     results: tuple[Any, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]

@@ -216,8 +216,9 @@ class TokenGenerator:
             )
 
     def _check_encoded(self, tokens: Tensor, mask: Tensor | None, new: int) -> None:
-        """Raise :class:`BatchError` if prompts do not fit the encoder, or ``new`` tokens do not fit the caches of the
-        decoder, or the mask is malformed.
+        """Raise :class:`BatchError` if prompts do not fit a model with an encoder: ``tokens`` ``[batch, positions]``
+        are more than the encoder is planned for, ``new`` further tokens do not fit the decoder's caches, or ``mask`` is
+        malformed. ``mask``: 1 at tokens and 0 at padding, in the shape of ``tokens``; ``None``: there is no padding.
         """
         _, read, length = self.shape
         if tokens.shape[1] > read:
@@ -285,12 +286,13 @@ class TokenGenerator:
         return found
 
     def _read_prompt(self, prompt: Prompt) -> Tensor | None:
-        """Run prefill on all tokens of the prompts. Return the logits of their last tokens, or with an encoder those of
-        the decoder's first token, see :meth:`_run`.
+        """Run prefill, the program that reads prompts, on all tokens of ``prompt``, as many positions at a time as it
+        is planned for. Return the logits for the next token of each of this rank's samples, ``[samples, vocabulary]``;
+        ``None`` on a rank that does not compute them.
 
-        Return the logits of the last token of each of this rank's samples, ``[samples, vocabulary]``; ``None`` on a
-        rank that does not compute them. The last run ends at the end of the prompts. If it begins before the one before
-        it ends, keys and values are written twice, with the same numbers.
+        For a model with an encoder, prefill runs once, and these are the logits after the decoder's first token.
+        Otherwise the last run ends at the end of the prompts. If it overlaps the run before it, the keys and values of
+        the common positions are written twice, with equal numbers.
         """
         if self.first is not None:
             return self._run("prefill", prompt, prompt.tokens.new_full((len(prompt.tokens), 1), self.first), 0)

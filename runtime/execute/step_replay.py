@@ -89,9 +89,11 @@ class Step(Protocol):
 
 
 def find_obstacle(rank: RankProgram, device: torch.device, local_inputs: frozenset[str]) -> str:
-    """Return why the steps of ``rank`` cannot be replayed; empty if they can, as far as the program tells.
+    """Return the reason why the steps of ``rank`` cannot be recorded and replayed, as text: something that the host
+    must do in each step, such as waiting for offloaded parameters. It is empty if the program has no such obstacle.
 
-    ``device``: of the rank. ``local_inputs``: inputs that the caller holds, such as key/value caches.
+    ``rank``: the program of this rank. ``device``: where it runs. ``local_inputs``: names of inputs that the caller
+    holds, such as key/value caches.
     """
     program = rank.program
     if program.offload:
@@ -104,8 +106,9 @@ def find_obstacle(rank: RankProgram, device: torch.device, local_inputs: frozens
 
 
 def why_host_decides(block: BlockGraph, device: str) -> str:
-    """Return why ``block`` cannot be recorded on ``device`` ("cpu" or "cuda"): an operator of it for which the host
-    reads values; empty if it can.
+    """Return the reason why a block (a piece of the model) cannot be recorded for replay, as text: the name of an
+    operator whose sizes depend on values that the host must read. It is empty if there is no such operator. ``block``:
+    its graph. ``device``: "cpu" or "cuda".
     """
     for node in block.nodes:
         target = str(node.get("target", ""))
@@ -115,8 +118,11 @@ def why_host_decides(block: BlockGraph, device: str) -> str:
 
 
 class ReplayableCall:
-    """A call of a block that notes when the host reads values of the device in it, and that is kept out of recordings
-    if ``reason``, a text, is not empty. Everything else it does as ``bound``, the call.
+    """Wrapper of ``bound``, one call of a block (a piece of the model), with the same methods, for steps that are
+    recorded and replayed. A call in which the host reads values from the device cannot be part of a recording. It runs
+    as usual between the recorded segments, in the recorded step and in each replay.
+
+    ``reason``: why the call cannot be recorded, as text; empty if it can. ``replay``: decides what is recorded.
     """
 
     def __init__(self, bound: BoundCall, replay: StepReplay, reason: str) -> None:
@@ -150,8 +156,11 @@ class ReplayableCall:
         self._run(run, bound.env.gradients[microbatch], (*bound.grad_outputs, *bound.grad_inputs), bound.grad_inputs)
 
     def _run(self, run: Action, table: dict[str, Tensor], read: Sequence[str], written: Sequence[str]) -> None:
-        """Call ``run``, which reads the entries ``read`` of ``table`` and writes ``written``; outside of the recording
-        if the host reads values of the device in it.
+        """Run the forward or backward of this call by calling ``run``. If the call cannot be part of the recording of a
+        step, suspend the recording meanwhile, and store a function that repeats it in each replay.
+
+        ``table``: the dict (name -> tensor) that ``run`` reads and changes. ``read``: the names that it reads there.
+        ``written``: the names that it writes.
         """
         tape = self.replay.tape
         if not tape.recording:
@@ -183,9 +192,11 @@ class ReplayableCall:
 
 
 class StepReplay:
-    """Decides how each step of one executor runs, records one of them, and replays it.
+    """Decides how each step of one executor runs: first a step as usual, in which calls that cannot be recorded are
+    found; then a step that is recorded; then replays of it.
 
-    ``tape``: the recording, on which the executor's communicator records, too. ``report``: what was decided.
+    ``tape``: the recording. The executor's communicator records its collectives on it, too. ``report``: what was
+    decided, and why.
     """
 
     def __init__(self, tape: Tape, rank: RankProgram, device: torch.device, local_inputs: frozenset[str]) -> None:
@@ -206,7 +217,9 @@ class StepReplay:
         _log.warning("rank %d runs without replay: %s", self.rank.rank, reason)
 
     def wrap_call(self, call: BoundCall) -> ReplayableCall:
-        """Return ``call`` so that it can be recorded, or kept out of recordings."""
+        """Return a wrapper of ``call``, one execution of a block, that runs it inside the recording of a step, or
+        outside of it if the host reads values from the device in it.
+        """
         why = why_host_decides(self.rank.program.blocks[call.call.block], self.device.type)
         wrapped = ReplayableCall(call, self, why)
         if why:
@@ -219,8 +232,9 @@ class StepReplay:
         self.report.eager_calls[call.path] = call.reason
 
     def watch_call(self, call: ReplayableCall) -> AbstractContextManager[None]:
-        """Return a context manager in which ``call`` runs before a step was recorded, so that it is kept out of the
-        recording if the host reads values of the device.
+        """Return a context manager in which ``call`` (one execution of a block) runs in a step before the recorded one.
+        If the host reads values from the device in it, the call is marked, so that it will be kept out of the
+        recording.
         """
         return _CallWatch(self, call)
 
@@ -244,7 +258,10 @@ class StepReplay:
         return step.actions
 
     def _begin_recording(self, step: Step) -> list[tuple[int, Action]]:
-        """Start to record a step of the executor ``step``, and return its actions, each of which notes its place."""
+        """Start to record a step of the executor ``step``. Return its actions, as pairs (index of the instruction,
+        function). Each function first stores the index of the action in the recording, so that what it records can be
+        assigned to the action.
+        """
         self._mode = "record"
         loads = [i for i in self.rank.instructions if i.op == "LOAD" and i.microbatch is not None]
         for load in loads:
@@ -269,7 +286,9 @@ class StepReplay:
         return self._inputs[microbatch, name] if self._mode == "record" else None
 
     def end_step(self, step: Step) -> None:
-        """End a step that has run completely: publish the loss and the results of the executor ``step``."""
+        """End a step that has run without an error. After a recorded or replayed step, copy the loss and the results
+        out of the recorded step's buffers to the executor ``step``; after a recorded one, also prepare the replays.
+        """
         if self._mode == "record":
             self.tape.finish()
             self._loss = step.loss
@@ -294,7 +313,9 @@ class StepReplay:
             self._mode = "watch"
 
     def note_reads(self, call: ReplayableCall, found: Sequence[str]) -> None:
-        """Keep ``call`` out of the recording, because the host read values of the device in it. ``found``: where."""
+        """Mark ``call`` (one execution of a block) to be kept out of the recording, if the host read values from the
+        device in it. ``found``: a text for each place at which it did; empty if it did not.
+        """
         if found and not call.reason:
             call.reason = f"the host reads values in {found[0]}"
             self._keep_out(call)
@@ -305,7 +326,9 @@ class StepReplay:
 
 
 class _CallWatch(AbstractContextManager[None]):
-    """Watches a call for values that the host reads, before a step was recorded."""
+    """Context manager in which one call of a block runs in a step before the recorded one. It finds out whether the
+    host reads values from the device in the call. ``replay``: is told the result.
+    """
 
     def __init__(self, replay: StepReplay, call: ReplayableCall) -> None:
         self.replay, self.call = replay, call
@@ -324,8 +347,9 @@ class _CallWatch(AbstractContextManager[None]):
 
 
 def _group_entries(tape: Tape, actions: Sequence[tuple[int, Action]]) -> list[tuple[int, Action]]:
-    """Return one action for each of ``actions``: what ``tape`` has at its place. So the places of a flight record mean
-    the same with and without replay.
+    """Return the actions of a replayed step, as pairs (index of the instruction, function), one for each of
+    ``actions``, those of a step that is not replayed. An action runs what ``tape`` has recorded for the action at its
+    position. As positions keep their meaning, the times of actions can be compared with and without replay.
     """
     found: list[list[Action]] = [[] for _ in actions]
     for place, entry in tape.entries:

@@ -28,34 +28,35 @@ Replay = Callable[[], object]
 
 
 class Capture(Protocol):
-    """Records the operators of one thread in segments.
-
-    ``kind``: a name for reports. ``collectives``: whether a segment may contain collectives of the device's own
-    library.
+    """Interface of what records the operators that run on one thread, so that they can be repeated. A recording
+    consists of segments: what runs between :meth:`begin` and :meth:`end`. ``kind``: a name for reports.
+    ``collectives``: whether a segment may contain collectives, which the device then runs by itself.
     """
 
     kind: str
     collectives: bool
 
     def begin(self) -> None:
-        """Start to record a segment."""
+        """Start to record a segment: all operators of this thread until :meth:`end`."""
 
     def end(self) -> Replay | None:
-        """End the segment, and return a function that repeats its operators; ``None`` if it has none.
-
-        Afterwards the operators of the segment have run once.
+        """End the segment that is being recorded. Return a function that repeats its operators; ``None`` if it has
+        none. When this returns, the operators of the segment have run once.
         """
 
     def abort(self) -> None:
         """Drop the segment that is being recorded, after an error. Do nothing if there is none."""
 
     def watch(self) -> AbstractContextManager[list[str]]:
-        """Return a context manager for code that is not recorded. Its value is a list, which afterwards has a text for
-        each place at which the host read a value from the device: such code cannot be recorded.
+        """Return a context manager for code that is not being recorded, to find out whether it can be. Its value is a
+        list, which afterwards has a text for each place at which the host read a value from the device. Such code
+        cannot be recorded, because a replay does not run on the host.
         """
 
     def pause_watch(self) -> AbstractContextManager[None]:
-        """Return a context manager for code inside :meth:`watch` that may read values, such as a collective."""
+        """Return a context manager inside of :meth:`watch`, in which the host may read values from the device without
+        being noted, as collectives do.
+        """
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:
@@ -80,7 +81,9 @@ def _reads_device(operator: Any, result: Any) -> bool:
 
 
 class _ReadWatch(TorchDispatchMode):
-    """Notes in ``found`` the operators that read values from the device, unless ``paused`` is set."""
+    """Torch dispatch mode that adds a text to ``found`` for each operator for which the host reads values from the
+    device, unless ``paused`` is true.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,8 +98,8 @@ class _ReadWatch(TorchDispatchMode):
 
 
 class _OperatorLog(TorchDispatchMode):
-    """Records operators as functions without arguments in ``calls``. A function repeats one operator on the same
-    tensors.
+    """Torch dispatch mode that appends a function without arguments to ``calls`` for each operator that runs. The
+    function repeats the operator on the same tensors.
     """
 
     def __init__(self) -> None:
@@ -123,8 +126,9 @@ class _OperatorLog(TorchDispatchMode):
 
 
 def _repeat_into(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor], fresh: Sequence[bool]) -> Replay:
-    """Return a function that runs the operator ``func`` again, and copies its results to the tensors ``made``, which it
-    returned when it was recorded. ``fresh``: which of them have memory of their own.
+    """Return a function that runs the operator ``func`` again with ``args`` and ``kwargs``, and copies its results to
+    ``made``, the tensors that it returned when it was recorded. ``fresh``: for each of these, whether it has memory of
+    its own; views are not copied.
     """
 
     def repeat() -> None:
@@ -266,7 +270,7 @@ class CudaGraphCapture:
 
 
 def capture_for(device: torch.device, pool: Any = None) -> Capture:
-    """Return what records steps on ``device``. ``pool``: the memory pool of CUDA graphs to share; ``None``: a new
-    one.
+    """Return the object that records steps on ``device``: CUDA graphs on a GPU, otherwise a list of operators.
+    ``pool``: the memory pool that CUDA graphs share; ``None``: a new one.
     """
     return CudaGraphCapture(device, pool) if device.type == "cuda" else OperatorCapture()

@@ -25,11 +25,13 @@ Entry = tuple[int, Replay]
 
 
 class Tape:
-    """Records one step, and holds what replays it.
+    """The recording of one step, which later steps replay. It consists of segments of operators that run on the device,
+    and of functions that the host calls between them.
 
-    The step is divided into numbered places, such as the actions of an executor. ``entries`` has pairs (place, function
-    without arguments) in the order of execution; a segment that spans several places is at its first one. ``host``
-    counts the host's functions by kind. ``num_segments``: number of segments.
+    A step is divided into numbered places, such as the actions of an executor. ``entries``: pairs (place, function
+    without arguments that repeats a segment or calls the host's function), in the order of execution; a segment that
+    spans several places has the first one. ``host``: kind of function -> number of functions that the host calls.
+    ``num_segments``: number of segments.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -43,7 +45,7 @@ class Tape:
         self._open: dict[int, RecordedPending] = {}  # collectives in a segment that are not waited for yet
 
     def start(self) -> None:
-        """Start to record a step at place 0."""
+        """Start to record a step. Its first operators belong to place 0."""
         self.entries, self.host, self.num_segments, self.place = [], Counter(), 0, 0
         self._open.clear()
         self._begin_segment()
@@ -60,8 +62,8 @@ class Tape:
         self.entries = []
 
     def run_on_host(self, first: Replay, again: Replay | None = None, kind: str = "host") -> None:
-        """Call ``first`` outside of the recording, and note that replays call ``again`` at this point; ``None``:
-        ``first``, too. ``kind``: what it is, for the counts.
+        """Call ``first`` now, outside of the recorded segments, and store that each replay calls ``again`` at this
+        point; ``None``: replays call ``first``. ``kind``: a word for what the function does, under which it is counted.
         """
         self._end_segment()
         first()
@@ -85,9 +87,8 @@ class Tape:
             self.num_segments += 1
 
     def start_collective(self, kind: str, call: Callable[[], Pending]) -> Pending:
-        """Start a collective by ``call``, and record it if a step is being recorded. Return the collective in progress.
-
-        ``kind``: what it is, for the counts.
+        """Start a collective by ``call``, and return it. While a step is recorded, also record it, so that replays
+        start it again. ``kind``: a word for the collective, under which it is counted.
         """
         if not self.recording:
             with self.capture.pause_watch():
@@ -105,15 +106,14 @@ class Tape:
         return pending
 
     def close_collective(self, pending: RecordedPending) -> None:
-        """Note that ``pending``, which is part of a segment, has been waited for."""
+        """Record that the step has waited for ``pending``, a collective inside of a segment."""
         self._open.pop(id(pending), None)
 
 
 class RecordedPending:
-    """A collective or transfer in progress while a step is recorded.
-
-    ``started``: what the communicator has returned, in this step or in its latest replay. The result keeps the memory
-    that it had in the recording.
+    """A collective or transfer in progress in a step that is recorded. ``started``: the same collective as the
+    underlying communicator has returned it, in the recorded step or in the last replay. A replay copies the result to
+    the memory that it had in the recorded step.
     """
 
     def __init__(self, tape: Tape, kind: str, started: Pending | TransferHandle | None = None) -> None:
@@ -150,8 +150,8 @@ class RecordedPending:
         self.started = None
 
     def release(self) -> None:
-        """Free the result's memory, if it is part of a segment, whose replay uses it in the same way. Otherwise replays
-        write to it.
+        """Free the memory of the result if the collective is inside of a segment, whose replay then frees it, too.
+        Otherwise the memory stays, because replays write the result to it.
         """
         if self._inside and self.started is not None:
             self.started.release()  # type: ignore[union-attr]  # transfers are never released

@@ -49,7 +49,7 @@ def spread_experts(
 
     Before each part that computes by expert, rows are sent to the ranks of their experts, and sent back after it.
     Raises :class:`UnsupportedError` if the number of experts is not divisible by ``size``, an operator between the
-    experts' products fixes the number of rows, or the experts are sharded over an axis in ``apart``.
+    experts' products fixes the number of rows (tokens), or the experts are sharded over an axis in ``apart``.
 
     Args:
         regions: the parts of the block that compute by expert.
@@ -77,8 +77,8 @@ class _Spreader:
     experts, so that experts must not communicate over them. ``merged``: the one of these axes over which the block was
     sharded before, or ``None``. ``tables``: nodes that are computed only from the experts' parameters, each with the
     dim that indexes experts. ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to
-    their copies, ``inside`` maps nodes within them. ``routes``: for each node with the expert numbers of rows, three
-    nodes: the order of the rows by expert, the counts of rows per rank, and the experts of the received rows.
+    their copies, ``inside`` maps nodes within them. ``routes``: for each node with the expert numbers of rows (tokens),
+    three nodes: the order of the rows by expert, the counts of rows per rank, and the experts of the received rows.
     """
 
     def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
@@ -105,8 +105,8 @@ class _Spreader:
 
     def copy_node(self, node: fx.Node) -> None:
         """Copy ``node`` to the graph in which each rank has only some of the experts. A parameter of the experts is
-        sharded by expert. An operator that computes by expert reads rows that were sent to the rank of their expert,
-        and its results are sent back. Any other node is copied unchanged.
+        sharded by expert. An operator that computes by expert reads rows (tokens) that were sent to the rank of their
+        expert, and its results are sent back. Any other node is copied unchanged.
         """
         if node in self.tables:
             self._shard_table_node(node, self.tables[node])
@@ -151,7 +151,7 @@ class _Spreader:
 
     def _copy_region_node(self, node: fx.Node, region: ExpertRegion) -> None:
         """Copy ``node``, an operator in ``region`` (a part of the graph that computes by expert), to the new graph,
-        where it works on the rows that were sent to this rank. If it is read outside of the region, append the
+        where it works on the rows (tokens) that were sent to this rank. If it is read outside of the region, append the
         collective that sends its rows back. Raise :class:`UnsupportedError` if it cannot work on another number of
         rows.
         """
@@ -173,8 +173,8 @@ class _Spreader:
         """Return the node that the new graph reads in place of ``node``, an operand of an operator in ``region`` (a
         part of the graph that computes by expert).
 
-        If ``node`` is in the region, the result is its copy. If it has rows from outside, the result has the rows that
-        were sent to this rank. Anything else, such as a parameter, is replaced by its copy.
+        If ``node`` is in the region, the result is its copy. If it has rows (tokens) from outside, the result has the
+        rows that were sent to this rank. Anything else, such as a parameter, is replaced by its copy.
         """
         if node in region.nodes:
             return self.inside[node]
@@ -188,8 +188,8 @@ class _Spreader:
         return self.sent[key]
 
     def _route_rows(self, region: ExpertRegion, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """Return the nodes (order of the rows by expert, counts of rows per rank, expert of each received row) for
-        ``region``.
+        """Return the nodes (order of the rows (tokens) by expert, counts of rows per rank, expert of each received row)
+        for ``region``.
 
         The operator that computes the three is appended at the first call for a node of expert numbers
         (``region.keys``); later calls return the same nodes. ``like``: a node whose metadata is copied.
@@ -206,7 +206,8 @@ class _Spreader:
         return insert_operator_node(self.graph, operator.getitem, (source, index), like=source)
 
     def _send_to_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """Append the collective that sends the rows of ``local`` to the ranks of their experts, and return its node.
+        """Append the collective that sends the rows (tokens) of ``local`` to the ranks of their experts, and return its
+        node.
 
         ``local``: the node of the new graph with the rows of this rank. ``node``: the original node, whose metadata is
         copied. ``region``: the part of the graph that reads the rows.
@@ -216,8 +217,8 @@ class _Spreader:
         return self._append_collective("dispatch", node, local, *self._route_rows(region, region.keys))
 
     def _return_from_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """Append the collective that sends the rows of ``local`` back to the ranks that they came from, and return its
-        node.
+        """Append the collective that sends the rows (tokens) of ``local`` back to the ranks that they came from, and
+        return its node.
 
         ``local``: the node of the new graph with the results for the received rows. ``node``: the original node, whose
         metadata is copied. ``region``: the part of the graph that computed the rows.
@@ -251,8 +252,8 @@ class _Spreader:
     def _check_rows(
         self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise :class:`UnsupportedError` if the arguments of ``node`` fix the number of rows, which is not possible
-        because each rank receives another number of rows.
+        """Raise :class:`UnsupportedError` if the arguments of ``node`` fix the number of rows (tokens), which is not
+        possible because each rank receives another number of rows.
 
         To find out, the operator is executed on meta tensors with more rows. ``args``, ``kwargs``: its arguments in the
         new graph. ``region``: the part of the graph that contains it.
@@ -285,7 +286,7 @@ class _Spreader:
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
     """Return the shape argument of ``node``, a reshape or expand in a part of the graph that computes by expert, for
-    the experts and rows of one rank: fewer experts, and another number of rows.
+    the experts and rows (tokens) of one rank: fewer experts, and another number of rows.
 
     Args:
         region: the part of the graph that contains ``node``.

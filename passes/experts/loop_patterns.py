@@ -41,9 +41,9 @@ _LEAST = 2  # experts in a loop
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over the experts of a mixture, as it is found in a graph: each expert computes all rows, and ``chain``,
-    the nodes of a sum or of ``where`` operators, combines the experts' outputs, of which each counts only in its
-    expert's rows.
+    """A loop over the experts of a mixture, as it is found in a graph: each expert computes all rows (tokens), and
+    ``chain``, the nodes of a sum or of ``where`` operators, combines the experts' outputs, of which each counts only in
+    its expert's rows.
 
     ``parts[i]`` is the output of expert ``first + i``. The expert's rows are those where ``of``, the tensor with the
     expert numbers that rows chose, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of ``of``.
@@ -63,7 +63,7 @@ class Loop:
 
 def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """Yield the loops over experts of a mixture whose last addition or ``where`` is the node ``head``; nothing for
-    other nodes. Such a loop computes each expert on all rows, and combines the experts' outputs by a sum or by
+    other nodes. Such a loop computes each expert on all rows (tokens), and combines the experts' outputs by a sum or by
     ``where``.
 
     Args:
@@ -77,7 +77,7 @@ def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """Yield the loops over experts of a mixture whose outputs the sum ``head`` adds up. The output of an expert is zero
-    in all rows except those that chose this expert.
+    in all rows (tokens) except those that chose this expert.
 
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
@@ -88,9 +88,9 @@ def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _own_rows(addend: fx.Node) -> RoutingChoice | None:
-    """Return which rows of ``addend``, the output of one expert in a sum over experts, may be non-zero: those where a
-    tensor of chosen expert numbers equals one number. The result names the tensor and the number. Return ``None`` if
-    the addend was not masked in this way.
+    """Return which rows (tokens) of ``addend``, the output of one expert in a sum over experts, may be non-zero: those
+    where a tensor of chosen expert numbers equals one number. The result names the tensor and the number. Return
+    ``None`` if the addend was not masked in this way.
     """
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
@@ -104,8 +104,8 @@ def _own_rows(addend: fx.Node) -> RoutingChoice | None:
 def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """Yield the loops over experts whose outputs a chain of ``where`` operators that ends in ``head`` combines.
 
-    Each ``where`` selects one expert's output in the rows that chose this expert; in other rows it selects the result
-    of the ``where`` before it.
+    Each ``where`` selects one expert's output in the rows (tokens) that chose this expert; in other rows it selects the
+    result of the ``where`` before it.
 
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
@@ -157,7 +157,7 @@ def _group_into_loops(
     of chosen expert numbers, and the numbers for which they test it are consecutive.
 
     Args:
-        found: the output of each expert -> the tensor and the number by which the expert's rows are masked.
+        found: the output of each expert -> the tensor and the number by which the expert's rows (tokens) are masked.
         others: function of a loop's outputs that returns the other operands of the sum or ``where`` chain.
         chain: the nodes that combine the outputs.
         numbers: assigns equal integers to nodes that compute the same value.
@@ -293,7 +293,7 @@ class ExpertColumns:
 
         Args:
             keys: the node with the expert number of each row.
-            dim: the dim of ``column`` that indexes rows.
+            dim: the dim of ``column`` that indexes rows (tokens).
         """
         sizes = list_node_sizes(column.node)
         if any(size != 1 for d, size in enumerate(sizes[:-1]) if d != dim):
@@ -316,7 +316,7 @@ class ExpertColumns:
 @dataclass(frozen=True)
 class ExpertMask:
     """The row masks of all experts in a loop over experts, described as one. The mask of an expert is true in the rows
-    that chose this expert, or in all other rows if ``negated``.
+    (tokens) that chose this expert, or in all other rows if ``negated``.
 
     ``dim``: the dim of the mask that indexes rows; ``None`` if several dims together do, such as batch and position.
     ``plain``: whether the mask has the dims, in order, of the tensor of chosen expert numbers that it was computed
@@ -332,7 +332,7 @@ class ExpertMask:
 class ExpertRows:
     """One node that replaces the corresponding nodes of all experts in a loop over experts. Its value has each row,
     along the dim ``dim``, computed by the expert that the row chose. ``zeroed``: whether each expert's own value was
-    zero in the rows of other experts.
+    zero in the rows (tokens) of other experts.
     """
 
     node: fx.Node
@@ -344,7 +344,7 @@ class ExpertRows:
 class MultiResultRows:
     """The operator ``node`` with several results, which replaces the corresponding operators of all experts in a loop.
     In each result every row is computed by the expert that the row chose. ``dims[k]``: the index of the dim that
-    indexes rows in result ``k``.
+    indexes rows (tokens) in result ``k``.
     """
 
     node: fx.Node
@@ -364,7 +364,7 @@ class ExpertSum:
 class PlacedRows:
     """A node of a loop over experts whose value has each row computed by the expert that the row chose, after a reshape
     that split the row dim into several dims. ``where``: the shape of the value, with the size 1 in every dim except
-    those of the rows.
+    those of the rows (tokens).
     """
 
     node: fx.Node
@@ -455,7 +455,7 @@ class LoopWeights:
         self, node: fx.Node, stack: ExpertParameter | PackedParameter, rows: ExpertRows, expert: Callable[[], fx.Node]
     ) -> fx.Node:
         """Return a node with the parameter of each row's own expert, to be read by the pointwise operator ``node``. Its
-        dim 0 indexes rows, and its further dims broadcast with the other operand.
+        dim 0 indexes rows (tokens), and its further dims broadcast with the other operand.
 
         Raises :class:`Different` if ``node`` is not pointwise, or if one expert's parameter, broadcast to the other
         operand, varies along the dim of rows or a dim before it.

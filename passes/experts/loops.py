@@ -61,8 +61,8 @@ _ROUTED = "loops over experts are computed as products of each row with its expe
 
 
 def route_loops(captured: Captured) -> Captured:
-    """Return ``captured`` with its loops over the experts of a mixture rewritten: products of all rows with every
-    expert's matrix become products of each row with the matrix of its own expert.
+    """Return ``captured`` with its loops over the experts of a mixture rewritten: products of all rows (tokens) with
+    every expert's matrix become products of each row with the matrix of its own expert.
 
     The graph is changed in place. ``captured`` itself is returned if no loop fits the patterns.
     """
@@ -106,10 +106,10 @@ class _Merging:
         self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
 
     def merge_loop(self) -> bool:
-        """Rewrite the loop over experts, which this object merges, so that one operator computes the rows of all
-        experts, and return ``True``. Return ``False``, with an unchanged graph, if the experts do not compute the same
-        operators with their own parameters, if these operators cannot be merged, or if something outside of the loop
-        reads their intermediate values.
+        """Rewrite the loop over experts, which this object merges, so that one operator computes the rows (tokens) of
+        all experts, and return ``True``. Return ``False``, with an unchanged graph, if the experts do not compute the
+        same operators with their own parameters, if these operators cannot be merged, or if something outside of the
+        loop reads their intermediate values.
         """
         graph = self.build.graph
         with graph.inserting_before(self.head):
@@ -130,8 +130,8 @@ class _Merging:
         operands of the loop's sum or ``where`` chain that are no expert's output.
 
         Return the node that replaces the last operator of the loop. Raises :class:`Different` if ``made`` does not fit.
-        For a sum, it must be an :class:`ExpertSum`, or :class:`ExpertRows` whose experts had zeros in the rows of other
-        experts. For a ``where`` chain, its rows must lie along the dims by which the chain selects.
+        For a sum, it must be an :class:`ExpertSum`, or :class:`ExpertRows` whose experts had zeros in the rows (tokens)
+        of other experts. For a ``where`` chain, its rows must lie along the dims by which the chain selects.
         """
         if self.loop.adds:
             if not isinstance(made, ExpertSum) and not (isinstance(made, ExpertRows) and made.zeroed):
@@ -160,7 +160,8 @@ class _Merging:
 
     def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
         """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop: a node that all
-        experts share, or an object for merged nodes, such as :class:`ExpertRows` (each row computed by its own expert).
+        experts share, or an object for merged nodes, such as :class:`ExpertRows` (each row (token) computed by its own
+        expert).
 
         Raises :class:`Different` if the nodes do not correspond. Nodes correspond if they apply the same operator to
         corresponding nodes and equal constants.
@@ -171,7 +172,7 @@ class _Merging:
         return self.known[nodes]
 
     def _merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return one object, such as :class:`ExpertRows` (each row computed by its own expert), that replaces
+        """Return one object, such as :class:`ExpertRows` (each row (token) computed by its own expert), that replaces
         ``nodes``, which compute corresponding but different values of all experts in the loop.
 
         Raises :class:`Different` if the nodes do not correspond, or if no merged form of their operator is known. Nodes
@@ -253,7 +254,7 @@ class _Merging:
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
         """Return one description of the row masks of all experts in the loop if ``nodes`` are these masks, in the order
-        of the experts; else ``None``. The mask of an expert is true in the rows that chose it.
+        of the experts; else ``None``. The mask of an expert is true in the rows (tokens) that chose it.
         """
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
@@ -283,9 +284,10 @@ class _Merging:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """Merge the ``masked_fill`` operators of all experts, each of which keeps the rows of one expert and sets all
-        other rows to a number. Return the merged rows, each computed by its own expert. Raises :class:`Different` if
-        the masks are not those of the rows that did not choose the expert, or do not lie along the rows of ``value``.
+        """Merge the ``masked_fill`` operators of all experts, each of which keeps the rows (tokens) of one expert and
+        sets all other rows to a number. Return the merged rows, each computed by its own expert. Raises
+        :class:`Different` if the masks are not those of the rows that did not choose the expert, or do not lie along
+        the rows of ``value``.
 
         ``node``: the operator of the first expert. ``value``, ``mask``: its first two operands, each merged over all
         experts.
@@ -310,8 +312,9 @@ class _Merging:
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
     def _mask_expert_rows(self) -> fx.Node:
-        """Return a node with a boolean mask over rows, of shape ``[rows]``, which is true for the rows that chose some
-        expert of the loop."""
+        """Return a node with a boolean mask over rows (tokens), of shape ``[rows]``, which is true for the rows that
+        chose some expert of the loop.
+        """
         keys = self._chosen_numbers()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
         return self.build(aten.logical_and.default, above, below)
@@ -319,7 +322,7 @@ class _Merging:
     def _chosen_numbers(self) -> fx.Node:
         """Return a node with the index, from 0, of each row's expert within the loop, of shape ``[rows]``.
 
-        It is out of range for a row that chose none of the loop's experts.
+        It is out of range for a row (token) that chose none of the loop's experts.
         """
         loop, numbers = self.loop, self.loop.of
         if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
@@ -331,8 +334,8 @@ class _Merging:
         return self.build(aten.sub.Tensor, numbers, loop.first) if loop.first else numbers
 
     def _find_row_experts(self) -> fx.Node:
-        """Return a node with the expert index of each row, of shape ``[rows]``; an arbitrary valid index for a row
-        without an expert.
+        """Return a node with the expert index of each row (token), of shape ``[rows]``; an arbitrary valid index for a
+        row without an expert.
         """
         if self.keys is None:
             keys = self._chosen_numbers()
@@ -342,9 +345,9 @@ class _Merging:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def _merge_products(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
-        """Append one operator that multiplies each row by the matrix of its own expert, and return the rows. It
-        replaces the matrix products of all experts. ``node``: the product of the first expert. ``args``: its operands,
-        each merged over all experts.
+        """Append one operator that multiplies each row by the matrix of its own expert, and return the rows (tokens).
+        It replaces the matrix products of all experts. ``node``: the product of the first expert. ``args``: its
+        operands, each merged over all experts.
 
         Raises :class:`Different` unless the operands are rows, each computed by its own expert, and one matrix for each
         expert, and the rows lie along a single dim that the product does not sum over.
@@ -380,8 +383,8 @@ class _Merging:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """Append one operator that applies the operator of ``node`` to rows that are each computed by their own expert,
-        in place of the corresponding operators of all experts, and return the result.
+        """Append one operator that applies the operator of ``node`` to rows (tokens) that are each computed by their
+        own expert, in place of the corresponding operators of all experts, and return the result.
 
         Raises :class:`Different` if no operand has such rows, if the operator combines rows, or if its result would
         have another shape or dtype than ``node``. ``node``: the operator of the first expert. ``args``, ``kwargs``: its
@@ -445,7 +448,7 @@ class _Merging:
         """Return what replaces ``nodes``, the ``getitem`` nodes of all experts that take the same result of an operator
         with several results: this result with each row computed by its own expert.
 
-        Raises :class:`Different` if the operator does not work on rows.
+        Raises :class:`Different` if the operator does not work on rows (tokens).
         """
         whole: Any = self.merge_nodes(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):

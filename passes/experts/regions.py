@@ -38,7 +38,7 @@ _LOOKUPS: dict[Any, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class RowExpertDims:
-    """The dims of a value that index its rows and its experts.
+    """The dims of a value that index its rows (tokens) and its experts.
 
     ``rows``: the index of the dim of rows. ``experts``: the index of the dim of experts; ``None`` if each row has one
     expert, so that no dim indexes experts.
@@ -56,8 +56,8 @@ class ExpertRegion:
     ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``num_experts``: the number of
     experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that indexes
     experts. ``nodes``: operators that work row by row, in order, with the row and expert dims of their results.
-    ``entries``: values from outside whose rows they read, with these dims. ``exits``: those of ``nodes`` that are read
-    outside. ``products``: the matrix products among ``nodes``.
+    ``entries``: values from outside whose rows (tokens) they read, with these dims. ``exits``: those of ``nodes`` that
+    are read outside. ``products``: the matrix products among ``nodes``.
     """
 
     keys: fx.Node | None
@@ -82,7 +82,7 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
 
     A region consists of matrix products in which each row has one expert (or all experts compute all rows), and of
     operators between and behind them that work on each row by itself. Products for which there is no such region,
-    because an operator between them combines rows, give none.
+    because an operator between them combines rows (tokens), give none.
 
     Args:
         apart: mesh axes whose ranks will have different experts. An operator that communicates over such an axis ends a
@@ -114,9 +114,9 @@ class _RegionFinder:
 
     ``products``: these products. ``tables`` maps nodes that are computed only from the experts' parameters to the dim
     that indexes experts. ``keys``: the node with the expert number of each row; ``None`` if all experts compute every
-    row. ``places`` has the operators of the region, with the dims of their results that index rows and experts.
-    ``entries`` has the values from outside that they read, with the same dims. ``apart``: mesh axes along which ranks
-    will have different experts; operators that communicate over them cannot be in the region.
+    row. ``places`` has the operators of the region, with the dims of their results that index rows (tokens) and
+    experts. ``entries`` has the values from outside that they read, with the same dims. ``apart``: mesh axes along
+    which ranks will have different experts; operators that communicate over them cannot be in the region.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class _RegionFinder:
     def find_region(self) -> ExpertRegion | None:
         """Return the part of the block that computes by expert around the matrix products of this object. Return
         ``None`` if the experts cannot be distributed over ranks there: if an operator between the products combines
-        rows, if an operator outside reads the experts' parameters, or if values that enter or leave the part have rows
-        or experts in other dims than values that are sent between ranks.
+        rows (tokens), if an operator outside reads the experts' parameters, or if values that enter or leave the part
+        have rows or experts in other dims than values that are sent between ranks.
         """
         seeds = self._find_seed_nodes()
         if not seeds:
@@ -159,7 +159,7 @@ class _RegionFinder:
 
     @property
     def _sent_row_dims(self) -> RowExpertDims:
-        """Return the dims that index rows and experts in values that are sent between the ranks of experts.
+        """Return the dims that index rows (tokens) and experts in values that are sent between the ranks of experts.
 
         The rows are in dim 0 if each row has one expert; otherwise the experts are in dim 0 and the rows in dim 1.
         """
@@ -167,8 +167,8 @@ class _RegionFinder:
 
     def _find_seed_nodes(self) -> set[fx.Node]:
         """Return the nodes from which the search for a part that computes by expert starts: operators that combine rows
-        with a parameter of the experts, such as products and look-ups. Return an empty set if there are no products or
-        the numbers of experts differ.
+        (tokens) with a parameter of the experts, such as products and look-ups. Return an empty set if there are no
+        products or the numbers of experts differ.
         """
         if self.keys is None:
             tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}
@@ -215,7 +215,7 @@ class _RegionFinder:
 
     def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
         """Add the operator ``node`` to the part of the graph that computes by expert: record which dims of its results
-        index rows and experts, and which of its operands come from outside.
+        index rows (tokens) and experts, and which of its operands come from outside.
 
         Return ``False`` if the operator does not work row by row and was not added.
 
@@ -259,9 +259,10 @@ class _RegionFinder:
         return True
 
     def _find_row_factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
-        """Return the names of the loop dimensions that index rows and experts in the operator ``node``; ``None`` for a
-        name that does not exist. Both are ``None`` if the operator does not work on each row by itself. ``rule`` names
-        the loop dimensions of the operator, as in an einsum."""
+        """Return the names of the loop dimensions that index rows (tokens) and experts in the operator ``node``;
+        ``None`` for a name that does not exist. Both are ``None`` if the operator does not work on each row by itself.
+        ``rule`` names the loop dimensions of the operator, as in an einsum.
+        """
         rows: set[str] = set()
         experts: set[str] = set()
         for operand, dims in zip(operands_of(node), rule.operands, strict=True):
@@ -286,7 +287,8 @@ class _RegionFinder:
 
     def _extend_region(self) -> None:
         """Add further operators to the region, the part of the block that computes by expert: those that read its
-        results, work row by row and read no other rows, such as a bias or an activation."""
+        results, work row by row and read no other rows (tokens), such as a bias or an activation.
+        """
         for node in self.block.graph.nodes:
             operands = operands_of(node) if node.op == "call_function" else ()
             inside = [o for o in operands if o in self.places]
@@ -304,8 +306,8 @@ class _RegionFinder:
 
 
 def _index_of(node: fx.Node, at: int) -> Any:
-    """Return the node of the indices by which ``node`` looks up rows along dim 0; ``None`` if the look-up is along
-    another dim.
+    """Return the node of the indices by which ``node`` looks up rows (tokens) along dim 0; ``None`` if the look-up is
+    along another dim.
 
     Args:
         at: position of the index among the operator's arguments, from 0.

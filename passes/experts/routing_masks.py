@@ -43,7 +43,7 @@ _PLACES = (aten.argsort.default, aten.argsort.stable)
 
 @dataclass(frozen=True)
 class RoutingChoice:
-    """A mask of the rows that chose one expert: it is true where the integer tensor ``of`` equals ``number``.
+    """A mask of the rows (tokens) that chose one expert: it is true where the integer tensor ``of`` equals ``number``.
 
     Dim ``j`` of the mask is dim ``dims[j]`` of ``of``.
     """

@@ -55,7 +55,7 @@ def remove_row_sorts(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class _UnsortedValue:
-    """The value that an operator behind a sort of rows would have if the rows were not sorted.
+    """The value that an operator behind a sort of rows (tokens) would have if the rows were not sorted.
 
     ``node``: a new node with this value. ``dims``: for each result of the original operator, the index of the dim along
     which it is sorted; ``None`` if it does not depend on the order.
@@ -85,8 +85,8 @@ class _Unsorter:
         self.inverse: set[fx.Node] = set()
 
     def unsort_rows(self) -> None:
-        """Rewrite the operators that depend on a sort of rows, in graph order, so that they work on unsorted rows. An
-        operator whose result needs the sorted order stays as it is, and so does the sort then.
+        """Rewrite the operators that depend on a sort of rows (tokens), in graph order, so that they work on unsorted
+        rows. An operator whose result needs the sorted order stays as it is, and so does the sort then.
         """
         nodes = list(self.graph.nodes)
         with self.graph.inserting_before(self.sort):
@@ -107,9 +107,9 @@ class _Unsorter:
         self.twins[node] = _UnsortedValue(self.place)
 
     def _visit_node(self, node: fx.Node, build: Builder) -> None:
-        """Rewrite the operator ``node``, which reads rows that were sorted by their expert, so that it works on the
-        rows in their original order, and store its new value in ``twins``. If that is impossible, leave it as it is.
-        ``build`` appends operators to the graph.
+        """Rewrite the operator ``node``, which reads rows (tokens) that were sorted by their expert, so that it works
+        on the rows in their original order, and store its new value in ``twins``. If that is impossible, leave it as it
+        is. ``build`` appends operators to the graph.
         """
         source: Any = node.args[0]
         if source is self.sort and self.sort.target in _SORTS:
@@ -133,9 +133,10 @@ class _Unsorter:
                 self._record_unsorted_value(node, twin)
 
     def _record_unsorted_value(self, node: fx.Node, twin: _UnsortedValue) -> None:
-        """Record that ``node``, which depends on the sort of rows that this object removes, would have the value
-        ``twin`` if the rows were not sorted. ``twin``: a graph node, with the dim of each of its results along which
-        the rows lie. If no result depends on the order of the rows, ``twin`` replaces ``node`` in the graph."""
+        """Record that ``node``, which depends on the sort of rows (tokens) that this object removes, would have the
+        value ``twin`` if the rows were not sorted. ``twin``: a graph node, with the dim of each of its results along
+        which the rows lie. If no result depends on the order of the rows, ``twin`` replaces ``node`` in the graph.
+        """
         if any(dim is not None for dim in twin.dims):
             self.twins[node] = twin
         elif twin.node.op == "call_function":  # in its place, so that an output keeps its name
@@ -144,8 +145,8 @@ class _Unsorter:
             node.replace_all_uses_with(twin.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
-        """Record which node replaces ``node``, one result of an operator with several results, if the rows are not
-        sorted by the sort that this object removes. ``build`` appends operators to the graph.
+        """Record which node replaces ``node``, one result of an operator with several results, if the rows (tokens) are
+        not sorted by the sort that this object removes. ``build`` appends operators to the graph.
         """
         source, index = node.args
         if source in self.twins:
@@ -154,9 +155,9 @@ class _Unsorter:
             self._record_unsorted_value(node, _UnsortedValue(build(node.target, twin.node, index), (twin.dims[index],)))
 
     def _is_inverse_order(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is the inverse of the sort's permutation, by which a model brings rows back to their
-        original order. This is an ``arange`` written to the positions of the sort order, or an ``argsort`` of the
-        order.
+        """Return whether ``node`` is the inverse of the sort's permutation, by which a model brings rows (tokens) back
+        to their original order. This is an ``arange`` written to the positions of the sort order, or an ``argsort`` of
+        the order.
         """
         if self.order is None:
             return False
@@ -211,7 +212,7 @@ class _Unsorter:
 
     def _finds_keys(self, node: fx.Node) -> bool:
         """Return whether ``node`` computes the expert number of each sorted row: a ``searchsorted`` of the row
-        positions in the positions where the rows of each expert end.
+        positions in the positions where the rows (tokens) of each expert end.
         """
         if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
@@ -221,8 +222,8 @@ class _Unsorter:
 
     def _unsort_grouped_product(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """Append a product of each row with its expert's matrix to the graph, if ``node`` is such a product of rows
-        that the sort ``self.sort`` has ordered by expert. The new product reads the rows in their original order.
-        Return its graph node, together with the dim of its result along which the rows lie, which is 0.
+        (tokens) that the sort ``self.sort`` has ordered by expert. The new product reads the rows in their original
+        order. Return its graph node, together with the dim of its result along which the rows lie, which is 0.
 
         Return ``None`` for other nodes, or if the new product has another dtype. ``build`` appends operators.
         """
@@ -245,14 +246,16 @@ class _Unsorter:
         return _UnsortedValue(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
-        """Return whether ``node`` has, for each of ``num_experts`` experts, the position where its rows end in the
-        sorted order: the cumulative sum of the experts' row counts."""
+        """Return whether ``node`` has, for each of ``num_experts`` experts, the position where its rows (tokens) end in
+        the sorted order: the cumulative sum of the experts' row counts.
+        """
         total = _skip_casts(node)
         return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
 
     def _are_sizes(self, node: Any, num_experts: int) -> bool:
-        """Return whether ``node`` has the number of rows of each of ``num_experts`` experts, in the order in which the
-        rows are sorted."""
+        """Return whether ``node`` has the number of rows (tokens) of each of ``num_experts`` experts, in the order in
+        which the rows are sorted.
+        """
         counts = _skip_casts(node)
         if not self.ascending:
             return False
@@ -270,9 +273,10 @@ class _Unsorter:
         return _is_same_value(_skip_casts(node), _skip_casts(self.keys))
 
     def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append an ``index_add`` of rows in their original order to the graph, if ``node`` is an ``index_add`` of rows
-        that the sort ``self.sort`` has moved. Return its graph node, together with ``dims`` ``(None,)``, which says
-        that its value does not depend on the order of the rows; return ``None`` for other nodes.
+        """Append an ``index_add`` of rows (tokens) in their original order to the graph, if ``node`` is an
+        ``index_add`` of rows that the sort ``self.sort`` has moved. Return its graph node, together with ``dims``
+        ``(None,)``, which says that its value does not depend on the order of the rows; return ``None`` for other
+        nodes.
 
         If each position occurs equally often and in order, a sum takes the place of the ``index_add``. ``build``
         appends operators.
@@ -295,9 +299,9 @@ class _Unsorter:
         return _UnsortedValue(build(aten.add.Tensor, base, summed), (None,))
 
     def _commute_with_sort(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append the operator of ``node`` on rows in their original order to the graph, if ``node`` reads rows that the
-        sort ``self.sort`` has moved, and works on each row by itself or sums rows. Return the new graph node, together
-        with the dim of each of its results along which the rows lie (``None`` for a sum over the rows).
+        """Append the operator of ``node`` on rows (tokens) in their original order to the graph, if ``node`` reads rows
+        that the sort ``self.sort`` has moved, and works on each row by itself or sums rows. Return the new graph node,
+        together with the dim of each of its results along which the rows lie (``None`` for a sum over the rows).
 
         Return ``None`` for any other operator. ``build`` appends operators.
         """
@@ -339,8 +343,8 @@ class _Unsorter:
         return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
 
     def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
-        """Append operators that compute the row look-up of ``node`` (``rows[places]``) on unsorted rows without an
-        index operator, and return the result.
+        """Append operators that compute the row look-up of ``node`` (``rows[places]``) on unsorted rows (tokens)
+        without an index operator, and return the result.
 
         Return ``None`` unless the looked-up positions are 0, 1, .. in order, each repeated equally often.
 
@@ -454,8 +458,8 @@ def kept_sorted(block: Block) -> Block:
 
 
 class _Sorter:
-    """Rewrites one part of a graph that computes by expert so that its rows are sorted once before and unsorted once
-    after.
+    """Rewrites one part of a graph that computes by expert so that its rows (tokens) are sorted once before and
+    unsorted once after.
 
     ``region``: the part in which experts compute. ``keys``: the node with the expert number of each row. ``moved``:
     each operand from outside with its sorted copy.
@@ -467,8 +471,9 @@ class _Sorter:
         self.moved: dict[fx.Node, fx.Node] = {}
 
     def sort_rows(self) -> None:
-        """Rewrite the part of the graph that computes by expert so that its rows are sorted by expert: insert the sort
-        before it, change its operators, and restore the order of the rows that are read outside."""
+        """Rewrite the part of the graph that computes by expert so that its rows (tokens) are sorted by expert: insert
+        the sort before it, change its operators, and restore the order of the rows that are read outside.
+        """
         nodes = [n for n in self.graph.nodes if n in self.region.nodes]
         with self.graph.inserting_after(self.keys):
             found = self._append_call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)
@@ -487,8 +492,8 @@ class _Sorter:
                 user.replace_input_with(node, back)
 
     def _rewrite_region_node(self, node: fx.Node) -> None:
-        """Change ``node``, an operator between the sort and its inverse, in place so that it reads sorted rows. A
-        product of each row with its expert's matrix becomes a grouped product.
+        """Change ``node``, an operator between the sort and its inverse, in place so that it reads sorted rows
+        (tokens). A product of each row with its expert's matrix becomes a grouped product.
         """
         if node.target is _PRODUCT:
             rows, weight, _ = node.args
@@ -497,9 +502,9 @@ class _Sorter:
             node.args, node.kwargs = with_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
-        """Return the node that replaces ``node``, an operand of an operator that computes by expert, when rows are
-        sorted by expert: a sorted copy if ``node`` has rows (or their expert numbers) from outside, otherwise ``node``
-        itself.
+        """Return the node that replaces ``node``, an operand of an operator that computes by expert, when rows (tokens)
+        are sorted by expert: a sorted copy if ``node`` has rows (or their expert numbers) from outside, otherwise
+        ``node`` itself.
         """
         if node is not self.keys and node not in self.region.entries:
             return node

@@ -367,8 +367,8 @@ _PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default)
 
 
 def replace_gathered_products(graph: fx.Graph) -> None:
-    """Rewrite batched products that read a copy of an expert's matrix for every row, such as ``bmm(weight[expert],
-    x)``.
+    """Rewrite batched products that read a copy of an expert's matrix for every row (token), such as
+    ``bmm(weight[expert], x)``.
 
     They become the operator ``partition::expert_mm``, which multiplies each row by its expert's matrix without these
     copies. ``graph`` is changed in place.
@@ -381,7 +381,8 @@ def replace_gathered_products(graph: fx.Graph) -> None:
 
 
 def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
-    """Replace the batched product ``node`` by ``partition::expert_mm`` if it reads one matrix of a stack for each row.
+    """Replace the batched product ``node`` by ``partition::expert_mm`` if it reads one matrix of a stack for each row
+    (token).
 
     Any other product is left unchanged. ``build`` appends operators.
     """
@@ -413,8 +414,8 @@ def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
 
 
 def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return (stack of matrices ``[n, k, m]``, index of the matrix for each row ``[rows]``) if ``node`` reads one
-    matrix of the stack for each row, as ``weight[expert]`` does; else ``None``.
+    """Return (stack of matrices ``[n, k, m]``, index of the matrix for each row (token) ``[rows]``) if ``node`` reads
+    one matrix of the stack for each row, as ``weight[expert]`` does; else ``None``.
     """
     if node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         stack, picks = node.args[0], node.args[1][0]  # type: ignore[index]

@@ -80,15 +80,15 @@ class TracedBranches:
         """Return whether this trace goes on as if some row had chosen expert ``number``, and record that a branch of
         forward depended on this.
 
-        ``listing``: the number of the place in the trace where the expert's rows were listed.
+        ``listing``: the number of the place in the trace where the expert's rows (tokens) were listed.
         """
         self.seen += 1
         self.decided.add(listing)
         return number % 2 != self.leaves_out
 
     def count(self, rows: Any, listing: int, number: int) -> None:
-        """Register ``rows``, a symbolic number of rows, so that branches of forward on whether it is zero can be
-        decided.
+        """Register ``rows``, a symbolic number of rows (tokens), so that branches of forward on whether it is zero can
+        be decided.
 
         Args:
             rows: the symbolic size; other values are ignored.
@@ -131,7 +131,7 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
 
     def decided(self: SymBool) -> bool:
         """Replacement of ``SymBool.__bool__``: return the truth of a symbolic condition. If the condition only tests
-        whether an expert has rows, its outcome is fixed first.
+        whether an expert has rows (tokens), its outcome is fixed first.
         """
         try:
             return plain(self)
@@ -146,8 +146,9 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
 
 
 class _BranchMode(TorchFunctionMode):
-    """A function mode that intercepts torch functions that list the rows where a mask is true, count them, or test
-    whether there are any, so that forward can branch on the result in a trace. ``guards``: records the branches."""
+    """A function mode that intercepts torch functions that list the rows (tokens) where a mask is true, count them, or
+    test whether there are any, so that forward can branch on the result in a trace. ``guards``: records the branches.
+    """
 
     def __init__(self, guards: TracedBranches) -> None:
         super().__init__()
@@ -156,9 +157,9 @@ class _BranchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. If it lists the rows in which an expert's mask is
-        true, it reads the mask through a marker operator. If it tests whether an expert has rows, the answer is a fixed
-        Python boolean. ``types``: unused.
+        """Call the torch function ``func`` and return its result. If it lists the rows (tokens) in which an expert's
+        mask is true, it reads the mask through a marker operator. If it tests whether an expert has rows, the answer is
+        a fixed Python boolean. ``types``: unused.
         """
         kwargs = kwargs or {}
         if get_proxy_mode() is None:
@@ -181,9 +182,9 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Call ``func``, which lists the rows where ``mask`` is true, and return its result. If ``mask`` is that of an
-        expert, ``func`` gets it through a marker operator, by which the listing is found in the graph later, and the
-        number of rows is registered for branches.
+        """Call ``func``, which lists the rows (tokens) where ``mask`` is true, and return its result. If ``mask`` is
+        that of an expert, ``func`` gets it through a marker operator, by which the listing is found in the graph later,
+        and the number of rows is registered for branches.
 
         ``kwargs``: further arguments of ``func``.
         """
@@ -201,7 +202,8 @@ class _BranchMode(TorchFunctionMode):
         trace.
 
         Args:
-            asked: the question of forward about an expert's rows; it has the nodes of the mask and of the numbers.
+            asked: the question of forward about an expert's rows (tokens); it has the nodes of the mask and of the
+                numbers.
         """
         mode = get_proxy_mode()
         assert mode is not None
@@ -218,7 +220,7 @@ class _BranchMode(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _ExpertRowsQuery:
-    """A question of forward: whether any row chose the expert ``number``, or how many rows did.
+    """A question of forward: whether any row chose the expert ``number``, or how many rows (tokens) did.
 
     ``some``: whether a true (or non-zero) answer means that there are rows; false if it means that there are none.
     ``masks``: the nodes of one mask, in several dtypes, that is true in these rows; may be empty. ``of``: the node with
@@ -304,8 +306,8 @@ def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery |
 
 
 def _number_of(node: Any) -> int | None:
-    """Return the number of the expert if ``node`` is the mask of the rows that chose this expert; ``None`` if it is no
-    such mask.
+    """Return the number of the expert if ``node`` is the mask of the rows (tokens) that chose this expert; ``None`` if
+    it is no such mask.
     """
     found = _find_mask_choice(node)
     if found is not None:
@@ -332,9 +334,9 @@ def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
 
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
-    """Return those of ``nodes``, in an exported graph, that are masks of the rows of experts with even or odd numbers.
-    The caller replaces them by empty masks, as if no row had chosen these experts. A mask that is computed from another
-    such mask is left out.
+    """Return those of ``nodes``, in an exported graph, that are masks of the rows (tokens) of experts with even or odd
+    numbers. The caller replaces them by empty masks, as if no row had chosen these experts. A mask that is computed
+    from another such mask is left out.
 
     Args:
         parity: 0 for the experts with even numbers, 1 for those with odd numbers.

@@ -60,14 +60,15 @@ class TracedLoops:
 
     @property
     def found(self) -> bool:
-        """Return whether the trace has a loop over the experts with rows, or a branch on whether an expert has rows.
-        The graph must then be proven equal to the model.
+        """Return whether the trace has a loop over the experts with rows (tokens), or a branch on whether an expert has
+        rows. The graph must then be proven equal to the model.
         """
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
     def guarded(self) -> TracedLoops:
         """Return an empty record, with :class:`TracedBranches`, for another trace in which forward may also branch on
-        whether an expert has rows."""
+        whether an expert has rows (tokens).
+        """
         return TracedLoops(self.leaves_out, guards=TracedBranches(self.leaves_out))
 
     def leaving_out(self, parity: int | None) -> TracedLoops:
@@ -89,7 +90,7 @@ class TracedLoops:
 
     def check(self) -> None:
         """Raise :class:`UnsupportedError` if forward left a traced loop over experts before its end, or if the masks
-        that decide which experts have rows were changed in place after the loop had read them.
+        that decide which experts have rows (tokens) were changed in place after the loop had read them.
         """
         if self.changed or (self.guards is not None and self.guards.changed):
             raise UnsupportedError(
@@ -122,9 +123,9 @@ def hits_traced(hits: TracedLoops) -> Iterator[None]:
 def _iterate_marked_experts(
     hits: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node
 ) -> Iterator[Tensor]:
-    """Yield the loop index for each expert, in a loop over the experts that have rows. Meanwhile the trace reads the
-    masks through marker operators, which return their operand unchanged and show in the graph which operators are in
-    the loop.
+    """Yield the loop index for each expert, in a loop over the experts that have rows (tokens). Meanwhile the trace
+    reads the masks through marker operators, which return their operand unchanged and show in the graph which operators
+    are in the loop.
 
     ``hits``: the record of loops. ``rank``: the rank of the tensor over which forward loops; an index has no dims for
     1, one dim for 2. ``masks``: the masks that decide which experts have rows, one for each dtype. ``dim``: their dim
@@ -195,8 +196,8 @@ class _LoopIndexMode(TorchFunctionMode):
 
 
 def _is_turns(mask: Any) -> bool:
-    """Return whether ``mask`` is the mask of the rows of a single expert, selected inside a loop over the experts with
-    rows that is being traced. Forward may assume that such a mask is true somewhere.
+    """Return whether ``mask`` is the mask of the rows (tokens) of a single expert, selected inside a loop over the
+    experts with rows that is being traced. Forward may assume that such a mask is true somewhere.
     """
     node = node_of(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
@@ -238,8 +239,8 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:
-    """Return whether ``node`` is the mask of the rows that chose one expert, selected in a traced loop over experts,
-    and the expert's number is even (``parity`` 0) or odd (1).
+    """Return whether ``node`` is the mask of the rows (tokens) that chose one expert, selected in a traced loop over
+    experts, and the expert's number is even (``parity`` 0) or odd (1).
     """
     args: Any = node.args
     if node.target is not aten.select.int or args[0].target is not HITS:
@@ -271,8 +272,8 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
     """Raise :class:`UnsupportedError` unless the graphs of two traces of a model are equal after simplification. Both
     graphs are changed.
 
-    Equality proves that iterations of a loop over experts have no effect if the expert has no rows, so that a loop over
-    all experts computes the same.
+    Equality proves that iterations of a loop over experts have no effect if the expert has no rows (tokens), so that a
+    loop over all experts computes the same.
 
     Args:
         empty: graph of a trace with empty row masks for some experts.

@@ -33,7 +33,7 @@ _KERNELS = {
 
 
 def sort_experts(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort rows by expert, stably. ``expert`` ``[t]`` has the expert number of each row.
+    """Sort rows (tokens) by expert, stably. ``expert`` ``[t]`` has the expert number of each row.
 
     Return the order ``[t]`` (int64 row indices) and the end of each expert's rows in that order, ``[num_experts]``
     (int32). Rows whose number is outside ``[0, num_experts)`` come last.
@@ -50,7 +50,7 @@ def sort_rows(x: Tensor, order: Tensor) -> Tensor:
 
 
 def unsort_rows(x: Tensor, order: Tensor) -> Tensor:
-    """Move sorted rows ``x`` ``[t, ...]`` back to their original positions, and return them: row ``i`` goes to
+    """Move sorted rows (tokens) ``x`` ``[t, ...]`` back to their original positions, and return them: row ``i`` goes to
     ``order[i]``.
 
     ``order`` ``[t]``: the permutation by which they were sorted.
@@ -59,8 +59,8 @@ def unsort_rows(x: Tensor, order: Tensor) -> Tensor:
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``, and return
-    the products.
+    """Multiply the rows (tokens) of each expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``, and
+    return the products.
 
     ``rows`` ``[t, k]`` are sorted by expert; ``weight`` ``[e, k, n]``; ``ends`` ``[e]`` has the end of each expert's
     rows. The result is ``[t, n]``, with zeros behind the last end.
@@ -78,8 +78,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient ``[e, k, n]`` of the experts' matrices, each of which was multiplied by the rows of its
-    expert.
+    """Return the gradient ``[e, k, n]`` of the experts' matrices, each of which was multiplied by the rows (tokens) of
+    its expert.
 
     For each expert, it is the sum of ``outer(rows[i], grads[i])`` over its rows ``i``. ``rows`` ``[t, k]`` and
     ``grads`` ``[t, n]``, the gradient of the products, are sorted by expert; ``ends`` ``[e]`` has the end of each
@@ -97,7 +97,7 @@ def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor
     """Add the gradient of the experts' matrices to ``total`` ``[e, k, n]`` in place, without a temporary tensor.
 
     ``rows`` ``[t, k]`` and ``grads`` ``[t, n]``, the gradient of the products, are sorted by expert; ``ends`` ``[e]``
-    has the end of each expert's rows. ``fresh``: overwrite ``total`` instead of adding.
+    has the end of each expert's rows (tokens). ``fresh``: overwrite ``total`` instead of adding.
     """
     for e, (start, end) in enumerate(_list_group_borders(ends)):
         multiply_into(total[e], rows[start:end].t(), grads[start:end], fresh)
@@ -121,8 +121,9 @@ def _has_kernel(a: Tensor, b: Tensor) -> bool:
 
 
 def _list_group_borders(ends: Tensor) -> list[tuple[int, int]]:
-    """Return (start, end) of each expert's rows among the rows sorted by expert, as row indices. ``ends``: the end of
-    each expert's rows."""
+    """Return (start, end) of each expert's rows (tokens) among the rows sorted by expert, as row indices. ``ends``: the
+    end of each expert's rows.
+    """
     borders = [0, *ends.tolist()]
     return list(pairwise(borders))
 
@@ -199,7 +200,7 @@ torch.library.register_autograd(
 
 def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     """Multiply each row by the matrix of its expert: return ``[t, n]`` with ``x[i] @ weight[expert[i]]`` for each row
-    ``i``.
+    (token) ``i``.
 
     ``x`` ``[t, k]``, ``weight`` ``[e, k, n]``, ``expert`` ``[t]``. Rows whose expert number is outside ``[0, e)`` give
     zeros.
@@ -210,7 +211,7 @@ def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) -> Tensor:
     """Return the gradient ``[num_experts, k, n]`` of the experts' matrices: the sum of ``outer(x[i], grad[i])`` over
-    each expert's rows.
+    each expert's rows (tokens).
 
     ``x`` ``[t, k]``: the rows. ``expert`` ``[t]``: the expert number of each. ``grad`` ``[t, n]``: the gradient of the
     rows' products with the matrices of their experts.
@@ -266,8 +267,8 @@ def grouped_traced() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """The form of an operator that multiplies rows, sorted by expert, by the matrices of their experts. Its operands
-    are rows, weight and groups.
+    """The form of an operator that multiplies rows (tokens), sorted by expert, by the matrices of their experts. Its
+    operands are rows, weight and groups.
 
     ``groups``: ``"ends"`` if the third operand has the index behind the last row of each expert, ``"sizes"`` if it has
     each expert's number of rows. ``transposed``: whether the weight is ``[e, n, k]`` instead of ``[e, k, n]``.
@@ -300,9 +301,10 @@ def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: b
 
 
 def find_grouped_product(target: Any) -> GroupedProduct | None:
-    """Return the form (arguments) of ``target``, a node target, if it is an operator that multiplies rows, sorted by
-    expert, by the matrices of their experts: torch's, or one that the user has declared with ``by_group``. Return
-    ``None`` for any other target."""
+    """Return the form (arguments) of ``target``, a node target, if it is an operator that multiplies rows (tokens),
+    sorted by expert, by the matrices of their experts: torch's, or one that the user has declared with ``by_group``.
+    Return ``None`` for any other target.
+    """
     return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
@@ -323,8 +325,9 @@ def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, exp
 
 def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
     """Return a dict of the operators that multiply each row by the matrix of its expert, operator -> function. The
-    function takes a node of the operator, and returns its three operands: the nodes of the rows, of the weight and of
-    the expert numbers."""
+    function takes a node of the operator, and returns its three operands: the nodes of the rows (tokens), of the weight
+    and of the expert numbers.
+    """
     return _products
 
 

@@ -227,8 +227,8 @@ def product_by_expert(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::expert_mm``, which multiplies each row of ``[t, k]``
     by the matrix of its expert, from ``[e, k, n]``.
 
-    Every dim may be sharded. If the dim ``e`` of experts is sharded, a rank returns zeros for rows of other ranks'
-    experts, so the result is a partial sum.
+    Every dim may be sharded. If the dim ``e`` of experts is sharded, a rank returns zeros for rows (tokens) of other
+    ranks' experts, so the result is a partial sum.
     """
     lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
     return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
@@ -243,12 +243,13 @@ def _of_own_experts(local: Local) -> fx.Node:
 
 @register_family("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_product(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``node``, a grouped matrix product of rows ``[t, k]``, sorted by expert, with one
-    matrix for each expert, ``[e, k, n]``. Return ``None`` (no sharding) for operands with other numbers of dims.
+    """Return the sharding rule of ``node``, a grouped matrix product of rows (tokens) ``[t, k]``, sorted by expert,
+    with one matrix for each expert, ``[e, k, n]``. Return ``None`` (no sharding) for operands with other numbers of
+    dims.
 
-    ``t`` must not be sharded, because which rows an expert has depends on data. If the dim ``e`` of experts is
-    sharded, a rank computes the rows of its own experts and returns zeros for the rest, so the result is a partial
-    sum. If the rows are ``[e, t, k]``, a batch for each expert, every dim may be sharded.
+    ``t`` must not be sharded, because which rows an expert has depends on data. If the dim ``e`` of experts is sharded,
+    a rank computes the rows of its own experts and returns zeros for the rest, so the result is a partial sum. If the
+    rows are ``[e, t, k]``, a batch for each expert, every dim may be sharded.
     """
     operands = operands_of(node)
     ranks = tuple(len(get_meta_shape(o)) for o in operands)
@@ -265,8 +266,8 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
 
 
 def _own_experts(local: Local) -> fx.Node:
-    """Append the product of rows with the matrices of those experts that this rank holds to the graph of one rank, and
-    return its node. ``local``: the grouped product to replace, its layouts, and the graph of one rank.
+    """Append the product of rows (tokens) with the matrices of those experts that this rank holds to the graph of one
+    rank, and return its node. ``local``: the grouped product to replace, its layouts, and the graph of one rank.
 
     The rows of these experts are consecutive. They are moved to the front before the product and back after it; all
     other rows of the result are zero.

@@ -341,8 +341,8 @@ def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Ten
 
 
 def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
-    """Start to send the rows of ``x`` to the ranks of their experts, and return the exchange; its result has the
-    received rows.
+    """Start to send the rows (tokens) of ``x`` to the ranks of their experts, and return the exchange; its result has
+    the received rows.
 
     ``group``: the ranks among which the experts are divided. ``order``: the indices of this rank's rows, sorted by
     expert, ``[n]``. ``counts``: numbers of rows sent to and received from each rank, ``[2, ranks]`` on the CPU.
@@ -353,7 +353,8 @@ def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, ex
 
 
 def combine_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
-    """Start to send the rows of ``x``, the results of experts, back to the ranks and positions that the rows came from.
+    """Start to send the rows (tokens) of ``x``, the results of experts, back to the ranks and positions that the rows
+    came from.
 
     Return the exchange. ``group``: the ranks among which the experts are divided. ``order``: the indices of this rank's
     rows, sorted by expert, ``[n]``. ``counts``: numbers of rows that this rank sent to, and received from, each rank

@@ -388,8 +388,8 @@ class _DataAccess(TorchFunctionMode):
         return args[0].detach() if func == _DATA_GET else func(*args, **kwargs)
 
     def now(self, value: Any, *, alone: bool = True) -> Any:
-        """Return the tensor that replaces ``value`` after an assignment to ``value.data``; ``value`` itself if there
-        was none.
+        """Return the tensor that has the present value of ``value``: the one that forward assigned to ``value.data``
+        during the trace; ``value`` itself if there was no such assignment.
 
         Args:
             alone: true if the caller needs only the numbers of the value. If false, an operator takes part in gradients

@@ -188,9 +188,8 @@ def _with_caches_settled(
 
 
 def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]:
-    """Return a note for the user, as a tuple of one text, that names the buffers on whose values forward branched while
-    it was traced; an empty tuple if there are none.
-
+    """Return a note for the user, as a tuple of one text, that names the buffers on whose values forward branched (as
+    by ``if``) while it was traced; an empty tuple if there are none. The branch that was taken is fixed in the plan.
     Raises :class:`UnsupportedError` if forward also changes such a buffer.
 
     Args:

@@ -167,8 +167,8 @@ class _RegionFinder:
 
     def _find_seed_nodes(self) -> set[fx.Node]:
         """Return the nodes from which the search for a part that computes by expert starts: operators that combine rows
-        (tokens) with a parameter of the experts, such as products and look-ups. Return an empty set if there are no
-        products or the numbers of experts differ.
+        (tokens) with a parameter of the experts, such as products with the experts' matrices, and look-ups of a bias.
+        Return an empty set if there are no products, or if two products are for different numbers of experts.
         """
         if self.keys is None:
             tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}

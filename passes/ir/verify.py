@@ -292,8 +292,9 @@ def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: 
 
 
 def _makes_elements(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` may create elements that none of its operands has, so that the size of its
-    result comes from a constant argument. Such a size may be that of one rank's shard.
+    """Return whether the operator ``node`` may create elements that none of its operands has, as ``arange`` or padding
+    does, so that the size of its result comes from a constant argument. The caller cannot know then whether the result
+    is a whole tensor or has the size of one rank's shard.
     """
     if node.target is operator.getitem:
         return False

@@ -465,9 +465,10 @@ def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def _added_rows(node: fx.Node) -> list[int] | None:
-    """Return, for an operator ``node`` that adds rows to its first operand at given indices (such as ``index_add``),
-    the dim of each further operand that counts the rows. Return ``None`` for any other operator, or if the numbers
-    of rows differ."""
+    """Return, for an operator ``node`` that adds slices (rows) to its first operand at given indices (such as
+    ``index_add``), a list with one number for each further operand (indices and addends): the dim that counts the added
+    rows. Return ``None`` for any other operator, or if these operands have different numbers of rows.
+    """
     operands = operands_of(node)
     shapes = [get_node_tensor(o).shape for o in operands]
     if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:

@@ -84,14 +84,15 @@ class LevelwiseReduction:
         self._level = 0  # of those that have been scattered
 
     def begin(self) -> None:
-        """Prepare the hierarchical reduction of gradients for a new training step. Collectives of an earlier step that
-        failed are dropped.
+        """Prepare the hierarchical reduction of the gradients for a new training step. Collectives that are left in
+        progress by an earlier step that failed are dropped.
         """
         self._arriving, self._level = None, 0
 
     def scatter(self) -> None:
-        """Start the next reduce-scatter of the hierarchy: over the ranks of the next level, of the whole gradients on
-        the first level, and after that of the shard that the level before has left on this rank.
+        """Start the next reduce-scatter of the hierarchical reduction. Its levels follow one another, such as within a
+        node and then between nodes. The first level scatters the whole gradients; each further level scatters the shard
+        that the level before has left on this rank.
         """
         have, group = self._await_buffer(), self.groups[self._level]
         self._level += 1
@@ -101,14 +102,14 @@ class LevelwiseReduction:
             self._arriving = start_compressed_reduction(self.senders[0], have.view(group.size, -1), group)
 
     def reduce(self) -> None:
-        """Start to all-reduce the shard of the gradients that the reduce-scatters of all levels have left on this rank.
-        The group consists of ranks that hold the same shard.
+        """Start to all-reduce the shard of the gradients that is left on this rank after the reduce-scatters of all
+        levels of the hierarchical reduction. The group consists of the ranks that hold the same shard.
         """
         self._arriving = self.rest.all_reduce(self._await_buffer())
 
     def gather(self) -> None:
-        """Start to all-gather this rank's shard of the summed gradients over the ranks of the last level that was
-        reduce-scattered and not yet all-gathered.
+        """Start the next all-gather of the hierarchical reduction, which undoes the reduce-scatters in reverse order:
+        it gathers the summed gradients over the ranks of one level (such as a node), the last level first.
         """
         have, compressed = self._await_buffer(), self.codec is not None and self._level == len(self.groups)
         self._level -= 1
@@ -122,9 +123,9 @@ class LevelwiseReduction:
         self._arriving = PendingDecode(pending, lambda wire: sender.codec.decode(wire, dtype).view(-1))
 
     def finish(self) -> None:
-        """Wait until the gradients are summed over all ranks, and copy the sums into the gradient buffer.
-
-        Do nothing if a level that was reduce-scattered is not all-gathered yet, or if no collective is in progress.
+        """Wait for the last collective of the hierarchical reduction, and copy the sums over all ranks into the
+        gradient buffer. Do nothing if a level that was reduce-scattered is not all-gathered yet, or if no collective is
+        in progress.
         """
         if self._arriving is not None and not self._level:
             pending = self._arriving

@@ -66,7 +66,9 @@ def share_of(rank: RankProgram) -> Share:
 
 
 def leaves_by_path(batch: Any) -> dict[str, Any]:
-    """Return the entries of a nested batch as path -> value; paths look like ``input_ids``, ``0`` or ``past.0.key``."""
+    """Return the entries of ``batch``, a batch of nested tuples, lists and dicts, as path -> value. Paths look like
+    ``input_ids``, ``0`` or ``past.0.key``.
+    """
     if isinstance(batch, Tensor):
         batch = (batch,)
     if isinstance(batch, Mapping):
@@ -83,10 +85,12 @@ def _unwrap_path_key(key: Any) -> Any:
 
 
 def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of ``batch``, converted to the planned types, as name in the program -> tensor.
+    """Return the tensors of ``batch``, converted to the planned types, as name in ``program`` -> tensor. ``program``:
+    the program of all ranks, which reads them.
 
-    Raise :class:`BatchError` if a tensor is missing, if its shape or kind of type differs from the plan's, or if the
-    batch has an entry that the program does not read and whose value differs from the planned one.
+    Raise :class:`BatchError` if a tensor is missing, if it has another shape than planned or another class of type
+    (floating-point, complex, integer or boolean), or if the batch has an entry that the program does not read and whose
+    value differs from the planned one.
     """
     entries = BatchEntries(program, batch)
     entries.check_fixed(whole=True)
@@ -95,9 +99,8 @@ def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
 
 def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
     """Return the checked tensors of ``batch``, and the planned values of its entries that are not tensors, as path ->
-    value. The dict can itself be passed as a batch.
-
-    Raise :class:`BatchError` if the batch does not match the plan.
+    value, such as ``input_ids`` -> tensor. The dict can itself be passed as a batch. ``program``: the program of all
+    ranks. Raise :class:`BatchError` if the batch does not match the plan.
     """
     values = batch_values(program, batch)
     fixed = {path: plain.value for path, plain in program.signature.fixed.items()}
@@ -108,9 +111,9 @@ def own_values(program: Program, share: Share, batch: Any, local: bool = False) 
     """Return the tensors that a rank reads of a batch, converted to the planned types, as name in the program ->
     tensor.
 
-    ``share``: the part of a batch that the rank reads, as indices of rows (samples). ``local``: ``batch`` has only the
-    rank's rows, and may lack inputs that the rank does not read; otherwise it is the global batch. Raise
-    :class:`BatchError` if the batch does not match the plan.
+    ``program``: the program of all ranks. ``share``: the part of the batch that the rank reads, as indices of rows
+    (samples). ``local``: ``batch`` has only the samples of this rank, and may lack inputs that the rank does not read;
+    otherwise it is the global batch. Raise :class:`BatchError` if the batch does not match the plan.
     """
     read = [i for i in program.inputs if i.path in share.paths]
     if local:
@@ -124,8 +127,8 @@ def own_values(program: Program, share: Share, batch: Any, local: bool = False) 
 
 
 def _select_rank_rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
-    """Return the rows (samples) of ``share`` in the global tensor ``whole`` of the input ``data``; all of it without a
-    batch dim.
+    """Return the rows (samples) of the input ``data`` that belong to ``share``, the part of a global batch that a rank
+    reads. ``whole``: the input's tensor for the global batch. It is returned itself if the input has no batch dim.
     """
     if data.batch_dim is None:
         return whole
@@ -167,10 +170,11 @@ class BatchEntries:
     # -- entries that the program does not read
 
     def check_fixed(self, whole: bool) -> None:
-        """Raise :class:`BatchError` if an entry that the program does not read differs from its planned value.
+        """Raise :class:`BatchError` if an entry of the batch that the program does not read, such as a flag, differs
+        from the value that the plan was made for, or if numbers of the batch would lead the model's ``forward`` to
+        another branch than the planned one.
 
-        ``whole``: also check entries that the batch leaves out; their value is the default in ``forward``. Also raise
-        it if numbers of the batch would lead ``forward`` to another branch than the planned one.
+        ``whole``: also check the entries that the batch leaves out; their value is the default in ``forward``.
         """
         for path, leaf in self.leaves.items():
             if path not in self.inputs:
@@ -254,8 +258,9 @@ class BatchEntries:
     def checked(self, data: InputData, share: Share | None = None) -> Tensor:
         """Return the tensor of the batch for the input ``data``, checked and converted to the planned type.
 
-        ``share``: the tensor must have only these rows (samples) of the batch; ``None``: all rows. Raise
-        :class:`BatchError` if the input is missing, or has another shape or kind of type than planned.
+        ``share``: the part of the batch that a rank reads, if the tensor must have only these rows (samples); ``None``:
+        it must have all rows. Raise :class:`BatchError` if the input is missing, or has another shape or another class
+        of type (floating-point, complex, integer or boolean) than planned.
         """
         expected, dim = data.shape, data.batch_dim
         if share is not None and dim is not None:
@@ -285,8 +290,8 @@ class BatchEntries:
         return tensor.resolve_conj().resolve_neg()
 
     def _left_out(self, place: str, data: InputData) -> Any:
-        """Return the default in ``forward`` of the number input ``data``, whose path is ``place``; ``None`` if there is
-        none.
+        """Return the default that ``forward`` has for the input ``data``, which is a Python number and which the batch
+        leaves out; ``None`` if it has no default. ``place``: the input's path in the batch.
         """
         default = self._find_argument_default(place)
         return None if data.number is None or default is None else default.value

@@ -95,9 +95,10 @@ class Agreement:
         are equal, that the training script scaled the gradients of all ranks by the same factor (such as by clipping
         them), and that ranks were given the same batch. All ranks call this.
 
-        ``local``: whether ``batch`` has only this rank's samples. ``rank``: the program of the step, if it is not the
-        first one of the plan. Raise :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks. Raise
-        :class:`LaunchError` if the script enables gradients of parameters that were frozen when the plan was made.
+        ``batch``: the batch of the step. ``local``: whether it has only this rank's samples; otherwise it is the global
+        batch. ``rank``: the program of the step; ``None``: the first program of the plan. Raise :class:`AgreementError`
+        or, for batches, :class:`BatchError` on all ranks. Raise :class:`LaunchError` if the script enables gradients of
+        parameters that were frozen when the plan was made.
         """
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
@@ -226,8 +227,9 @@ class Agreement:
     def _check_batch(self, batch: Any, local: bool, rank: RankProgram) -> None:
         """Raise :class:`BatchError` if ranks were given different samples. All ranks call this.
 
-        All ranks must have the same global batch. With ``local``, all ranks with the same ``dp`` coordinate that read
-        an input must have the same samples of it. ``rank``: this rank's part of the program that reads the batch.
+        ``batch``: this rank's batch. ``local``: whether it has only this rank's samples. If not, all ranks must have
+        the same global batch; if so, all ranks with the same ``dp`` coordinate that read an input must have the same
+        samples of it. ``rank``: this rank's part of the program that reads the batch.
         """
         program, share = rank.program, share_of(rank)
         paths = [data.path for data in program.inputs]

@@ -20,9 +20,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExecutionSetup:
-    """What the executors of an engine share. ``execution``: the mode. ``compile``: whether parts of blocks are compiled
-    by Inductor, or the name of another backend of ``torch.compile``. ``tape``: records steps; ``None``: steps are not
-    recorded.
+    """How the executors of one engine run their programs. ``execution``: the mode: ``"eager"`` (operator by operator),
+    ``"compiled"``, or ``"graph"`` (one step is recorded and then replayed). ``compile``: whether parts of blocks are
+    compiled by Inductor, or the name of another backend of ``torch.compile``. ``tape``: the recording of steps;
+    ``None``: steps are not recorded.
     """
 
     execution: Execution
@@ -30,7 +31,9 @@ class ExecutionSetup:
     tape: Tape | None
 
     def record(self, communicator: Communicator) -> Communicator:
-        """Return ``communicator``, or one that records its collectives if steps are recorded."""
+        """Return the communicator that an executor must use: ``communicator`` itself or, if steps are recorded and
+        replayed, a wrapper of it that also records its collectives.
+        """
         return communicator if self.tape is None else RecordedCommunicator(self.tape, communicator)
 
 
@@ -39,9 +42,10 @@ def choose_execution(
 ) -> ExecutionSetup:
     """Return how an engine on ``device`` executes instructions.
 
-    ``execution``: what the user asks for; ``None``: compiled if ``compile`` is set, otherwise ``planned``, what the
-    plan says. ``compile``: the user's option, or the name of a backend. Raise :class:`LaunchError` for an unknown mode,
-    or if the two contradict each other.
+    ``execution``: the mode that the user asks for: ``"eager"``, ``"compiled"`` or ``"graph"``; ``None``: compiled if
+    ``compile`` is set, otherwise the mode ``planned``, and eager if that is ``None``, too. ``compile``: the user's
+    option: whether to compile, or the name of a backend of ``torch.compile``. ``planned``: the mode that the plan says.
+    Raise :class:`LaunchError` for an unknown mode, or if ``execution`` and ``compile`` contradict each other.
     """
     asked = execution or ("compiled" if compile else planned or "eager")
     if asked not in get_args(Execution):

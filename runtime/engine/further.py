@@ -47,8 +47,9 @@ class EngineState:
 
 
 class LatestRun(NamedTuple):
-    """The executor that has run last, how the batches of its program are padded (``None``: not at all), and the shape
-    of its batch before it was padded (``None``: it was not).
+    """What an engine has run last. ``executor``: the object that ran the program. ``padding``: how the batches of this
+    program are padded; ``None``: not at all. ``real``: the shape of the batch before it was padded; ``None``: it was
+    not padded.
     """
 
     executor: Executor
@@ -58,8 +59,10 @@ class LatestRun(NamedTuple):
 
 @dataclass
 class FurtherExecutors:
-    """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is made when
-    it is first used. ``communicator``: connects this rank with the others. ``how``: how they execute instructions.
+    """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is created at
+    its first use. ``family``: all programs of the plan. ``communicator``: connects this rank with the others.
+    ``state``: the tensors that all programs use together. ``how``: whether instructions run eagerly, compiled or
+    replayed. ``keep_outputs``: whether they collect the model's results.
     """
 
     family: ProgramFamily
@@ -71,7 +74,7 @@ class FurtherExecutors:
 
     @property
     def made(self) -> dict[str, Executor]:
-        """Return what executes the further programs that have been used so far, by name."""
+        """Return the objects that execute the further programs used so far, as name of the program -> executor."""
         return {name: executor for (name, _), executor in self._made.items()}
 
     @cached_property
@@ -80,10 +83,10 @@ class FurtherExecutors:
         return self.state.shards.get(SEED, torch.zeros((), dtype=torch.int64, device=self.communicator.device))
 
     def find(self, name: str, purpose: str) -> FurtherProgram:
-        """Return the further program called ``name``. Raise :class:`LaunchError` if the plan has none of this name and
-        ``purpose``.
+        """Return the further program called ``name``. Raise :class:`LaunchError` if the plan has none of this name, or
+        if it has another purpose than ``purpose``.
 
-        ``purpose``: "evaluate" for a program that :meth:`Engine.run` runs, such as an evaluation; "step" for a training
+        ``purpose``: what the caller wants to run: "evaluate" for a program such as an evaluation, "step" for a training
         step on batches of another shape.
         """
         found = self.family.further.get(name)
@@ -96,9 +99,9 @@ class FurtherExecutors:
         return found
 
     def executor(self, name: str, keep_outputs: bool | None = None) -> Executor:
-        """Return the object that executes the further program called ``name``.
+        """Return the object that executes the further program called ``name``, created at the first call.
 
-        ``keep_outputs``: whether it collects the model's results; ``None``: as all programs of the engine.
+        ``keep_outputs``: whether it collects the model's results; ``None``: as the engine was told for all programs.
         """
         keep = self.keep_outputs if keep_outputs is None else keep_outputs
         if (name, keep) not in self._made:

@@ -88,10 +88,11 @@ class Prompt:
 
     ``tokens``: ``[batch, positions]``; ``batch`` is the planned number of samples, and ``positions`` at least the
     number of tokens that prefill (the program that reads prompts) takes at a time. ``mask``: ``[batch, length]``, for
-    each place (position) of the key/value caches: 0 for padding, 1 if it has, or will have, a token of the sample; with
-    an encoder ``[batch, positions]``, 1 at the tokens of the sample. ``positions``: ``[batch, length]``, for each
-    place, the position of its token in the sample without padding. ``samples``: the number of real samples, which come
-    first; the others repeat the last one. ``width``: places of the caches that prefill fills.
+    each position of the key/value caches: 0 for padding, 1 if it has, or will have, a token of the sample; with an
+    encoder ``[batch, positions]``, 1 at the tokens of the sample. ``positions``: ``[batch, length]``, for each position
+    of the caches, the position of its token in the sample without padding. ``samples``: the number of samples that the
+    user passed, which come first; the others repeat the last one to fill the batch. ``width``: the number of positions
+    of the caches that prefill fills.
     """
 
     tokens: Tensor
@@ -247,12 +248,13 @@ class TokenGenerator:
         filling: int,
         generator: torch.Generator,
     ) -> Tensor:
-        """Generate at most ``new`` tokens after each of the prompts ``prompt``. Return them on every rank, ``[samples,
-        positions]``, for the real samples only.
+        """Generate at most ``new`` tokens after each of the prompts ``prompt``. Return the new tokens on every rank,
+        ``[samples, positions]``, for the samples that the caller passed; those that were added to fill the planned
+        batch are left out.
 
-        ``sampling``: how a token is chosen from the logits. ``ends``: tokens after which a sample has ended and gets
-        ``filling``. ``generator``: draws random numbers, alike on all ranks. The key/value caches are allocated here,
-        and are gone afterwards.
+        ``sampling``: how a token is chosen from the logits. ``ends``: tokens after which a sample has ended; it then
+        gets the token ``filling`` at each further position. ``generator``: draws random numbers, alike on all ranks.
+        The key/value caches are allocated here, and are released at the end.
         """
         self.caches = self._allocate_caches()
         try:
@@ -346,12 +348,14 @@ class TokenGenerator:
     def _agree_on_tokens(
         self, logits: Tensor | None, samples: int, sampling: Sampling, generator: torch.Generator
     ) -> Tensor:
-        """Choose the next token of each of the ``samples`` real samples, and return the tokens ``[samples]``, the same
-        on all ranks. All ranks call this.
+        """Choose the next token of each sample, and return the tokens ``[samples]``, the same on all ranks. All ranks
+        call this.
 
-        ``logits``: of this rank's samples; ``None`` on ranks that do not compute them. ``sampling``: how a token is
-        chosen from the logits. ``generator``: draws random numbers, alike on all ranks. For each part of the batch, one
-        rank chooses. The tokens are then summed over all ranks, to which the other ranks contribute zeros.
+        ``logits``: of this rank's samples, ``[batch of the rank, vocabulary]``; ``None`` on ranks that do not compute
+        them. ``samples``: the number of samples that the user passed; others, which only fill the planned batch, get no
+        token. ``sampling``: how a token is chosen from the logits. ``generator``: draws random numbers, alike on all
+        ranks. For each part of the batch, one rank chooses. The tokens are then summed over all ranks, to which the
+        other ranks contribute zeros.
         """
         batch, device = self.shape[0], self.communicator.device
         tokens = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -369,7 +373,9 @@ class TokenGenerator:
 
 
 def share_of_rows(rank: RankProgram, batch: int) -> range:
-    """Return the indices of the samples of a global batch of ``batch`` samples that ``rank`` computes."""
+    """Return the indices of the samples that ``rank`` computes of a global batch of ``batch`` samples: those of its
+    data-parallel coordinate.
+    """
     each = batch // rank.program.mesh.get("dp", 1)
     at = rank.coordinates["dp"]
     return range(at * each, (at + 1) * each)

@@ -54,7 +54,10 @@ class OptimizerCheck:
         self._trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def attach(self, engine: object) -> None:
-        """Check every torch optimizer before it steps a parameter of this rank, as long as ``engine`` exists."""
+        """Install a hook on the ``step`` of all torch optimizers. Before an optimizer steps a parameter of this rank,
+        the hook checks that it updates shards as it would update whole parameters. The hook is active as long as
+        ``engine`` exists.
+        """
         if self.rank.program.objective == "train":
             step_hook.add(engine, self.before_step)
 

@@ -40,12 +40,15 @@ class RunOutputs:
         """Return the model's whole results without padded samples and positions, as path in the result -> tensor or
         constant; ``None`` for a result that no rank has.
 
-        ``parts``: rank -> its shards, still with padded samples and positions, as :func:`select_outputs` returns them.
+        ``parts``: rank -> name of an output tensor in the program -> microbatch -> the shard that this rank
+        contributes, still with padded samples and positions.
         """
         return {path: self._trim_whole(path, x) for path, x in join_outputs(self.rank.program, parts).items()}
 
     def _trim_whole(self, path: str, whole: Any) -> Any:
-        """Return ``whole``, the result at ``path``, without padded samples and positions."""
+        """Return ``whole``, one tensor or constant of the model's result, without padded samples and positions.
+        ``path``: its place in the model's result.
+        """
         if not isinstance(whole, Tensor) or self.real is None or self.padding is None:
             return whole
         batch_dim, length_dim = self.padding.outputs.get(path, (None, None))
@@ -73,19 +76,21 @@ def select_outputs(rank: RankProgram, outputs: Shards) -> dict[str, dict[int, Te
 
 
 def join_outputs(program: Program, parts: Mapping[int, Shards]) -> dict[str, Any]:
-    """Return the whole results of the model, as path -> tensor or constant; ``None`` for what no rank has.
+    """Return the whole results of the model, as path in the result -> tensor or constant; ``None`` for a result that no
+    rank has.
 
-    ``parts``: rank -> value name -> microbatch -> the rank's shard, as :func:`select_outputs` returns them. Shards
-    along a dim have equal sizes.
+    ``program``: the program of all ranks. ``parts``: rank -> name of the tensor in the program -> microbatch -> the
+    shard that this rank contributes; of replicas, one rank contributes. Shards along a dim have equal sizes.
     """
     return {o.path: _join_output(program, o, parts) for o in program.outputs}
 
 
 def _join_output(program: Program, output: OutputData, parts: Mapping[int, Shards]) -> Any:
-    """Return one tensor or constant of the model's result: shards joined over ``tp``, then ``cp``, then ``dp`` and
-    microbatches.
+    """Return one tensor or constant of the model's result, joined from the shards of the ranks: over ``tp``, then
+    ``cp``, then ``dp`` and microbatches. Return ``None`` if no rank has a part of it.
 
-    ``parts``: rank -> value name -> microbatch -> its shard. Return ``None`` if no rank has a part of it.
+    ``program``: the program of all ranks. ``output``: describes the tensor and how it is sharded. ``parts``: rank ->
+    name of the tensor in the program -> microbatch -> the rank's shard.
     """
     if output.value is None:
         return output.constant

@@ -167,7 +167,10 @@ class Executor:
             self.env.clear()
 
     def _begin_actions(self) -> list[tuple[int, Action]]:
-        """Prepare a step, and return its actions: the compiled ones, or those that record or replay them."""
+        """Prepare a step, and return its actions as pairs (index of the instruction, function). They are the functions
+        that run the instructions; or, if steps are recorded and replayed, functions that record them or replay the
+        recorded step.
+        """
         if self.replay is not None:
             watched = self.updates.keep or self.actions != self._own_actions  # by tools that follow or repeat a step
             return self.replay.begin_step(self, usual=watched)
@@ -175,7 +178,9 @@ class Executor:
         return self.actions
 
     def begin_step(self) -> None:
-        """Forget the tensors of the last step, and prepare the sums over microbatches of a new one."""
+        """Drop the tensors of the last step, and reset the sums over microbatches (gradients, buffer updates, loss) for
+        a new one.
+        """
         self.outputs, self.totals = {}, {}
         self.env.begin()
         self.gradients.begin()
@@ -186,7 +191,7 @@ class Executor:
             self._loss.begin()
 
     def set_loss(self, value: Tensor) -> None:
-        """Set :attr:`loss` after a step that was recorded or replayed, to a copy of what the step has computed."""
+        """Set :attr:`loss` to ``value``, a copy of the loss that a recorded or replayed step has computed."""
         assert self._loss is not None
         self._loss.value = value
 
@@ -197,8 +202,8 @@ class Executor:
         return self._slice_input(self._input_data[name], microbatch)
 
     def _compile_actions(self) -> list[tuple[int, Action]]:
-        """Return the step as a list of pairs (index of the instruction, function without arguments), in the order of
-        execution.
+        """Return the functions that run the rank's instructions in a step, as pairs (index of the instruction, function
+        without arguments), in the order of execution. An instruction may have several.
         """
         instructions = self.rank.instructions
         receives = {i: self._compile_receive(ins) for i, ins in enumerate(instructions) if self._is_remote_receive(ins)}

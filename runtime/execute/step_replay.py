@@ -44,13 +44,13 @@ _READING = {f"partition.{name}.default": ("cpu", "cuda") for name in ROUTED} | {
 
 @dataclass
 class ReplayReport:
-    """How the steps of one program run on this rank.
+    """How the steps of one program run on this rank, if the engine was asked to record one step and replay it.
 
-    ``state``: ``"eager"`` (it cannot be replayed), ``"warm-up"`` (no step was recorded yet) or ``"replayed"``.
-    ``reason``: why it cannot be replayed; empty otherwise. ``kind``: what records it, such as ``"CUDA graphs"``.
-    ``segments``: number of recorded segments of a step. ``host``: what the host does between them, as kind -> number.
-    ``eager_calls``: path of each call that runs as usual between the segments -> why. ``replays``: number of steps that
-    were replayed.
+    ``state``: ``"eager"`` (steps cannot be replayed and run operator by operator), ``"warm-up"`` (no step was recorded
+    yet) or ``"replayed"``. ``reason``: why steps cannot be replayed; empty otherwise. ``kind``: how a step is recorded,
+    such as ``"CUDA graphs"``. ``segments``: number of recorded pieces of a step, between which the host runs functions.
+    ``host``: kind of such a function, such as a collective -> number of them. ``eager_calls``: module path of each call
+    that runs as usual between the pieces -> why. ``replays``: number of steps that were replayed.
     """
 
     state: str = "warm-up"
@@ -72,7 +72,9 @@ class ReplayReport:
 
 
 class Step(Protocol):
-    """What :class:`StepReplay` needs of an executor: its tensors of a step, and its results."""
+    """Protocol with what :class:`StepReplay` reads and sets of the executor whose steps it records: the program, the
+    actions of a step, the inputs, the loss and the results.
+    """
 
     rank: RankProgram
     actions: list[tuple[int, Action]]
@@ -239,9 +241,10 @@ class StepReplay:
         return _CallWatch(self, call)
 
     def begin_step(self, step: Step, usual: bool) -> list[tuple[int, Action]]:
-        """Prepare a step of the executor ``step``, and return its actions: pairs (index of the instruction, function).
+        """Prepare a step of the executor ``step``, and return its actions as pairs (index of the instruction,
+        function): the usual ones, those that record the step, or those that replay a recorded one.
 
-        ``usual``: it must run without replay, for example because a tool repeats it.
+        ``usual``: the step must run without recording and replay, for example because a tool follows or repeats it.
         """
         if self.report.state == "eager" or usual:
             self._mode = "usual"
@@ -280,8 +283,8 @@ class StepReplay:
         return run
 
     def recorded_input(self, name: str, microbatch: int) -> Tensor | None:
-        """Return the fixed buffer with the input ``name`` of ``microbatch`` while a step is recorded; ``None``
-        otherwise.
+        """Return the buffer in which the recorded step finds its input ``name`` for ``microbatch``, while the step is
+        being recorded. Each replay copies its own input there. Return ``None`` if no step is being recorded.
         """
         return self._inputs[microbatch, name] if self._mode == "record" else None
 

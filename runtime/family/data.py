@@ -15,8 +15,8 @@ from partitioner.runtime.program.program import Program
 
 
 class InputPadding(Data):
-    """How one input tensor of a batch is padded to the program's shape: the dims that grow, and the values of new
-    elements.
+    """How one input tensor of a batch is padded to the shape of a plan's program: the indices of the dims that grow,
+    and the number in the new elements.
     """
 
     batch_dim: int | None = Field(default=None, description="The dim of samples. None: the input has none.")
@@ -30,8 +30,8 @@ class InputPadding(Data):
 class BatchPadding(Data):
     """The shape of the batches of a program, and how smaller batches are padded to it.
 
-    Padding changes neither the loss, nor a gradient, nor the outputs at real samples and positions. ``passes/padding``
-    proved this from the model's graph.
+    Padding changes neither the loss, nor a gradient, nor the outputs at the samples and positions that the batch had
+    before. ``passes/padding`` proved this from the model's graph.
     """
 
     batch: int = Field(description="Samples of the program's batch.")

@@ -110,7 +110,8 @@ def timed(engine: Engine) -> Iterator[Times]:
         """Return a function that runs ``action``, and adds its duration to the time in which the current step waits for
         other ranks.
 
-        ``way``: (index of the pipeline stage at the other end, "F" or "B") of a receive, or ``None``.
+        ``way``: for a receive, (index of the pipeline stage at the other end, "F" for values or "B" for gradients),
+        under which its times are stored; ``None`` for an action that waits for something else.
         """
 
         def run() -> None:
@@ -127,8 +128,8 @@ def timed(engine: Engine) -> Iterator[Times]:
         """Return a function that runs ``action``, which starts a transfer or collective, and adds its duration to the
         instruction's time that is neither computation nor waiting.
 
-        ``index``: position of the instruction. ``way``: (index of the pipeline stage at the other end, "F" or "B") of a
-        send, or ``None``.
+        ``index``: position of the instruction. ``way``: for a send, (index of the pipeline stage at the other end, "F"
+        for values or "B" for gradients), under which its start is stored; ``None`` for any other action.
         """
 
         def run() -> None:

@@ -59,8 +59,9 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
     """Raise :class:`NonFiniteError` on all ranks if the loss, or with ``gradients`` a gradient, of any rank is NaN or
     infinite.
 
-    All ranks call this after ``engine.step(batch, local=local)`` and before they use the gradients. It reads every
-    gradient once. If a value is not finite, the step is repeated to find the operator that produced it.
+    All ranks call this after ``engine.step(batch, local=local)`` and before they use the gradients. ``batch``: the
+    batch of that step. ``local``: whether it has only this rank's samples; otherwise it is the whole global batch. It
+    reads every gradient once. If a value is not finite, the step is repeated to find the operator that produced it.
     """
     engine._executor.updates.keep = True  # what a step to come read, should it be run again
     bad = engine.loss is not None and not bool(torch.isfinite(engine.loss))
@@ -75,11 +76,11 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
 
 def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
     """Repeat the last step of ``engine`` on ``batch``, and return a description of the first operator that produced a
-    NaN or infinity.
+    NaN or infinity. It names rank, instruction and graph node.
 
-    It names rank, instruction and graph node. ``local``: ``batch`` has only this rank's samples. All ranks call this
-    before the optimizer changes the weights. The engine's step count and loss scale are not changed; the gradients are
-    computed again.
+    ``local``: whether ``batch`` has only this rank's samples; otherwise it is the whole global batch. All ranks call
+    this before the optimizer changes the weights. The engine's step count and loss scale are not changed; the gradients
+    are computed again.
     """
     told = _of_all(engine, _find_nonfinite_inputs(engine, batch, local))  # one rank's own shard or samples may have it
     if not told:
@@ -170,7 +171,7 @@ def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
 
 def _asked_for(operation: ProbedOperation) -> bool:
     """Return whether an argument of the operator in ``operation`` is an infinite number, as in ``masked_fill(mask,
-    -inf)``, so that its infinity is intended.
+    -inf)``. The user then wants the infinity in its result, and it is not reported.
     """
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 

@@ -233,8 +233,8 @@ class Difference:
 
 
 def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
-    """Return the first difference between two runs whose hashes are in the folders ``one`` and ``other``; ``None`` if
-    there is none.
+    """Return the first difference between two runs of the same plan, whose hashes of operands and results are in the
+    folders ``one`` and ``other``; ``None`` if there is none.
 
     If several ranks differ in the same step, a rank whose own operator produced the difference comes first, then the
     earliest instruction. Raise :class:`LaunchError` if a folder has no hashes, or if the runs are of different plans.

@@ -89,11 +89,12 @@ class CallFacts:
 
 
 class ProgramFacts:
-    """Gradients, collectives and memory of all calls of a program, each computed on first access. A call is one
-    execution of a block (a piece of the model, such as a layer) on a pipeline stage.
+    """What can be derived from the graphs of a program: gradients, collectives and memory of each of its calls,
+    computed on first access. A call is one execution of a block (a piece of the model, such as a layer) on a pipeline
+    stage.
 
     The names and shapes of the program must already be consistent (``runtime/prove/structure.py`` checks this).
-    ``passes_over``: whether the facts are those of ranks that run fewer microbatches than others.
+    ``passes_over``: whether the facts are for ranks that have fewer microbatches than others, and so skip instructions.
     """
 
     def __init__(self, program: Program, passes_over: bool = False) -> None:
@@ -102,12 +103,12 @@ class ProgramFacts:
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
-        """Return the facts of the same program with longer or shorter instruction lists, and so for another number of
-        microbatches (``program.num_microbatches`` of the result).
+        """Return the facts (gradients, collectives and memory of all calls) of the same program for another number of
+        microbatches. The instruction list of each pipeline stage must be a :class:`Listing`, which stores the
+        instructions that repeat with the microbatches once.
 
-        Each pipeline stage's list becomes its shortest form, extended ``steps`` times. An extension adds the number of
-        microbatches by which the list's repeated part grows (``Listing.unit``). Every list must be a :class:`Listing`,
-        a list that stores repeated instructions once.
+        ``steps``: how often the shortest form of each list is extended. Each extension adds ``Listing.unit``
+        microbatches. The result's ``program.num_microbatches`` is the new number.
         """
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:

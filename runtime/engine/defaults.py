@@ -28,6 +28,7 @@ def default_communicator(
 
     ``device``: of this rank; ``None``: chosen by the process group. ``placement``: device number of each rank in the
     plan, or empty. Raise :class:`LaunchError` if the number of processes differs from the program's number of ranks.
+    ``program``: the program of all ranks.
     """
     if not dist.is_initialized():
         if program.world_size > 1:
@@ -105,7 +106,8 @@ def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | 
     kept on disk.
 
     ``folder``: where its files are; ``None``: the environment variable ``PARTITION_OFFLOAD_FOLDER``. Raise
-    :class:`OffloadError` if no folder is given, or if the folder has too little space.
+    :class:`OffloadError` if no folder is given, or if the folder has too little space. ``rank``: the program of this
+    rank.
     """
     if "disk" not in rank.program.offload:
         return None

@@ -46,7 +46,8 @@ def require_dtensor_views(program: Program) -> None:
     """Raise :class:`DTensorError`, which names the first reasons, unless a DTensor can express every parameter of the
     model.
 
-    The result is equal on all ranks, because the parameters of all pipeline stages are checked.
+    The result is equal on all ranks, because the parameters of all pipeline stages are checked. ``program``: the
+    program of all ranks.
     """
     named, reasons = find_placements(program)
     if not reasons:
@@ -63,6 +64,8 @@ def require_dtensor_views(program: Program) -> None:
 def find_placements(program: Program) -> tuple[dict[str, list[Placement]], dict[str, str]]:
     """Return parameter name -> DTensor placements, and parameter name -> reason (text) for those that no DTensor can
     express.
+
+    ``program``: the program of all ranks.
     """
     named, reasons = {}, {}
     for name, state in program.states.items():
@@ -163,7 +166,8 @@ def axes_of(program: Program, name: str) -> tuple[str, ...]:
     """Return the mesh axes of the parameter ``name``'s device mesh, outermost first: those with more than one rank,
     without ``pp``; if all have one rank, the last axis alone.
 
-    Raise :class:`DTensorError` if no mesh has all axes over which the parameter is sharded.
+    Raise :class:`DTensorError` if no mesh has all axes over which the parameter is sharded. ``program``: the program of
+    all ranks.
     """
     axes = {axis for axis, _ in _list_cuts(program, name)} | {*program.states[name].zero_axes}
     try:
@@ -176,7 +180,7 @@ def axes_of(program: Program, name: str) -> tuple[str, ...]:
 def placements_of(program: Program, name: str) -> list[Placement]:
     """Return the DTensor placement of the parameter ``name`` on each axis of its device mesh, in the order of the axes.
 
-    Raise :class:`DTensorError` if no placements express the layout.
+    Raise :class:`DTensorError` if no placements express the layout. ``program``: the program of all ranks.
     """
     state, axes = program.states[name], axes_of(program, name)
     found: dict[str, Placement] = {axis: Replicate() for axis in axes}
@@ -204,7 +208,8 @@ def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
     """Return how the parameter ``name`` is sharded, without ZeRO, as pairs (mesh axis, layout) in the order in which it
     is cut.
 
-    Raise :class:`DTensorError` if no device mesh of the program's ranks contains all of these mesh axes.
+    Raise :class:`DTensorError` if no device mesh of the program's ranks contains all of these mesh axes. ``program``:
+    the program of all ranks.
     """
     state = program.states[name]
     experts, tensors = Layout.parse(state.expert_layout), Layout.parse(state.layout)
@@ -256,7 +261,7 @@ def export_weight_files(
     The folder is complete afterwards, or unchanged. ``shards``: name -> this rank's shard. Raise, before anything is
     written, :class:`CheckpointError` if rank 0 cannot write the folder or it has other weights, and
     :class:`WeightsError` for a type that safetensors does not support. ``communicator``: connects this rank with the
-    others.
+    others. ``rank``: the program of this rank.
     """
     for name in weight_states(rank.program):
         check_storable(name, dtype_of(rank.program.states[name].dtype))
@@ -295,6 +300,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
     get an empty dict.
 
     All ranks call this. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
+    ``rank``: the program of this rank.
     """
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
@@ -322,7 +328,10 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
 
 
 def chunks_of(program: Program) -> list[Chunk]:
-    """Return which parameters and buffers each safetensors file of an export has. The result is equal on all ranks."""
+    """Return which parameters and buffers each safetensors file of an export has. The result is equal on all ranks.
+
+    ``program``: the program of all ranks.
+    """
     chunks: list[Chunk] = []
     for stage in range(len(program.stages)):
         names: list[str] = []
@@ -345,7 +354,7 @@ def _is_chunk_writer(chunk: Chunk, rank: RankProgram) -> bool | None:
     """Return whether this rank writes the file ``chunk``; ``None`` if it does not even take part in gathering the
     file's tensors.
 
-    The ranks of a pipeline stage write the files in turn.
+    The ranks of a pipeline stage write the files in turn. ``rank``: the program of this rank.
     """
     dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
     if rank.program.size("ep") > 1 or rank.program.zero:  # the parts are on ranks of any dp and tp
@@ -367,6 +376,8 @@ def _write_chunk(
 ) -> None:
     """Gather the tensors ``names`` from the ranks that hold parts of them and, if ``mine`` is true on this rank, write
     them to ``file``. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
+
+    ``rank``: the program of this rank.
     """
     content: dict[str, Tensor] = {}
     for name in names:
@@ -383,7 +394,7 @@ def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Co
     """Return the whole tensor of the parameter or buffer ``name``, gathered from the ranks that hold parts of it.
 
     ``shard``: this rank's part: a shard over ``tp`` and ``ep``, or a ZeRO piece of it. ``communicator``: connects this
-    rank with the others.
+    rank with the others. ``rank``: the program of this rank.
     """
     data = rank.program.states[name]
     if data.zero_axes:
@@ -401,6 +412,8 @@ def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Co
 def _write_index(folder: Path, chunks: list[Chunk], program: Program) -> None:
     """Write the index file of an export of weights into ``folder``. It says in which safetensors file each weight is.
     ``chunks``: the files of the export.
+
+    ``program``: the program of all ranks.
     """
     held_in = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
     states = [program.states[s] for s in held_in]

@@ -198,6 +198,8 @@ class OptimizerCheck:
 def cut_of(program: Program, name: str) -> ParameterCut:
     """Return along which dims, and whether by ZeRO, the plan shards the parameter ``name``. The result is equal on all
     ranks.
+
+    ``program``: the program of all ranks.
     """
     data = program.states[name]
     dims = {shard.layout.dim for shard in shards_of(program, name, 0)}

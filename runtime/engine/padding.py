@@ -118,7 +118,7 @@ def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShap
     """Return the number of samples of ``batch``, and the number of positions of each sample.
 
     ``padding``: says which dim of each input counts samples, and which one positions. Raise :class:`BatchError` if
-    inputs have different numbers, or if one is 0.
+    inputs have different numbers, or if one is 0. ``program``: the program of all ranks.
     """
     entries = BatchEntries(program, batch)
     found: dict[str, dict[str, int]] = {"samples": {}, "positions": {}}
@@ -156,7 +156,7 @@ def trim_outputs(
     same form.
 
     ``padding``: says which dims of each output count samples and positions. ``real``: the shape of the batch before it
-    was padded. A microbatch with padded samples only becomes an empty tensor.
+    was padded. A microbatch with padded samples only becomes an empty tensor. ``rank``: the program of this rank.
     """
     trimmed: dict[str, dict[int, Tensor]] = {value: dict(parts) for value, parts in outputs.items()}
     for output in rank.program.outputs:
@@ -180,7 +180,7 @@ def _keep_places(rank: RankProgram, output: OutputData, part: Tensor, dim: int, 
     """Return those slices of ``part``, a rank's part of an output of the model, along ``dim`` that are not padding.
 
     ``kept``: for each position of the whole dim, over all ranks, whether its slice is returned. ``output``: describes
-    how the output is sharded, and so which positions this rank has.
+    how the output is sharded, and so which positions this rank has. ``rank``: the program of this rank.
     """
     mesh, at = rank.program.mesh, rank.coordinates
     for text, axis in ((output.context, "cp"), (output.layout, "tp")):

@@ -163,7 +163,7 @@ def gradient_needs(program: Program, call: CallData, slim: bool = False) -> Grad
     """Return which gradients the backward of ``call`` has to compute; ``None`` if the call has no backward.
 
     ``call``: one use of a block, such as a layer. ``slim``: backward recomputes cheap operators instead of saving their
-    results.
+    results. ``program``: the program of all ranks.
     """
     outputs = tuple(program.values[v].requires_grad for v in call.outputs)
     if program.objective != "train" or call.prologue or not any(outputs):

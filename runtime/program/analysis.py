@@ -387,7 +387,7 @@ def differentiate_for_cpu(
     The result is cached for the process and must not be modified. ``name``: the block's name. ``needs``: three tuples
     of flags: which inputs need a gradient, which parameters and buffers need one, and which outputs have one. ``slim``:
     whether backward recomputes the nodes that the block lists as cheap. ``fused``: whether attention is traced as a
-    fused kernel, which accelerators have.
+    fused kernel, which accelerators have. ``program``: the program of all ranks.
     """
     graph = program.blocks[name]
     again = graph.again if slim else ()

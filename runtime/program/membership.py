@@ -25,7 +25,7 @@ CHANNEL = "L"
 
 
 def loss_stage(program: Program) -> int:
-    """Return the index of the pipeline stage that computes the loss."""
+    """Return the index of the pipeline stage that computes the loss. ``program``: the program of all ranks."""
     return next(i for i, stage in enumerate(program.stages) if any(program.loss in c.outputs for c in stage.calls))
 
 
@@ -46,7 +46,7 @@ def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int
 def loss_edges(program: Program) -> set[tuple[int, int, str]]:
     """Return the links over which the loss is sent to all pipeline stages, as (from stage, to stage, "L").
 
-    Empty if there is no loss or only one stage.
+    Empty if there is no loss or only one stage. ``program``: the program of all ranks.
     """
     if program.loss is None or len(program.stages) == 1:
         return set()
@@ -87,6 +87,8 @@ def gathers_of(rank: RankProgram) -> list[tuple[int, ...]]:
 def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
     """Return all combinations of mesh axes over which some rank of the program communicates, in graphs, reductions or
     checkpoints.
+
+    ``program``: the program of all ranks.
     """
     axes: set[tuple[str, ...]] = set(_ALWAYS)
     if program.size("ep") > 1:  # norms of experts' gradients and checkpoints of their weights
@@ -109,6 +111,8 @@ def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
 def _find_tied_stages(program: Program) -> set[tuple[int, ...]]:
     """Return the sets of pipeline stages (ascending indices) that share a parameter or buffer and reduce or update it
     together.
+
+    ``program``: the program of all ranks.
     """
     return {
         tuple(sorted(program.states[s].stages))

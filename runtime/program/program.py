@@ -452,7 +452,8 @@ def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
     other: first over ``ep``, then over ``tp``. Each has the layout, the number of ranks, and the index of this rank
     among them.
 
-    ``state``: its name. Empty if the rank holds all of it. ZeRO may divide the part further.
+    ``state``: its name. Empty if the rank holds all of it. ZeRO may divide the part further. ``program``: the program
+    of all ranks.
     """
     data = program.states[state]
     cuts = (
@@ -466,6 +467,8 @@ def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
 def shard_shape(program: Program, state: str) -> tuple[int, ...]:
     """Return the shape of the shard over ``ep`` and ``tp`` that one rank has of the parameter or buffer called
     ``state``, before ZeRO divides it. Raise ``ValueError`` if a layout is malformed.
+
+    ``program``: the program of all ranks.
     """
     data = program.states[state]
     shape = data.shape
@@ -475,7 +478,7 @@ def shard_shape(program: Program, state: str) -> tuple[int, ...]:
 
 
 def updated_states(program: Program) -> list[str]:
-    """Return the names of the buffers whose value a step changes."""
+    """Return the names of the buffers whose value a step changes. ``program``: the program of all ranks."""
     return [name for name, state in program.states.items() if state.update is not None]
 
 

@@ -135,6 +135,8 @@ def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
 def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
     """Return the mesh axes over which ZeRO shards the parameters ``states`` (names), which are gathered together; empty
     if ZeRO does not shard them.
+
+    ``program``: the program of all ranks.
     """
     return program.states[states[0]].zero_axes
 
@@ -142,6 +144,8 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
 def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
     """Return, for each parameter named in ``states``, which elements of its flattened shard one rank holds, if ZeRO
     cuts the shard into ``ranks`` equal pieces. ``index``: number of the rank's piece, from 0.
+
+    ``program``: the program of all ranks.
     """
     return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 
@@ -156,6 +160,8 @@ Turn = tuple[Literal["SCATTER", "REDUCE", "GATHER"], tuple[str, ...]]
 def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
     """Return the mesh axes over which the gradients of ``bucket`` are all-reduced: all axes of their reduction, except
     those of a reduce-scatter. A bucket is a set of parameters whose gradients are reduced together.
+
+    ``program``: the program of all ranks.
     """
     return left_of(bucket.axes, zero_axes(program, bucket.states), bucket.levels, program.size)
 
@@ -176,7 +182,7 @@ def list_reduction_turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
     mesh axes).
 
     ``bucket``: the parameters whose gradients are reduced together. The collectives start once these gradients are
-    computed and, under ZeRO, are reduce-scattered to shards.
+    computed and, under ZeRO, are reduce-scattered to shards. ``program``: the program of all ranks.
     """
     return turns_of(bucket.levels, rest_axes(program, bucket))
 
@@ -197,6 +203,8 @@ def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
 def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
     """Return the number of shards into which the gradients of ``bucket`` are scattered after the first ``level`` steps
     of their hierarchical reduction. A bucket is a set of parameters whose gradients are reduced together.
+
+    ``program``: the program of all ranks.
     """
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 
@@ -206,7 +214,7 @@ def level_problem(program: Program, bucket: Bucket) -> str:
     of an error message; empty if it does.
 
     ``bucket``: the parameters whose gradients are reduced together, and the mesh axes of the steps of the reduction
-    (``bucket.levels``).
+    (``bucket.levels``). ``program``: the program of all ranks.
     """
     named = [axis for level in bucket.levels for axis in level]
     shared = zero_axes(program, bucket.states)

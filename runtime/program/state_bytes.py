@@ -14,6 +14,8 @@ from partitioner.runtime.program.program import Program, Stage, StateData, shard
 def host_states(program: Program, stage: int) -> frozenset[str]:
     """Return the names of the parameters of the pipeline stage ``stage`` (an index) whose values are in host memory,
     because the program offloads parameters, or because the optimizer runs on the host and updates them.
+
+    ``program``: the program of all ranks.
     """
     held = {n: s for n, s in program.states.items() if stage in s.stages}
     train = program.objective == "train"
@@ -45,6 +47,8 @@ def staying_values(stage: Stage) -> frozenset[str]:
 def state_bytes(program: Program, state: str) -> int:
     """Return the bytes of the shard over ``ep`` and ``tp`` that one rank has of a parameter or buffer, before ZeRO
     divides it. ``state``: its name.
+
+    ``program``: the program of all ranks.
     """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(program.states[state].dtype)
 
@@ -54,6 +58,7 @@ def gradient_bytes(program: Program, state: str) -> int:
     it.
 
     ``state``: its name. Gradients have the type in which they are summed, which may be wider than the parameter's.
+    ``program``: the program of all ranks.
     """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 
@@ -75,6 +80,7 @@ def state_sizes(program: Program, state: str) -> StateSizes:
     """Return the bytes that a parameter or buffer and its gradient take on one rank. ``state``: its name.
 
     The sizes of ZeRO pieces include padding; without ZeRO they equal those of the shard and of its gradient.
+    ``program``: the program of all ranks.
     """
     part, gradient = state_bytes(program, state), gradient_bytes(program, state)
     ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)

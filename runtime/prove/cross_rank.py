@@ -29,7 +29,8 @@ def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple
     """Return, for each rank, the equivalent rank with the lowest number. The prover follows only these ranks.
 
     Equivalent ranks have the same communication events (collectives, sends, receives), and communicate with equivalent
-    ranks. ``traces``: the events of each rank, as pairs (instruction index, event).
+    ranks. ``traces``: the events of each rank, as pairs (instruction index, event). ``program``: the program of all
+    ranks.
     """
     colors = _by_events(program, traces)
     if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
@@ -59,7 +60,10 @@ def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple
 
 
 def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
-    """Return all groups of ranks whose coordinates differ only on the mesh axes ``axes``, as lists of ranks."""
+    """Return all groups of ranks whose coordinates differ only on the mesh axes ``axes``, as lists of ranks.
+
+    ``program``: the program of all ranks.
+    """
     grid = program.grid(axes)
     ranks = np.arange(program.world_size).reshape([*grid.values()])
     inner = [place for place, axis in enumerate(grid) if axis in axes]
@@ -73,7 +77,7 @@ def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
     """Return, for each rank, the rank of the same pipeline stage with the lowest number that has equal communication
     events (collectives, sends and receives).
 
-    ``traces``: the events of each rank, as pairs (instruction index, event).
+    ``traces``: the events of each rank, as pairs (instruction index, event). ``program``: the program of all ranks.
     """
     events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _deduplicate_traces(traces).items()}
     alike: dict[int, int] = {}  # id of a trace -> id of the first that has the same events
@@ -175,7 +179,7 @@ class TraceRunner:
         """Start before the first event of every rank.
 
         ``traces``: the events of each rank, as pairs (instruction index, event). ``suspects``: ranks with edited lists,
-        which are named first in errors.
+        which are named first in errors. ``program``: the program of all ranks.
         """
         self.program = program
         self.classes = find_representatives(program, traces)

@@ -188,6 +188,8 @@ class HostStates:
 def check_updates(program: Program) -> None:
     """Raise :class:`Refusal` if the value that a buffer takes at the end of a step has another type or layout than the
     buffer, or is not computed on exactly one of the pipeline stages that have the buffer.
+
+    ``program``: the program of all ranks.
     """
     makers = _find_producing_stages(program)
     for name, state in program.states.items():
@@ -200,6 +202,8 @@ def check_updates(program: Program) -> None:
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
     """Return a dict from the name of each value that calls compute to the indices of the pipeline stages whose calls
     compute it. Calls that run before the pipeline starts, to compute sums over the global batch, are left out.
+
+    ``program``: the program of all ranks.
     """
     makers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):

@@ -56,7 +56,7 @@ def check_fields(program: Program, stage: int, instructions: Sequence[Instructio
     """Raise :class:`Refusal` at the first instruction that lacks a field, has one that its operation does not use, or
     has an invalid value.
 
-    ``stage``: index of the pipeline stage whose list ``instructions`` is.
+    ``stage``: index of the pipeline stage whose list ``instructions`` is. ``program``: the program of all ranks.
     """
     for index, instruction in enumerate(instructions):
         problem = _find_field_problem(program, stage, instruction)
@@ -67,6 +67,8 @@ def check_fields(program: Program, stage: int, instructions: Sequence[Instructio
 def _find_field_problem(program: Program, stage: int, instruction: Instruction) -> str:
     """Return why the fields of ``instruction``, in the list of the pipeline stage ``stage`` (an index), are not valid,
     as text for an error message; an empty string if they are.
+
+    ``program``: the program of all ranks.
     """
     op = instruction.op
     if instruction.stage != stage:

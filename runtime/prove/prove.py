@@ -215,6 +215,8 @@ def _run_lists(
 def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
     """Return a dict from each rank to its instructions: its edited list in ``own``, or its pipeline stage's list
     without the microbatches that the rank does not have.
+
+    ``program``: the program of all ranks.
     """
     shares = _count_microbatches(program)
     lists: dict[int, Instructions] = {}
@@ -227,6 +229,8 @@ def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dic
 def _count_microbatches(program: Program) -> list[int]:
     """Return the number of microbatches of each rank of a pipeline stage, in the order of ranks. It is equal on all
     stages.
+
+    ``program``: the program of all ranks.
     """
     each = program.strides["dp"]
     return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
@@ -255,7 +259,7 @@ def _locate_refusal(
     """Return the error that users see for the fault ``refusal``, with the rank and the instruction that it concerns.
 
     ``instructions`` and ``rank``: the list and the rank in which it was found; ``None``: the list and the first rank of
-    the pipeline stage that the fault names.
+    the pipeline stage that the fault names. ``program``: the program of all ranks.
     """
     location = refusal.location
     if instructions is None:
@@ -280,6 +284,8 @@ def _is_about(program: Program, location: FaultLocation, instruction: Instructio
     """Return whether ``instruction`` uses what ``location``, the location of a fault, names: a call (an execution of a
     block, such as a layer), a parameter or buffer, or a set of parameters that are reduced together. The fault is
     reported at the first such instruction.
+
+    ``program``: the program of all ranks.
     """
     if location.bucket is not None:
         return instruction.bucket == location.bucket

@@ -103,6 +103,8 @@ def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list
 def _is_apart(axis: str, program: Program, state: str) -> bool:
     """Return whether ranks along the mesh axis ``axis`` hold the weights of different experts in the parameter
     ``state``.
+
+    ``program``: the program of all ranks.
     """
     spread = program.experts_span_tp if axis == "tp" else program.mesh.get("ep", 1) > 1
     return spread and Layout.parse(program.states[state].expert_layout).is_shard

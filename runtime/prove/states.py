@@ -118,7 +118,7 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
 
     For an expert these axes are its replicas ``edp`` and, if its gradient is a partial sum over them, the ranks ``etp``
     that share it. For other parameters only ``tp`` is checked. ``layout``, ``over_ep``: the parameter's layouts over
-    ``tp`` and ``ep``.
+    ``tp`` and ``ep``. ``program``: the program of all ranks.
     """
     axes = split_axes(program, state.grad_axes)
     partial = layout.kind == "R'"
@@ -198,6 +198,8 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
     """Return the names of the nodes in the graph that a call (an execution of a block, such as a layer) runs.
     ``position``: the call's position on the pipeline stage ``stage`` (an index).
+
+    ``program``: the program of all ranks.
     """
     return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
 
@@ -349,7 +351,7 @@ def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> lis
 
     Each group is a tuple (axes, key on which all ranks must agree, description of the first collective, name of its
     graph node, number of collectives). ``op``: what runs: "F" forward, "B" backward, "I" its half for inputs, "W" its
-    half for weights. ``position``: the call's position on its pipeline stage.
+    half for weights. ``position``: the call's position on its pipeline stage. ``program``: the program of all ranks.
     """
     uses = [(split_axes(program, (u.axis,)), u) for u in call.collectives(op)]
     found: list[Bundle] = []

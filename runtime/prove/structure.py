@@ -35,6 +35,8 @@ DATA_AXES = ("dp",)  # the mesh axes along which the batch is split, besides the
 def check_inputs(program: Program) -> None:
     """Raise :class:`Refusal` unless each input of the batch fits the tensor of the program (the value) that it fills:
     the value must have the shape and type of the part of the input that one rank reads for one microbatch.
+
+    ``program``: the program of all ranks.
     """
     for given in program.inputs:
         problem = _input_problem(program, given)
@@ -48,6 +50,8 @@ def check_inputs(program: Program) -> None:
 def _input_problem(program: Program, given: InputData) -> str:
     """Return why ``given``, an input of the batch, does not fit the tensor of the program (the value) that it fills, as
     the end of an error message; an empty string if it fits.
+
+    ``program``: the program of all ranks.
     """
     if given.value not in program.values:
         return f"is the value {given.value!r}, which does not exist"
@@ -71,7 +75,7 @@ def _input_problem(program: Program, given: InputData) -> str:
 def check_outputs(program: Program) -> None:
     """Raise :class:`Refusal` unless each output of the model is an existing value with the declared layout.
 
-    The loss must be one number that is equal on all ranks of ``tp`` and ``cp``.
+    The loss must be one number that is equal on all ranks of ``tp`` and ``cp``. ``program``: the program of all ranks.
     """
     for output in program.outputs:
         problem = "" if output.value is None else _output_problem(program, output, output.value)
@@ -104,7 +108,9 @@ def _output_problem(program: Program, output: OutputData, name: str) -> str:
 
 
 def _loss_problem(program: Program) -> str:
-    """Return why the loss of a program is not valid, as an error message; an empty string if it is."""
+    """Return why the loss of a program is not valid, as an error message; an empty string if it is. ``program``: the
+    program of all ranks.
+    """
     if program.loss is None:
         return "a program for training has no loss" if program.objective == "train" else ""
     if program.loss not in program.values:
@@ -150,6 +156,8 @@ def check_structure(facts: ProgramFacts) -> None:
 def _find_first_call(program: Program, wanted: Callable[[CallData], bool]) -> tuple[int, int | None]:
     """Return the stage index and the position of the first call for which ``wanted`` is true; ``(0, None)`` if there is
     none.
+
+    ``program``: the program of all ranks.
     """
     for s, stage in enumerate(program.stages):
         for position, call in enumerate(stage.calls):
@@ -170,6 +178,8 @@ def _check_mesh(program: Program) -> None:
     """Raise :class:`Refusal` unless the sizes of the mesh axes fit the number of pipeline stages, the groups of ranks
     for experts and the division of the batch. Also raise it if the program offloads states that it cannot offload
     together, such as parameters without the optimizer that updates them.
+
+    ``program``: the program of all ranks.
     """
     if set(program.mesh) - set(MESH_AXES) or any(size < 1 for size in program.mesh.values()):
         raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(MESH_AXES)}, or empty ones")
@@ -203,6 +213,8 @@ def _check_mesh(program: Program) -> None:
 def _check_blocks(program: Program) -> None:
     """Raise :class:`Refusal` unless the graph of every block (a piece of the model) is well-formed, and its inferred
     shapes and types equal those that it stores.
+
+    ``program``: the program of all ranks.
     """
     axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
     axes[DATA] = program.batch_microbatches
@@ -232,6 +244,8 @@ def _check_call_names(program: Program, stage: int, position: int, call: CallDat
     """Raise :class:`Refusal` unless the block, parameters, buffers and values that ``call`` names exist, and the
     parameters and buffers are on its pipeline stage ``stage`` (an index). ``position``: the call's position on the
     stage.
+
+    ``program``: the program of all ranks.
     """
     problem = ""
     if call.block not in program.blocks:
@@ -289,6 +303,8 @@ def _value_spec(value: Value) -> TensorSpec | None:
 def _state_spec(program: Program, name: str) -> TensorSpec | None:
     """Return the shape and type of one rank's shard of the parameter or buffer ``name``; ``None`` if its type or a
     layout is malformed.
+
+    ``program``: the program of all ranks.
     """
     state = program.states[name]
     try:
@@ -312,6 +328,8 @@ def _check_call_order(facts: ProgramFacts) -> None:
 def _check_value_sources(program: Program) -> None:
     """Raise :class:`Refusal` if different calls (executions of blocks) compute the same value. One call may be run by
     several pipeline stages if the value needs no gradient.
+
+    ``program``: the program of all ranks.
     """
     batch = CallData(block="", path="the batch")
     source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}

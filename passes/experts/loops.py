@@ -445,10 +445,9 @@ class _Merging:
         return tuple(spots[0] for spots in dims) if alone else None
 
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
-        """Return what replaces ``nodes``, the ``getitem`` nodes of all experts that take the same result of an operator
-        with several results: this result with each row computed by its own expert.
-
-        Raises :class:`Different` if the operator does not work on rows (tokens).
+        """Return the value that replaces ``nodes``, the ``getitem`` nodes of all experts that take the same result of
+        an operator with several results. In this value, each row (token) is computed by its own expert. Raises
+        :class:`Different` if the operator does not work on rows.
         """
         whole: Any = self.merge_nodes(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):

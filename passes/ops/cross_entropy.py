@@ -61,8 +61,10 @@ def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tenso
 
 
 def decompose_target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return what :func:`target_and_logsumexp` returns, by operators that a compiler fuses to one pass over
-    ``logits``.
+    """Return two tensors for the rows of ``logits`` along ``dim``: the logit of each row's target and the logsumexp of
+    each row, both with size 1 along ``dim``. ``index``: the target class of each row, with size 1 along ``dim``.
+
+    This is :func:`target_and_logsumexp` in operators that a compiler fuses to one pass over ``logits``.
     """
     wide = logits.to(accumulated_in(logits.dtype))
     largest = wide.amax(dim, keepdim=True)
@@ -74,8 +76,11 @@ def decompose_target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> t
 def decompose_backward(
     of_target: Tensor, of_logsumexp: Tensor, logits: Tensor, index: Tensor, logsumexp: Tensor, dim: int
 ) -> Tensor:
-    """Return what :func:`target_and_logsumexp_backward` returns, by operators that a compiler fuses to one pass over
-    ``logits``.
+    """Return the gradient of ``logits`` through a cross entropy: the softmax times ``of_logsumexp``, plus ``of_target``
+    at the index of the target. ``of_target``, ``of_logsumexp``: the gradients of each row's target logit and logsumexp
+    along ``dim``. ``index``: the target class of each row. ``logsumexp``: each row's logsumexp, from forward.
+
+    This is :func:`target_and_logsumexp_backward` in operators that a compiler fuses to one pass over ``logits``.
     """
     sums = torch.where(logsumexp.isinf(), 0.0, logsumexp)
     shape = [1] * logits.dim()

@@ -371,12 +371,11 @@ _MOST_WHOLE = 1 << 40  # in a larger range that is no power of two, low integers
 
 @dataclass(frozen=True)
 class Sampler:
-    """What a function that imitates one of torch's random operators needs to draw numbers, on tensors or on graph
-    nodes.
-
-    ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``numbers(distribution, sizes,
-    *parameters)`` draws numbers that no other draw uses. ``given``: the arguments of torch's operator by name.
-    ``made``: the first tensor that torch's operator returns, a meta or real tensor, for its sizes and type.
+    """The interface through which a function that imitates one of torch's random operators draws its numbers, on
+    tensors or on graph nodes. ``run(operator, *arguments)`` executes an operator or appends it to a graph.
+    ``numbers(distribution, sizes, *parameters)`` draws numbers that no other draw uses. ``given``: the arguments of
+    torch's operator by name. ``made``: the first tensor that torch's operator returns, a meta or real tensor, for its
+    sizes and type.
     """
 
     run: Run

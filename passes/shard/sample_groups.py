@@ -35,11 +35,9 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """What a training step does to the buffers that the model's forward changes, if the step is the mean over groups of
-    samples.
-
-    ``updates``: buffer name -> name of the node with its new value or, if the buffer is a sum over the groups, with
-    the addend of one group. ``keeps``: name of each buffer that is such a sum -> number by which its old value is
+    """The buffers that the model's forward changes in a training step that computes several groups of samples.
+    ``updates``: buffer name -> name of the node with its new value or, if the buffer is a sum over the groups, with the
+    addend of one group. ``keeps``: name of each buffer that is such a sum -> number by which its old value is
     multiplied, once per step, before the addends are added.
     """
 

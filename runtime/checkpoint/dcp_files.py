@@ -56,7 +56,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote to a checkpoint.
+    """A record of what one rank wrote to a checkpoint.
 
     Args:
         items: the chunks (rectangular parts of tensors), with tensor name, offsets and sizes.
@@ -81,10 +81,9 @@ def sum_of(path: Path) -> FileSum:
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Written:
     """Write ``pieces`` (parts of tensors, with their names and offsets) to one file in ``folder``, and flush it to
-    disk.
-
-    ``rank``: global rank, which is part of the file's name. Return what was written; for an empty list no file is
-    written. Raise ``OSError`` if the file system reports an error.
+    disk. ``rank``: global rank, which is part of the file's name. Return a record of the written parts, with their
+    positions in the file and the file's checksum. For an empty list no file is written. Raise ``OSError`` if the file
+    system reports an error.
     """
     if not pieces:
         return Written()
@@ -155,9 +154,11 @@ class ShardReader:
 
 
 def pack_record(written: Written, random: Mapping[str, Any], own: bytes) -> bytes:
-    """Return the bytes that a rank writes to a file for rank 0 after it has written its part of a checkpoint.
-    ``written``: what it wrote. ``random``: its states of random generators. ``own``: its other state, as
-    :func:`pack_plain_data` returned it."""
+    """Return, as bytes, the report that a rank writes to a file for rank 0 after it has written its part of a
+    checkpoint. ``written``: a record of the written parts of tensors. ``random``: the rank's states of random
+    generators. ``own``: its other state, such as hyperparameters of optimizers, already serialised by
+    :func:`pack_plain_data`.
+    """
     return pickle.dumps((written, pack_plain_data({"random": random}, "the random generators"), own))
 
 

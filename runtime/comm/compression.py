@@ -61,14 +61,17 @@ class PendingDecode:
 
 
 class LevelwiseReduction:
-    """The hierarchical reduction of one rank's flat gradients ``buffer``, which has the sum at the end.
+    """The hierarchical reduction of one rank's flat gradients ``buffer``, which has the sum at the end. Gradients are
+    reduce-scattered level by level (such as within nodes, then between nodes), all-reduced, and all-gathered in reverse
+    order.
 
     Args:
-        groups: for each level (step of the hierarchy), the group over which gradients are scattered and later gathered.
+        groups: for each level, the group of ranks over which gradients are scattered and later gathered.
         rest: the group of the all-reduce between scattering and gathering.
         codec: compression of the transfers of the last level; ``None``: uncompressed.
 
-    The length of the buffer must be divisible by the number of shards, and that of a shard by the codec's chunk.
+    The length of the buffer must be divisible by the number of shards (the product of the sizes of ``groups``), and the
+    length of a shard by ``codec.chunk``.
     """
 
     def __init__(self, buffer: Tensor, groups: Sequence[RankGroup], rest: RankGroup, codec: Codec | None) -> None:

@@ -21,10 +21,9 @@ from partitioner.runtime.program.program import InputData, PlainValue, Program, 
 
 
 def batch_size(program: Program) -> tuple[int, int]:
-    """Return the number of tokens and the number of samples of one global batch of ``program``.
-
-    Tokens are the elements of the first two-dimensional integer input. Samples are the length of the split dim of the
-    first input that is split. Each is 0 if there is no such input.
+    """Return the number of tokens and the number of samples of one global batch of ``program``. Tokens are the elements
+    of the first two-dimensional integer input. Samples are the size of the batch dim of the first input that is split
+    over ranks or microbatches. Each is 0 if there is no such input.
     """
     tokens = next((i for i in program.inputs if len(i.shape) == 2 and not dtype_of(i.dtype).is_floating_point), None)
     split = next((i for i in program.inputs if i.batch_dim is not None), None)

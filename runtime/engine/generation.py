@@ -46,7 +46,9 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise :class:`BatchError` for a value out of range, or for one that has no effect without ``sample``."""
+        """Raise :class:`BatchError` if ``temperature``, ``top_k`` or ``top_p`` is out of range, or if one of them is
+        set although ``sample`` is false, so that it would have no effect.
+        """
         ranges = (
             ("temperature", self.temperature > 0, "a number above 0"),
             ("top_k", self.top_k is None or self.top_k >= 1, "a whole number of 1 or more, or None"),
@@ -157,11 +159,12 @@ class TokenGenerator:
 
     def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, filling: int) -> Prompt:
         """Return the prompts ``tokens`` ``[batch, positions]``, padded to the sizes that the plan's programs expect:
-        with more samples, and with tokens on the left if they are shorter than what prefill reads at a time.
+        with more samples, and with tokens on the left if they are shorter than what prefill (the program that reads
+        prompts) takes at a time.
 
-        ``mask``: 0 at tokens that are padding, on the left unless the model has an encoder, else 1; ``None``: there are
-        none. ``new``: the number of tokens to generate. ``filling``: the token that stands for padding. Raise
-        :class:`BatchError` if they do not fit the caches, or are malformed.
+        ``mask``: in the shape of ``tokens``, 0 at padding (on the left, or with an encoder anywhere), 1 elsewhere;
+        ``None``: no token is padding. ``new``: the number of tokens to generate. ``filling``: the token that stands for
+        padding. Raise :class:`BatchError` if the prompts do not fit the caches, or are malformed.
         """
         batch, read, length = self.shape
         self._check_prompt(tokens, mask, new)
@@ -184,8 +187,8 @@ class TokenGenerator:
 
     def _check_prompt(self, tokens: Tensor, mask: Tensor | None, new: int) -> None:
         """Raise :class:`BatchError` if the prompts ``tokens`` ``[batch, positions]`` and ``new`` further tokens do not
-        fit the key/value caches, or if ``tokens`` or ``mask`` is malformed. ``mask``: 0 at tokens on the left that are
-        padding, else 1; ``None``: there are none.
+        fit the key/value caches, or if ``tokens`` or ``mask`` is malformed. ``mask``: in the shape of ``tokens``, 0 at
+        padding on the left, 1 elsewhere; ``None``: no token is padding.
         """
         batch, read, length = self.shape
         if tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:

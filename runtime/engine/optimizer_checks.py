@@ -228,7 +228,9 @@ def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
-    """Return how an optimizer's ``step`` was called. ``args``, ``kwargs``: its arguments, the optimizer first."""
+    """Return a record of how an optimizer's ``step`` was called, so that a copy of the optimizer can be stepped in the
+    same way. ``args``, ``kwargs``: the arguments of the call, of which the first is the optimizer.
+    """
     given, named = [*args[1:]], dict(kwargs)
     closure = (bool(given) and callable(given[0])) or callable(named.get("closure"))
     named.pop("closure", None)

@@ -247,9 +247,8 @@ class Library:
 
     def compile_segments(self, start: int) -> None:
         """Compile the functions that have been made so far, together with the other processes of this machine.
-
-        Blocks with rows for experts are left to their first call, which has the true numbers of rows. ``start``: number
-        of the function with which this process begins.
+        Functions of blocks with experts, whose shapes depend on how many tokens each expert gets, are left out; they
+        are compiled at their first call. ``start``: index of the function with which this process begins.
         """
         if not self._segments:
             return
@@ -336,8 +335,8 @@ class Binder:
         return {node: self._bind_collective(node, name) for node, name in names.items() if name is not None}
 
     def _bind_collective(self, node: fx.Node, name: str) -> Binding:
-        """Return what the compiled graph calls on this rank for ``node``, a collective of a graph. ``name``: the
-        collective, such as ``all_gather``.
+        """Return how a compiled graph runs ``node``, a collective of the graph, on this rank: as a :class:`Binding`,
+        such as a function that starts it. ``name``: the collective, such as ``all_gather``.
         """
         if name == "axis_index":
             axis = node.args[0]
@@ -429,8 +428,8 @@ def _reduce_max(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_reduction(group: RankGroup, maximum: bool) -> Binding:
-    """Return what a compiled graph calls for an all-reduce over ``group``, a sum or with ``maximum`` a maximum: a
-    function that copies its operand first, and one that overwrites it.
+    """Return how a compiled graph runs an all-reduce over ``group``, a sum or with ``maximum`` a maximum: two functions
+    that start it, one that copies its operand first, and one that overwrites it.
     """
 
     def start(x: Tensor) -> Pending:
@@ -508,8 +507,9 @@ def _bind_copy(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
-    """Return what a compiled graph calls for an operator that takes this rank's equal part of a whole tensor along
-    ``dim``. ``group``: the ranks among which the tensor is divided. Other arguments of the operator are ignored.
+    """Return how a compiled graph runs an operator that takes this rank's equal part of a whole tensor along ``dim``:
+    as a function of the operand. ``group``: the ranks among which the tensor is divided. Other arguments of the
+    operator are ignored.
     """
 
     def take(x: Tensor) -> Tensor:
@@ -520,8 +520,9 @@ def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
 
 
 def _bind_pad(group: RankGroup, dim: int, **_: Any) -> Binding:
-    """Return what a compiled graph calls for an operator that puts this rank's part into a tensor of zeros, at the
-    rank's position along ``dim``. ``group``: the ranks among which the tensor is divided. Other arguments are ignored.
+    """Return how a compiled graph runs an operator that puts this rank's part into a tensor of zeros, at the rank's
+    position along ``dim``: as a function of the operand. ``group``: the ranks among which the tensor is divided. Other
+    arguments of the operator are ignored.
     """
 
     def pad(x: Tensor) -> Tensor:

@@ -46,10 +46,11 @@ Action = Callable[[], None]
 
 
 class ExecutorOptions(NamedTuple):
-    """What an :class:`Executor` does beside the program. ``keep_outputs``: collect the model's results that this rank
-    computes. ``local_inputs``: names of inputs of which :meth:`Executor.run` is given this rank's own shard, such as
-    key/value caches, and not the whole tensor. ``tape``: records a step, which later steps replay; the communicator
-    records on it, too."""
+    """Options of an :class:`Executor`. ``keep_outputs``: collect the model's results that this rank computes.
+    ``local_inputs``: names of inputs of which :meth:`Executor.run` is given this rank's own shard, such as key/value
+    caches, and not the whole tensor. ``tape``: the recording of one step, which later steps replay; the communicator
+    records on it, too. ``None``: steps are not recorded.
+    """
 
     keep_outputs: bool = False
     local_inputs: frozenset[str] = frozenset()
@@ -196,8 +197,8 @@ class Executor:
         self._loss.value = value
 
     def load_input(self, name: str, microbatch: int) -> Tensor:
-        """Return this rank's part of the batch input with the value name ``name`` for ``microbatch`` (index on this
-        rank), on this rank's device.
+        """Return this rank's part of one input of the batch, for one microbatch, on this rank's device. ``name``: the
+        name under which the program reads the input. ``microbatch``: its index on this rank.
         """
         return self._slice_input(self._input_data[name], microbatch)
 
@@ -302,8 +303,8 @@ class Executor:
         return load
 
     def _slice_input(self, data: InputData, microbatch: int) -> Tensor:
-        """Return this rank's part of the batch input ``data`` for ``microbatch`` (index on this rank), on this rank's
-        device.
+        """Return this rank's part of one input of the batch, for one microbatch, on this rank's device. ``data``:
+        describes the input. ``microbatch``: its index on this rank.
         """
         whole = self._inputs[data.value]
         if data.batch_dim is not None:

@@ -58,7 +58,8 @@ class InstructionSpot:
 
 @dataclass(frozen=True)
 class RecorderHeader:
-    """The description of a rank and its instructions that lies beside the numbers which its flight recorder writes.
+    """The description of one rank and its instructions. The flight recorder writes it to a file beside the file with
+    the times.
 
     Args:
         stage: index of the pipeline stage. ``pid``, ``host``: the process.

@@ -124,8 +124,8 @@ def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> I
     probe = _OperatorProbe(engine, see)
 
     def within(index: int, action: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that runs ``action``, a part of the instruction at ``index``, and passes every operator
-        that runs meanwhile to the function ``see`` of the enclosing call.
+        """Return a function that runs ``action``, a part of the instruction at ``index``. Every operator that runs
+        meanwhile is reported: to the function ``see`` that the caller passed to :func:`probe_operators`.
         """
 
         def run() -> None:

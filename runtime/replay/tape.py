@@ -51,7 +51,7 @@ class Tape:
         self._begin_segment()
 
     def finish(self) -> None:
-        """End the recording of the step. Its operators have run then."""
+        """End the recording of the step. When this returns, all operators of the step have run once."""
         self._end_segment()
 
     def abort(self) -> None:

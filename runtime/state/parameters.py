@@ -122,8 +122,8 @@ def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weigh
 
 
 def take_piece(tensor: Tensor, ranks: int, index: int) -> Tensor:
-    """Return piece ``index`` (from 0) of the flattened ``tensor``, which ZeRO cuts into ``ranks`` pieces, as a view of
-    shape ``[size]``.
+    """Return a view of shape ``[size]`` of the flattened ``tensor``: the piece with the number ``index`` (from 0) of
+    the ``ranks`` pieces into which ZeRO cuts it.
     """
     piece = FlatShard(tensor.numel(), ranks, index)
     return tensor.reshape(-1)[piece.start : piece.start + piece.size]
@@ -233,10 +233,8 @@ def load_constants(rank: RankProgram, device: torch.device) -> dict[str, Tensor]
 
 
 def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
-    """Return what this rank stores of ``shard``, its shard of the parameter or buffer ``name``. ``rank``: the program
-    of this rank.
-
-    That is the shard itself or, if ZeRO divides it, this rank's piece of it, as a flat copy.
+    """Return the tensor that this rank stores for the parameter or buffer ``name``: ``shard``, its shard over ``ep``
+    and ``tp``, or, if ZeRO divides that, a flat copy of this rank's piece of it. ``rank``: the program of this rank.
     """
     if not rank.program.states[name].zero_axes:
         return shard

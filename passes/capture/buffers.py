@@ -119,7 +119,8 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
     are added or removed, and those that share memory afterwards.
 
     Args:
-        double: all floating-point tensors are float64 in the trace, so their dtypes need not match.
+        double: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype from
+            the tensor that it replaces.
     """
     averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_cumulative_average(m)]
     for module in averaging:
@@ -253,9 +254,8 @@ def _export_unaware() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Write:
-    """A write to be done at the end of forward: copy ``value`` into the model's tensor ``tensor``.
-
-    ``how`` says in words what forward did to the tensor, for messages.
+    """A write to be done at the end of forward: copy ``value`` into the model's tensor ``tensor``. ``how``: words for
+    what forward did to the tensor, such as an assignment, for error messages.
     """
 
     tensor: Tensor
@@ -352,12 +352,11 @@ class _HeldStates:
 
 
 class _DataAccess(TorchFunctionMode):
-    """Function mode that replaces reads and writes of ``x.data`` during a trace.
-
-    ``values``: for each tensor to whose ``.data`` forward assigned, by its ``id``: (that tensor, the tensor that
-    replaces it). ``read``: the ids of plain tensor attributes of modules (neither parameters nor buffers) that forward
-    read. ``held``: the model's tensors at the start of forward. ``inputs``: tensors among forward's arguments.
-    ``double``: all floating-point tensors are float64, so dtypes need not match.
+    """Function mode that replaces reads and writes of ``x.data`` during a trace. ``values``: for each tensor to whose
+    ``.data`` forward assigned, by its ``id``: (that tensor, the tensor that replaces it). ``read``: the ids of plain
+    tensor attributes of modules (neither parameters nor buffers) that forward read. ``held``: the model's tensors at
+    the start of forward. ``inputs``: tensors among forward's arguments. ``double``: whether the model is traced in
+    float64; an assigned floating-point tensor may then differ in dtype from the tensor that it replaces.
     """
 
     def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
@@ -427,13 +426,13 @@ class _DataAccess(TorchFunctionMode):
 
 
 def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> None:
-    """Copy values that forward assigned into the model's own tensors, at the end of forward.
-
-    Raises :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory
-    afterwards although one is trained or changed in place.
+    """Copy values that forward assigned into the model's own tensors, at the end of forward. Raises
+    :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory afterwards
+    although one is trained or changed in place.
 
     Args:
-        double: whether floating-point dtypes may differ, because all of them are float64 in the trace.
+        double: whether the model is traced in float64, so that an assigned floating-point tensor may differ in dtype
+            from the tensor that receives it.
         writes: the tensors to change, with their new values.
         held: the model's tensors at the start of forward.
     """
@@ -501,7 +500,8 @@ def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None
     """Raise :class:`UnsupportedError` unless ``value``, which forward assigns to ``tensor``, has the shape and dtype of
     ``tensor``.
 
-    ``what``: what forward does, for the message. ``double``: two floating-point dtypes may differ.
+    ``what``: words for what forward does, for the message. ``double``: whether the model is traced in float64, so that
+    two floating-point dtypes may differ.
     """
     both_float = double and tensor.dtype.is_floating_point and value.dtype.is_floating_point
     if tensor.shape == value.shape and (tensor.dtype == value.dtype or both_float):

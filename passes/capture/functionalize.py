@@ -111,7 +111,7 @@ class StorageTracker:
         return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
 
     def marks(self, node: fx.Node) -> None:
-        """Record that the node ``node`` and all nodes that are views of it require a gradient from now on."""
+        """Record that ``node`` and all nodes that are views of it require a gradient from now on."""
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
     def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
@@ -121,9 +121,8 @@ class StorageTracker:
         self.follows(detached)
 
     def follows(self, made: fx.Node) -> None:
-        """Update the record of shared memory, gradients and writes for ``made``, a node that was appended to the graph.
-
-        Raises :class:`UnsupportedError` if it reads a tensor that requires a gradient and was written to without
+        """Update the record of shared memory, gradients and writes for ``made``, a node that was just appended to the
+        graph. Raises :class:`UnsupportedError` if it reads a tensor that requires a gradient and was written to without
         autograd's knowledge, as inside ``torch.no_grad()``.
         """
         target, source = made.target, made.args[0] if made.args else None

@@ -191,10 +191,10 @@ class Tracer:
         numbers, uses = plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
-            """Return whether forward runs if the inputs ``chosen`` (path -> value), which are Python numbers, are
-            passed as tensors. If ``chosen`` has a single number, also store in the dict ``uses`` of the enclosing
-            function, under its path, what forward needs a Python number for, as text; an empty text if a tensor
-            suffices.
+            """Return whether the model's forward runs if the inputs ``chosen`` (path -> value), which are Python
+            numbers, are passed as tensors. If ``chosen`` has a single number, also store in the dict ``uses`` of the
+            enclosing function, under its path, what forward needs a Python number for, as text; an empty text if a
+            tensor suffices.
             """
             tried = self.renew(twin, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
@@ -230,12 +230,13 @@ class Tracer:
         def made(
             twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return the captured graph of the exported program ``program``, and ``twin``.
+            """Return ``twin``, the traced copy of the model, and the captured graph of ``program``, the exported
+            program that the trace has given; the graph comes first.
 
-            A loop of forward over the experts that some row chose was traced as a loop over all experts. If there is
-            one, the field ``turns`` of the captured graph gets two more captures of the same program: one in which the
-            masks of the rows that chose an even expert are empty, and one in which those of odd experts are. The caller
-            uses them to prove that an iteration for an expert without rows changes nothing.
+            A loop of forward over the experts that some row (token) chose was traced as a loop over all experts. If
+            there is one, the field ``turns`` of the captured graph gets two more captures of the same program: one in
+            which the masks of the rows that chose an even expert are empty, and one in which those of odd experts are.
+            The caller uses them to prove that an iteration for an expert without rows changes nothing.
 
             ``finish``: function that rewrites the captured graph at the end.
             """

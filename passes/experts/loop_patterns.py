@@ -353,8 +353,8 @@ class MultiResultRows:
 
 @dataclass(frozen=True)
 class ExpertSum:
-    """The node ``node`` that replaces the sum of the outputs of all experts in a loop, of which at most one is non-zero
-    in each row: that of the expert that the row chose.
+    """The node ``node`` that replaces the sum of the outputs of all experts in a loop. In each row (token), at most one
+    of these outputs is non-zero: that of the expert that the row chose.
     """
 
     node: fx.Node

@@ -252,8 +252,8 @@ def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minle
 
 
 def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
-    """Return the question about an expert's rows (whether there are any, or how many) that the value of ``node``
-    answers; else ``None``.
+    """Return the question that the value of ``node`` answers about the rows (tokens) that chose an expert: whether
+    there are any, or how many. Return ``None`` if the value answers no such question.
     """
     some = True
     while isinstance(node, fx.Node):
@@ -281,11 +281,9 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
 
 
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
-    """Return the question about an expert's rows (whether there are any) that the element ``index`` of ``node`` along
-    ``dim`` answers.
-
-    Return ``None`` unless ``node`` has the row counts of all experts, computed as a sum of masks, and ``index`` is an
-    integer.
+    """Return the question about an expert's rows (tokens) that the element ``index`` of ``node`` along ``dim`` answers:
+    whether the expert with this number has any. Return ``None`` unless ``node`` has the row counts of all experts,
+    computed as a sum of masks, and ``index`` is an integer.
 
     Args:
         some: whether a non-zero element means that the expert has rows.

@@ -206,8 +206,9 @@ def _is_turns(mask: Any) -> bool:
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
     """Return (list of mask tensors, their dim of experts, first node that reduces them) if ``value`` lists the experts
-    that some row chose, as ``nonzero`` of the masks' sum does; ``None`` otherwise. The list has one tensor for each
-    dtype to which the mask was cast."""
+    that some row (token) chose, as ``nonzero`` of the masks' sum does; ``None`` otherwise. The list has one tensor for
+    each dtype to which the mask was cast.
+    """
     mode, node = get_proxy_mode(), node_of(value)
     if mode is None or node is None:
         return None
@@ -250,8 +251,10 @@ def is_turn(node: fx.Node, parity: int) -> bool:
 
 
 def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
-    """Append to ``graph`` a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert, and
-    return the new node. ``where``: metadata of the new node, such as its module path and source line."""
+    """Append to ``graph`` a mask of zeros that replaces ``node``, the mask of the rows (tokens) that chose one expert,
+    as if no row had chosen it. Return the new node. ``where``: metadata of the new node, such as its module path and
+    source line.
+    """
     value: Tensor = node.meta["val"]
     made = insert_operator_node(
         graph, aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": META}

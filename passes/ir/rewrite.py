@@ -80,9 +80,8 @@ class Builder:
 
 
 def format_node_location(node: fx.Node | None) -> str:
-    """Return the module path and source line of an operator as text for messages, such as ``layers.0 (model.py:12)``.
-
-    ``node``: the operator; ``None`` gives ``the model (unknown line)``.
+    """Return the module path and source line of the operator ``node`` as text for messages, such as ``layers.0
+    (model.py:12)``; ``the model (unknown line)`` if ``node`` is ``None``.
     """
     meta = node.meta if node is not None else {}
     return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"

@@ -89,9 +89,10 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """Return the number that all elements of the result of the operator ``node`` have, padded or not; ``None`` if
-    they may differ or it is not known. ``operands``: descriptions of the operands, which say which number all their
-    elements have, if there is one."""
+    """Return the number that all elements of the result of the operator ``node`` have, padded or not; ``None`` if the
+    elements may differ or the number is not known. ``operands``: descriptions of the operands; each says which number
+    all elements of the operand have, if there is one.
+    """
     name = operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")

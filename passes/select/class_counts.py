@@ -116,14 +116,14 @@ def _count_occurrences(
 
 
 def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
-    """Append a boolean mask ``[bound]`` to the new graph, true for the classes that ``bincount`` or ``one_hot`` returns
-    in the original model, and return its node. These are the classes up to the largest one in ``numbers``, and at least
-    the first ``least`` ones.
+    """Append a boolean mask ``[bound]`` to the new graph, which is true for the classes that ``bincount`` or
+    ``one_hot`` returns in the original model, and return its node. The model's operator returns the classes from 0 to
+    the largest class in its input, and at least the first ``least`` ones.
 
     Args:
         build: the rewriter, which appends operators to the new graph.
         numbers: the node with the class number of each element.
-        bound: an integer that is greater than all class numbers.
+        bound: an integer that is greater than all class numbers; the caller has checked that one is known.
         least: the smallest number of classes that the operator returns.
     """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)

@@ -650,8 +650,9 @@ def _spread_over_last(condition: fx.Node) -> fx.Node | None:
 
 
 def _list_row_sizes(condition: fx.Node) -> list[int]:
-    """Return the sizes of the last dims of the boolean node ``condition`` along which it only repeats elements,
-    because it was expanded from one element for each row to all elements of a row."""
+    """Return the sizes of the last dims of ``condition``, the result of an ``expand`` of a boolean node with one
+    element for each row to all elements of the row. Along these dims, its elements only repeat.
+    """
     source: Any = condition.args[0]
     before, after = source.meta["val"].shape, condition.meta["val"].shape
     return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])

@@ -128,7 +128,9 @@ def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[
 
 
 def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
-    """Return ``target(*args)``; ``None`` if it raises an arithmetic error, such as a division by zero."""
+    """Return ``target(*args)``, the result of the Python operator ``target`` (such as ``operator.add``) on the numbers
+    ``args``; ``None`` if it raises an arithmetic error, such as a division by zero.
+    """
     try:
         return target(*args)
     except ArithmeticError:

@@ -280,8 +280,9 @@ class Repeats:
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Add a group of equal modules to :attr:`refused`, so that every call of its modules is traced in the next
-        trace. ``number``: the number of a group of equal calls of these modules (see :class:`_CallMemo`)."""
+        """Add one of the groups of equal modules to :attr:`refused`, so that every call of its modules is traced in the
+        next trace. ``number``: a number that identifies equal calls; the group to add is that of the called modules.
+        """
         for (group, _), memo in self.memos.items():
             if memo.number == number:
                 self.refused.append(self.groups[group])
@@ -430,7 +431,9 @@ class Repeats:
 
     @contextlib.contextmanager
     def _in_journal(self, journal: Journal) -> Iterator[None]:
-        """Return a context in which ``journal`` records the torch functions that are called."""
+        """Return a context in which ``journal`` records the torch functions that are called, so that two calls of equal
+        modules can be compared.
+        """
         self._journals.append(journal)
         try:
             with journal:

@@ -296,7 +296,7 @@ class Tracer:
 
     def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
         """Return a new copy of the model with fake tensors, with the options of ``twin``, for another trace after a
-        trace of ``twin`` failed.
+        trace of ``twin`` (an earlier copy) failed.
 
         Args:
             hits: an empty record of loops over experts for the new trace.
@@ -307,10 +307,9 @@ class Tracer:
         return made
 
     def prepare(self, twin: ParameterlessCopy, left: Attributes) -> None:
-        """Replace the forward of ``twin`` by one that returns (output, loss) if there is a loss, else the output.
-
-        At its end, the new forward also stores the attributes of the twin's modules in ``left``, by (module path,
-        attribute name).
+        """Replace the forward of ``twin``, a copy of the model with fake tensors, by one that returns (output, loss) if
+        there is a loss, else the output. At its end, the new forward also stores the attributes of the twin's modules
+        in ``left``, as (module path, attribute name) -> (comparison key, value).
         """
         loss, forward = self.loss, twin.module.forward
 

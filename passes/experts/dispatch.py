@@ -92,8 +92,9 @@ class _Spreader:
         self.sent: dict[tuple[int, fx.Node], fx.Node] = {}
 
     def add_region(self, region: ExpertRegion) -> None:
-        """Record ``region``, a part of the block that computes by expert, to be distributed over the ranks. Raise
-        :class:`UnsupportedError` if its experts cannot be divided evenly."""
+        """Record ``region``, a part of the graph that computes by expert, so that its experts are distributed over the
+        ranks. Raise :class:`UnsupportedError` if its experts cannot be divided evenly.
+        """
         if region.num_experts % self.size:
             where = region.products[0].meta.get("path") or region.products[0].name
             raise UnsupportedError(

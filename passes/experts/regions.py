@@ -50,14 +50,14 @@ class RowExpertDims:
 
 @dataclass(frozen=True)
 class ExpertRegion:
-    """A part of a block in which the experts of a mixture compute: each row is computed by its own expert (routed), or
-    every row by all experts (dense).
+    """A part of a block (the graph of a piece of the model) in which the experts of a mixture compute: each row (token)
+    is computed by its own expert (routed), or every row by all experts (dense).
 
     ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``num_experts``: the number of
     experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that indexes
     experts. ``nodes``: operators that work row by row, in order, with the row and expert dims of their results.
-    ``entries``: values from outside whose rows (tokens) they read, with these dims. ``exits``: those of ``nodes`` that
-    are read outside. ``products``: the matrix products among ``nodes``.
+    ``entries``: values from outside whose rows they read, with these dims. ``exits``: those of ``nodes`` that are read
+    outside. ``products``: the matrix products among ``nodes``.
     """
 
     keys: fx.Node | None
@@ -109,14 +109,14 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
 
 
 class _RegionFinder:
-    """Finds one expert region, a part of a block in which the experts of a mixture compute, starting from the experts'
-    matrix products.
+    """Finds one expert region, a part of a block (the graph of a piece of the model) in which the experts of a mixture
+    compute, starting from the experts' matrix products.
 
     ``products``: these products. ``tables`` maps nodes that are computed only from the experts' parameters to the dim
-    that indexes experts. ``keys``: the node with the expert number of each row; ``None`` if all experts compute every
-    row. ``places`` has the operators of the region, with the dims of their results that index rows (tokens) and
-    experts. ``entries`` has the values from outside that they read, with the same dims. ``apart``: mesh axes along
-    which ranks will have different experts; operators that communicate over them cannot be in the region.
+    that indexes experts. ``keys``: the node with the expert number of each row (token); ``None`` if all experts compute
+    every row. ``places`` has the operators of the region, with the dims of their results that index rows and experts.
+    ``entries`` has the values from outside that they read, with the same dims. ``apart``: mesh axes along which ranks
+    will have different experts; operators that communicate over them cannot be in the region.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class _RegionFinder:
         self.num_experts = 0
 
     def find_region(self) -> ExpertRegion | None:
-        """Return the part of the block that computes by expert around the matrix products of this object. Return
+        """Return the part of the graph that computes by expert around the matrix products of this object. Return
         ``None`` if the experts cannot be distributed over ranks there: if an operator between the products combines
         rows (tokens), if an operator outside reads the experts' parameters, or if values that enter or leave the part
         have rows or experts in other dims than values that are sent between ranks.
@@ -286,8 +286,8 @@ class _RegionFinder:
             self.entries[node] = place
 
     def _extend_region(self) -> None:
-        """Add further operators to the region, the part of the block that computes by expert: those that read its
-        results, work row by row and read no other rows (tokens), such as a bias or an activation.
+        """Add further operators to the region, the part of the graph that computes by expert: those that read its
+        results, work on each row (token) by itself and read no rows from outside, such as a bias or an activation.
         """
         for node in self.block.graph.nodes:
             operands = operands_of(node) if node.op == "call_function" else ()

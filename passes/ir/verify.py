@@ -180,10 +180,9 @@ def format_meta_value(value: Any) -> str:
 
 
 def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> None:
-    """Raise :class:`GraphError` at the first block or call of ``model`` that is not well formed.
-
-    Each call must execute an existing block on existing values of the right shapes and dtypes, and every value must
-    have one origin.
+    """Raise :class:`GraphError` at the first block or call of ``model`` that is not well formed. A block is the graph
+    of a piece of the model, such as a layer; a call is one execution of it. Each call must execute an existing block on
+    existing values of the right shapes and dtypes, and every value must have one origin.
 
     Args:
         axes: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.

@@ -236,9 +236,11 @@ def joint_of(
     taken: list[int] = []
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Run forward and backward of a block. ``primals``: its states (parameters, buffers, constants), then its
-        inputs. ``tangents``: a gradient for each output. Return two lists: the outputs, and the gradients of those
-        primals that need one (``None`` for zero)."""
+        """Run forward and backward of a block, the graph of a piece of the model such as a layer.
+
+        ``primals``: its states (parameters, buffers, constants), then its inputs. ``tangents``: a gradient for each
+        output. Return two lists: the outputs, and the gradients of those primals that need one (``None`` for zero).
+        """
         leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
         with torch.enable_grad():
             outputs = [o.contiguous() for o in _interpret_graph(block.graph, leaves, device, fused)]

@@ -297,9 +297,9 @@ class MemoryCopies:
         """Copy the current training state into memory, and start to send it to the rank that keeps the second copy. All
         ranks call this.
 
-        ``extra``: name -> further object whose state is copied. Raise :class:`CheckpointError` on all ranks if this
-        copy, or sending the previous one, has failed on a rank. ``optimizer``: the optimizer of the engine's
-        parameters, a list of several, or ``None``.
+        ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name ->
+        another object whose state is copied, such as a data loader. Raise :class:`CheckpointError` on all ranks if this
+        copy, or sending the previous one, has failed on a rank.
         """
         state = self._peers.together(
             "the copy in memory was not made", lambda: self._collect_slot_state(optimizer, extra)
@@ -332,11 +332,11 @@ class MemoryCopies:
 
     def restore(self, optimizer: Optimizers, extra: _Extra) -> int | None:
         """Restore the newest training step for which every rank's state is in some node's memory, and return its
-        number.
+        number. All ranks call this.
 
-        All ranks call this. Return ``None`` and change nothing if there is no such step, if a checkpoint on disk is
-        newer, or (with a warning) if the copies cannot be read. ``optimizer``: the optimizer of the engine's
-        parameters, a list of several, or ``None``. ``extra``: name -> further object whose state is restored.
+        Return ``None`` and change nothing if there is no such step, if a checkpoint on disk is newer, or (with a
+        warning) if the copies cannot be read. ``optimizer``: the optimizer of the engine's parameters, a list of
+        several, or ``None``. ``extra``: name -> another object whose state is restored, such as a data loader.
         """
         self._peers.together("the copy in memory was not made", self._join_sending_thread)
         self._reset_copies()

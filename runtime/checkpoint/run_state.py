@@ -115,11 +115,11 @@ def own_state(
 def content_of(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> CheckpointContent:
-    """Return everything that this rank of ``engine`` has to save to a checkpoint.
+    """Return everything that this rank of ``engine`` has to save to a checkpoint. ``optimizer``: the optimizer of the
+    engine's parameters, a list of several, or ``None``. ``extra``: name -> another object whose state is saved, such as
+    a data loader.
 
-    ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name -> further
-    object whose state is saved. Raise :class:`CheckpointError` if an optimizer has parameters that are not the
-    engine's.
+    Raise :class:`CheckpointError` if an optimizer has parameters that are not the engine's.
     """
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
@@ -172,10 +172,10 @@ def go_on(
     tensors must already be restored.
 
     Args:
-        run: the merged results of :func:`common_state` (counters, seed, loss scale) and :func:`own_state`
-            (hyperparameters of optimizers and states of further objects).
+        run: the saved state other than tensors, as a dict: counters, seed, loss scale, hyperparameters of optimizers
+            and states of other objects.
         random: the states of this rank's random generators; used only if the program trains.
-        extra: name -> object with ``load_state_dict()``.
+        extra: name -> object with ``load_state_dict()``, such as a data loader; ``None``: there are none.
         origin: the name of the checkpoint, for error messages.
 
     Raise :class:`CheckpointError` if ``run`` has no state of an object in ``extra``.

@@ -74,7 +74,9 @@ class FurtherExecutors:
 
     @property
     def made(self) -> dict[str, Executor]:
-        """Return the objects that execute the further programs used so far, as name of the program -> executor."""
+        """Return the objects that execute the further programs of the plan (such as an evaluation) that were used so
+        far, as name of the program -> executor.
+        """
         return {name: executor for (name, _), executor in self._made.items()}
 
     @cached_property
@@ -99,7 +101,8 @@ class FurtherExecutors:
         return found
 
     def executor(self, name: str, keep_outputs: bool | None = None) -> Executor:
-        """Return the object that executes the further program called ``name``, created at the first call.
+        """Return the object that executes the further program of the plan (such as an evaluation) called ``name``,
+        created at the first call.
 
         ``keep_outputs``: whether it collects the model's results; ``None``: as the engine was told for all programs.
         """

@@ -18,7 +18,8 @@ Shards = Mapping[str, Mapping[int, Tensor]]  # value name -> microbatch -> a ran
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """One rank's results of the last step or further program of an engine.
+    """One rank's results of the last training step, or of the last run of another program of the plan, such as an
+    evaluation.
 
     ``rank``: the rank's program that ran. ``shards``: name of an output tensor in the program -> microbatch -> this
     rank's shard, still with padded samples and positions. ``padding``: how the program's batches are padded; ``None``:

@@ -120,9 +120,8 @@ class Recorder:
 
     def begin(self, step: int) -> int:
         """Record the start of step number ``step`` (from 0). Return the index in the array :attr:`times` from which on
-        the caller writes the numbers of the step's actions.
-
-        Each action has two numbers: its start, and how long the rank has waited for others so far, both in nanoseconds.
+        the caller writes the numbers of the step's actions, the functions that run its instructions. Each action has
+        two numbers: its start, and how long the rank has waited for others so far, both in nanoseconds.
         """
         times = self.times
         now = time.monotonic_ns()
@@ -141,7 +140,9 @@ class Recorder:
         self.times[BEAT] = time.monotonic_ns()
 
     def moved(self) -> None:
-        """Record progress outside of steps, or within an action, by writing the current time."""
+        """Record, by writing the current time, that the rank makes progress outside of steps, or inside of a long
+        instruction.
+        """
         self.times[MOVED] = time.monotonic_ns()
 
     @contextmanager
@@ -190,10 +191,10 @@ def _first_source(nodes: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class RecordedMoment:
-    """Where a rank was when its record was read. Times are in nanoseconds of the host's monotonic clock.
-
-    ``step``: number of the step, from 0. ``action``: index of the current action in the step, from 0; -1 outside of a
-    step. ``moved``: time of the last progress. ``beat``: last time at which the process was known to be alive.
+    """Where a rank was when the files in which it records its progress were read. Times are in nanoseconds of the
+    host's monotonic clock. ``step``: number of the step, from 0. ``action``: index of the current action (a function
+    that runs an instruction) in the step, from 0; -1 outside of a step. ``moved``: time of the last progress. ``beat``:
+    last time at which the process was known to be alive.
     """
 
     step: int
@@ -222,8 +223,8 @@ class Recording:
         return numbers[start : start + self.room]
 
     def moment(self) -> RecordedMoment:
-        """Return where the rank is now: phase, step, current action, and the times of its last progress and sign of
-        life.
+        """Return where the rank is now: its phase, its step, the function of the step that runs (action), and the times
+        of its last progress and last heartbeat.
         """
         numbers = self._read_numbers()
         phase, step = PHASES[numbers[PHASE]], numbers[STEP]
@@ -236,8 +237,8 @@ class Recording:
         return RecordedMoment(step, phase, max(0, begun_actions - 1), max(moved, numbers[MOVED]), numbers[BEAT])
 
     def last_step(self) -> MeasuredStep | None:
-        """Return the times at which the actions of the last complete training step of the rank began; ``None`` if no
-        step is complete yet.
+        """Return the times of the last complete training step of the rank: when each of its actions (functions that run
+        instructions) began. Return ``None`` if no step is complete yet.
         """
         numbers = self._read_numbers()
         for step in (numbers[STEP], numbers[STEP] - 1):

@@ -106,7 +106,9 @@ class Tape:
         return pending
 
     def close_collective(self, pending: RecordedPending) -> None:
-        """Record that the step has waited for ``pending``, a collective inside of a segment."""
+        """Record that the step has waited for ``pending``, a collective that is part of a recorded segment of
+        operators.
+        """
         self._open.pop(id(pending), None)
 
 
@@ -150,8 +152,8 @@ class RecordedPending:
         self.started = None
 
     def release(self) -> None:
-        """Free the memory of the result if the collective is inside of a segment, whose replay then frees it, too.
-        Otherwise the memory stays, because replays write the result to it.
+        """Free the memory of the collective's result if the collective is part of a recorded segment, whose replays
+        then free it, too. Otherwise keep the memory, because replays copy the result to it.
         """
         if self._inside and self.started is not None:
             self.started.release()  # type: ignore[union-attr]  # transfers are never released

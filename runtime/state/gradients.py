@@ -203,8 +203,8 @@ class ScatteredBucket:
             self.flat.give()
 
     def fix_address(self) -> None:
-        """Keep the memory of this rank's ZeRO pieces of the bucket's gradients from now on, also between steps, so that
-        a recorded step finds them at the same address.
+        """Keep the memory of this rank's ZeRO pieces of the gradients from now on, also between steps, so that a step
+        that is recorded and replayed finds them at the same address.
         """
         self.fixed = True
         self.restore()
@@ -390,8 +390,8 @@ class RankGradients:
         return (s for bucket in self.scattered.values() if not bucket.keep for s in bucket.pieces)
 
     def fix_addresses(self) -> None:
-        """Keep the memory of all gradients that an optimizer reads from now on, so that a recorded step finds them at
-        the same address. ZeRO 2 and 3 otherwise release it at the start of each step.
+        """Keep the memory of all gradients that an optimizer reads from now on, so that a step that is recorded and
+        replayed finds them at the same address. ZeRO 2 and 3 otherwise release it at the start of each step.
         """
         for bucket in self.scattered.values():
             bucket.fix_address()

@@ -59,11 +59,12 @@ def _describe_optimizer(
 
 
 def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
-    """Combine the descriptions that :func:`describe_optimizers` returned on all ranks into one.
+    """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`, into one.
 
-    ``of_ranks``: for each rank, its list of dicts (one for each optimizer) or ``None``. The result is ``None`` if no
-    rank has an optimizer, one dict for one optimizer, and a list of dicts for several. Raise :class:`CheckpointError`
-    if ranks have different numbers of optimizers.
+    A description of an optimizer is a dict with its class name, the names of its defaults, and its parameter groups
+    with their hyperparameters. ``of_ranks``: for each rank, its list of descriptions (one for each optimizer) or
+    ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list of them
+    for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers.
     """
     found = [d for d in of_ranks if d is not None]
     if len({len(d) for d in found}) > 1:

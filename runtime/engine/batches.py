@@ -45,8 +45,8 @@ class Share:
     count: int
 
     def rows(self, length: int) -> range:
-        """Return the indices of the rows that this rank reads of an input of ``length`` rows; empty if the rank reads
-        no inputs.
+        """Return the indices of the rows (samples) that this rank reads, of a batch input with ``length`` rows. The
+        range is empty if the rank reads no inputs.
         """
         each = length // self.count
         return range(self.parts.start * each, self.parts.stop * each) if self.paths else range(0)

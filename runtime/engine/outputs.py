@@ -32,7 +32,9 @@ class RunOutputs:
     real: BatchShape | None
 
     def trim(self) -> dict[str, dict[int, Tensor]]:
-        """Return the shards without padded samples and positions, as value name -> microbatch -> tensor."""
+        """Return this rank's shards of the model's results without padded samples and positions, as value name ->
+        microbatch -> tensor.
+        """
         if self.real is None or self.padding is None:
             return {value: dict(parts) for value, parts in self.shards.items()}
         return trim_outputs(self.rank, self.padding, self.real, self.shards)

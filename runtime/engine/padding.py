@@ -69,8 +69,8 @@ def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
 
 
 def explain_misfit(padding: BatchPadding, real: BatchShape) -> str:
-    """Return why a batch of the shape ``real`` cannot be padded to the shape of ``padding``, as text; empty if it
-    can.
+    """Return, as text, why a batch of the shape ``real`` cannot be padded to the shape that ``padding`` describes; an
+    empty string if it can.
     """
     if real.batch > padding.batch or real.length > padding.length:
         return f"it is larger than {BatchShape(padding.batch, padding.length)}"

@@ -257,7 +257,9 @@ class Library:
 
 
 def _has_routing(block: BlockGraph) -> bool:
-    """Return whether the graph ``block`` sends rows to experts, in numbers that depend on the data."""
+    """Return whether the graph ``block`` sends tokens to experts, so that the number of tokens for each expert depends
+    on the data.
+    """
     return any(f".{name}." in str(node.get("target")) for node in block.nodes for name in ROUTED)
 
 
@@ -491,8 +493,8 @@ def _make_context_attention(
 
 
 def _in_place(node: fx.Node, binding: Binding) -> Binding:
-    """Return ``binding``, what a compiled graph calls for ``node``, changed so that its function gets one operand for
-    each tensor argument of the node, in order.
+    """Return a binding like ``binding``, the function that a compiled graph calls for ``node``, whose function gets one
+    operand for each tensor argument of the node, in order.
 
     Without this, a node that occurs twice among the arguments would be passed only once.
     """

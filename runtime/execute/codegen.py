@@ -332,8 +332,10 @@ class _CodeWriter:
         return sinks
 
     def find_last_uses(self) -> dict[int, list[fx.Node]]:
-        """Return, for each step of the generated function (an operator that runs, or a wait for a collective), index of
-        the step -> the nodes whose values no later step reads, so that they are deleted after it.
+        """Return which values the generated function deletes after each of its steps, because no later step reads them.
+
+        A step is an operator that runs, or a wait for a collective. The result is: index of the step -> the nodes of
+        these values.
         """
         last: dict[fx.Node, int] = {}
         for index, (node, wait) in enumerate(self.steps):

@@ -365,7 +365,9 @@ def combine_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, exp
 
 
 class _PendingReturn:
-    """Rows of experts that are being sent back. ``wait`` returns them in the order in which this rank had sent them."""
+    """Results of experts that are being sent back to the ranks that had sent the tokens. ``wait`` returns the rows
+    (tokens) in the order in which this rank had sent them.
+    """
 
     __slots__ = ("order", "pending")
 

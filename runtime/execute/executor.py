@@ -356,8 +356,8 @@ class Executor:
         return total
 
     def _compile_forward(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that runs the forward of the calls of ``instruction`` on its
-        microbatch.
+        """Return a function without arguments that runs the forward of the calls (executions of blocks, such as layers)
+        of ``instruction`` on the instruction's microbatch.
         """
         microbatch = _require_microbatch(instruction)
         values = self.env.values[microbatch]
@@ -370,8 +370,8 @@ class Executor:
         return forward
 
     def _compile_backward(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that runs the backward, or one half of it, of the calls of
-        ``instruction`` on its microbatch, last call first.
+        """Return a function without arguments that runs the backward, or one half of it, of the calls (executions of
+        blocks, such as layers) of ``instruction`` on the instruction's microbatch, last call first.
         """
         microbatch = _require_microbatch(instruction)
         method = _BACKWARD[instruction.op]
@@ -435,8 +435,8 @@ class Executor:
         return self._compile_each_call(instruction, BoundCall.fetch)
 
     def _compile_each_call(self, instruction: Instruction, method: Callable[[BoundCall, int], None]) -> Action:
-        """Return a function without arguments that calls ``method(call, microbatch)`` for each call of ``instruction``,
-        with the instruction's microbatch.
+        """Return a function without arguments that runs ``method(call, microbatch)`` for each call (an execution of a
+        block, such as a layer) of ``instruction``, with the instruction's microbatch.
         """
         microbatch, calls = _require_microbatch(instruction), self._select_calls(instruction)
         bound = [c for c in calls if isinstance(c, BoundCall)]

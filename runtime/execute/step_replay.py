@@ -136,21 +136,27 @@ class ReplayableCall:
         return self.call.path or self.call.block
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
-        """Run the forward of this call on ``microbatch``: read the inputs from ``values``, and store the outputs
-        there.
+        """Run the forward of this call (an execution of a block, such as a layer) on the microbatch with the index
+        ``microbatch``: read the inputs from ``values`` (name -> tensor), and store the outputs there.
         """
         self._run(lambda: self.bound.forward(microbatch, values), values, self.bound.inputs, self.bound.outputs)
 
     def backward(self, microbatch: int) -> None:
-        """Run the backward of this call on ``microbatch``, with the gradients of inputs and of parameters."""
+        """Run the backward of this call (an execution of a block, such as a layer) on the microbatch with the index
+        ``microbatch``. It computes the gradients of inputs and of parameters.
+        """
         self._run_backward(lambda: self.bound.backward(microbatch), microbatch)
 
     def backward_input(self, microbatch: int) -> None:
-        """Run the half of the backward of this call on ``microbatch`` that computes gradients of inputs."""
+        """Run the half of the backward that computes gradients of inputs, for this call (an execution of a block, such
+        as a layer) on the microbatch with the index ``microbatch``.
+        """
         self._run_backward(lambda: self.bound.backward_input(microbatch), microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run the half of the backward of this call on ``microbatch`` that computes gradients of parameters."""
+        """Run the half of the backward that computes gradients of parameters, for this call (an execution of a block,
+        such as a layer) on the microbatch with the index ``microbatch``.
+        """
         self._run_backward(lambda: self.bound.backward_weight(microbatch), microbatch)
 
     def _run_backward(self, run: Action, microbatch: int) -> None:

@@ -483,11 +483,11 @@ def updated_states(program: Program) -> list[str]:
 
 
 def keep_first_microbatches(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
-    """Return the instructions of a rank that has only the first ``num_microbatches`` microbatches of its pipeline
-    stage.
+    """Return the instructions for a rank that runs only the first ``num_microbatches`` microbatches of its pipeline
+    stage: ``instructions`` without those of later microbatches.
 
-    ``instructions``: the list of the stage, for ``program.num_microbatches`` microbatches. Instructions that run once
-    per step are kept, because all ranks take part in reductions.
+    ``instructions``: the list of the stage, for all ``program.num_microbatches`` microbatches. Instructions that run
+    once per step, such as reductions of gradients, are kept, because all ranks take part in reductions.
     """
     if num_microbatches >= program.num_microbatches:
         return instructions

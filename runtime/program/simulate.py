@@ -361,9 +361,11 @@ def _make_simulated_rank(program: Program, durations: Durations, stage: int) -> 
 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
-    """Return the seconds between the ends of two consecutive steps, after several steps. ``updates``: seconds of each
-    stage's optimizer update. ``facts``: the analysis of the program. ``durations``: the cost model, which gives the
-    seconds of instructions.
+    """Return the simulated seconds that one training step takes after several steps: the time between the ends of two
+    consecutive steps.
+
+    ``facts``: the analysis of the program. ``durations``: the cost model, which gives the seconds of instructions.
+    ``updates``: seconds of the optimizer update, for each pipeline stage.
     """
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in range(len(facts.program.stages))]
     simulation = _Simulation(facts, durations, lanes)

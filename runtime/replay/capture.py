@@ -72,8 +72,8 @@ def copy_values(target: Tensor, source: Tensor) -> None:
 
 
 def _reads_device(operator: Any, result: Any) -> bool:
-    """Return whether the host needs values of the device to run ``operator``, of which ``result`` is the result: it is
-    a number, or its shape depends on the data.
+    """Return whether the host needs values from the device to run ``operator``, which returned ``result``: the result
+    is a number, or its shape depends on the data.
     """
     tags = getattr(operator, "tags", ())
     depends = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags

@@ -160,8 +160,8 @@ class RecordedPending:
 
 
 class RecordedGroup:
-    """A process group whose collectives are recorded on ``tape`` while a step is recorded. ``group``: the group that
-    runs them.
+    """A process group that runs collectives with ``group``. While a step is recorded, it also records them on ``tape``,
+    so that later steps can replay them.
     """
 
     def __init__(self, tape: Tape, group: RankGroup) -> None:
@@ -185,9 +185,10 @@ class RecordedGroup:
 
 
 class RecordedCommunicator:
-    """A communicator whose collectives, sends and receives are recorded on ``tape`` while a step is recorded.
+    """A communicator that runs collectives, sends and receives with ``communicator``. While a step is recorded, it also
+    records them on ``tape``, so that later steps can replay them.
 
-    ``communicator``: runs them. It implements :class:`partitioner.runtime.comm.group.Communicator`.
+    It implements :class:`partitioner.runtime.comm.group.Communicator`.
     """
 
     def __init__(self, tape: Tape, communicator: Communicator) -> None:
@@ -201,13 +202,16 @@ class RecordedCommunicator:
         links: Sequence[PipelineEdge],
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Open process groups and pipeline links. ``groups``, ``gathering``: tuples of ranks. ``links``: connections to
-        other pipeline stages.
+        """Open process groups and pipeline links. ``groups``: the groups, as tuples of ranks. ``links``: connections to
+        ranks of other pipeline stages. ``gathering``: those groups that get a second channel, for all-gathers of
+        parameters.
         """
         self.communicator.prepare(groups, links, gathering)
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        """Return the process group of ``ranks``; with ``gathering``, its second channel."""
+        """Return the process group of the ranks ``ranks``, which :meth:`prepare` has opened; with ``gathering``, its
+        second channel, for all-gathers of parameters.
+        """
         group = self.communicator.group(ranks, gathering)
         return group if group.size == 1 else RecordedGroup(self.tape, group)
 

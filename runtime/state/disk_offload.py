@@ -330,7 +330,9 @@ def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
     own = {id(parameter) for parameter in parameters}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise :class:`OffloadError` if ``optimizer`` steps a parameter of the engine with its states in memory."""
+        """Raise :class:`OffloadError` if ``optimizer`` steps a parameter of the engine, but would keep its states in
+        memory instead of on disk.
+        """
         if keeper_of(optimizer) is None and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
             raise OffloadError(
                 f"the plan keeps optimizer states on disk, and those of this {type(optimizer).__name__} would be in "

@@ -158,7 +158,7 @@ class ScatteredBucket:
     after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on.
 
     ``number``: the bucket's index. ``group``: ranks that divide the parameters. ``rest``: ranks with the same pieces.
-    ``grain`` and ``whole``: alignment of the pieces and of the buffer, in elements.
+    Pieces start at multiples of ``grain`` elements, and the length of their buffer is a multiple of ``whole`` elements.
     """
 
     def __init__(

@@ -102,8 +102,8 @@ class Copier:
 
 @dataclass(frozen=True)
 class _View:
-    """Where a saved tensor is in host memory: index of the buffer (``memory``), type, shape, strides and offset in
-    elements.
+    """Where a saved tensor is in host memory: index of the buffer (``memory``), dtype, shape (``size``), strides, and
+    offset in elements.
     """
 
     memory: int

@@ -153,10 +153,11 @@ _SHOWN = 5  # differences named in an error
 
 
 def check_weights(program: Program, weights: Weights) -> None:
-    """Raise :class:`WeightsError`, which names the first differences, if ``weights`` are not the weights of
-    ``program``.
+    """Raise :class:`WeightsError`, which names the first differences, if ``weights`` do not match the parameters and
+    buffers of ``program``.
 
-    Names, shapes, kinds of type and tied parameters are compared.
+    Names, shapes and ties (several names for one tensor) must be the same. Of the types, only whether they are
+    floating-point or complex must be the same.
     """
     differences = list(_find_differences(program, stack_weights(program, weights)))
     if differences:

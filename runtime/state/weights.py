@@ -145,8 +145,8 @@ class FileWeights:
         return list(self._files)
 
     def for_names(self, wanted: Collection[str]) -> FileWeights:
-        """Rename these weights in place to the names ``wanted``, where the names differ only in spelling, and return
-        them.
+        """Rename these weights in place to the names ``wanted`` if the names differ only in parts that wrapper modules
+        add (such as ``module.``), and return them.
         """
         for saved_as, name in match_state_names(self._files, wanted).items():
             self._files[name] = self._files.pop(saved_as)
@@ -238,8 +238,8 @@ class ModuleWeights(TensorWeights):
         self._module, _ = unwrap_model(module)
 
     def for_names(self, wanted: Collection[str]) -> ModuleWeights:
-        """Rename these weights in place to the names ``wanted``, where the names differ only in spelling, and return
-        them.
+        """Rename these weights in place to the names ``wanted`` if the names differ only in parts that wrapper modules
+        add (such as ``module.``), and return them.
         """
         for name, meant in match_state_names(self.tensors, wanted).items():
             self.tensors[meant] = self.tensors.pop(name)

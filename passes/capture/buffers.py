@@ -293,8 +293,8 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """Undo forward's assignments of new tensors to buffers and frozen parameters, and yield the write that replaces
-        each: the old tensor, into which the caller copies the new value at the end of forward.
+        """Undo forward's assignments of new tensors to buffers and frozen parameters, and yield for each what replaces
+        it: a copy of the new value into the old tensor, which the caller adds at the end of forward.
 
         Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a parameter
         that is trained.

@@ -510,9 +510,10 @@ class _Settling:
         return replace(counted, captured=captured), notes
 
     def _trace_with_counters(self, numbers: Sequence[StateChange]) -> Trace | None:
-        """Trace forward with a buffer in place of each changed Python number in ``numbers``, and return the result.
+        """Trace forward with a buffer in place of each Python number that forward changes, such as a counter of calls,
+        and return the result. ``numbers``: the records of these changes.
 
-        Return ``None`` if there are no numbers, or if forward uses them in a way that a tensor cannot represent.
+        Return ``None`` if there are no such numbers, or if forward uses them in a way that a tensor cannot represent.
         """
         counters = tuple(
             Counter(c.module or "", c.name, f"counter_{k}", c.before)

@@ -98,8 +98,10 @@ def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | N
 
 
 def _is_fit(graph: fx.Graph) -> bool:
-    """Return whether ``graph``, the traced definition of an operator, can replace the operator. It must have at most
-    4096 nodes, and none may write to its operands or read an attribute of a module."""
+    """Return whether ``graph``, obtained by tracing an operator's definition in simpler operators, can take the place
+    of the operator. It must have at most 4096 nodes, and none may write to its operands or read an attribute of a
+    module.
+    """
     parts = list(graph.nodes)
     return len(parts) <= _MOST_PARTS and not any(n.op == "get_attr" or _is_mutating(n.target) for n in parts)
 

@@ -178,8 +178,12 @@ class _Parser:
         return TextRule(self.name, self.text, operands, results, frozenset(self.whole), linear)
 
     def parse_pattern(self, text: str) -> DimPattern:
-        """Return the dims of one tensor that ``text``, a part of the text of a sharding rule such as ``b s (h d!)``,
-        describes. Add the names marked ``!`` to ``whole``. Raise :class:`RuleError` if ``text`` is malformed."""
+        """Return which factors (named loop dimensions) the dims of one tensor consist of, as ``text`` says, a part of
+        the text of a sharding rule such as ``b s (h d!)``.
+
+        Add the names that ``!`` marks, whose factors must not be sharded, to ``self.whole``. Raise :class:`RuleError`
+        if ``text`` is malformed.
+        """
         dims: list[tuple[str, ...]] = []
         names: list[str] = []
         group: list[str] | None = None

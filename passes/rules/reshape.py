@@ -47,8 +47,11 @@ def find_shared_factors(
     whole: set[str] = set()
 
     def put(size: int, on: Sequence[_Side]) -> str:
-        """Create a factor, a named size that divides dims. ``size``: its size. ``on``: the shapes (one or both) from
-        whose current dim it is split off. Return its name."""
+        """Create a factor of a reshape: a named size into which dims of both shapes are divided. Return its name.
+
+        ``size``: its size. ``on``: the shapes before and after the reshape (one or both) from whose current dim it is
+        split off.
+        """
         name = NAMES[len(sizes)] if len(sizes) < len(NAMES) else f"d{len(sizes)}"
         sizes[name] = size
         for side in on:

@@ -251,8 +251,8 @@ _TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, t
 
 
 class OperatorReference:
-    """Results and gradients of an operator on one device, with which its sharded forms are compared. The gradients of
-    the results are random numbers.
+    """Results and gradients of an operator on one device. Its sharded forms are compared with them. For the backward,
+    the gradients of the results are random numbers.
 
     ``node``: the operator call. ``operands``: its tensors. ``results``, ``grads``: its results, and the gradients of
     its operands.

@@ -1,6 +1,6 @@
 """Batches of several lengths: the expected step time of a plan with several shapes, beside one that pads to the cap.
 
-    python -m benchmarks.family [--count 6] [--batches 16] [--skip-model]
+    python -m benchmarks.family [--count 6] [--batches 16] [--skip-model] [--planning]
 
 Documents have log-normal lengths with a mean of about 1,000 tokens and at most 8,192. A sampler sorts them by length
 and puts neighbours into a batch, so a batch is as long as its longest document. ``Shapes.of_lengths`` chooses the
@@ -10,12 +10,17 @@ lengths of the plan. Two comparisons use documents of one draw:
 * measured: a small Llama on four processes over Gloo, with 8 documents in a batch and lengths divided by 32. The two
   plans run each batch in turn, each in the same mesh, and their losses have to be equal.
 
-The program ends with 1 if the ratio (several shapes to one) exceeds 0.6 by the model or 0.7 as measured.
+With ``--planning``, the time of planning ten lengths is compared with that of one instead, for the same Llama on 8 and
+on 64 H100, in turn and three times each, and so are the sizes of the plan files.
+
+The program ends with 1 if the ratio (several shapes to one) exceeds 0.6 by the model, 0.7 as measured, 2 for the time
+of planning or 1.5 for the size of the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -29,6 +34,8 @@ from partitioner import Constraints, Engine, LocalRanks, Plan, Shapes, Topology,
 CAP, MEAN, SIGMA, SCALE = 8192, 1000, 1.0, 32
 RANKS, SAMPLES, VOCAB, IGNORED = 4, 8, 512, -100
 MOST_MODELLED, MOST_MEASURED, CLOSE = 0.6, 0.7, 1e-3
+MOST_PLANNING, MOST_FILE, TURNS = 2.0, 1.5, 3
+TEN = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, CAP)
 
 
 def draw_documents(number: int) -> list[int]:
@@ -44,8 +51,8 @@ def make_batches(documents: list[int], samples: int) -> list[list[int]]:
     return [ordered[at : at + samples] for at in range(0, len(ordered) - samples + 1, samples)]
 
 
-def model_ratio(count: int) -> float:
-    """Return the expected step time of ``count`` shapes over that of one, by the cost model."""
+def build_large() -> nn.Module:
+    """Return a Llama of 8 billion parameters without weights."""
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -57,7 +64,37 @@ def model_ratio(count: int) -> float:
         use_cache=False,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def time_planning(nodes: int) -> bool:
+    """Compare the time of planning ten lengths with that of one, on ``nodes`` nodes of eight H100, and the sizes of the
+    files. Print both, and return whether they are within the limits."""
+    cluster = Topology.preset("dgx-h100", nodes=nodes)
+    tokens = torch.zeros(64, CAP, dtype=torch.long, device="meta")
+    seconds: dict[tuple[int, ...], list[float]] = {(CAP,): [], TEN: []}
+    sizes = {}
+    for _ in range(TURNS):
+        for lengths, taken in seconds.items():
+            model = build_large()
+            start = time.perf_counter()
+            plan = partition(model, cluster, {"input_ids": tokens, "labels": tokens}, shapes=Shapes(length=lengths))
+            taken.append(time.perf_counter() - start)
+            with tempfile.TemporaryDirectory() as folder:
+                plan.save(Path(folder, "plan.json"))
+                sizes[lengths] = Path(folder, "plan.json").stat().st_size
+    one, ten = (statistics.median(taken) for taken in seconds.values())
+    larger = sizes[TEN] / sizes[CAP,]
+    print(
+        f"planning on {8 * nodes} GPUs: {ten:.2f} s for ten lengths beside {one:.2f} s for one, ratio {ten / one:.2f}"
+    )
+    print(f"plan files: {sizes[TEN]} bytes beside {sizes[CAP,]}, ratio {larger:.2f}")
+    return ten / one <= MOST_PLANNING and larger <= MOST_FILE
+
+
+def model_ratio(count: int) -> float:
+    """Return the expected step time of ``count`` shapes over that of one, by the cost model."""
+    model = build_large()
     batches = make_batches(draw_documents(4096), 64)
     shapes = Shapes.of_lengths([max(batch) for batch in batches], count=count, multiple=128)
     tokens = torch.zeros(64, CAP, dtype=torch.long, device="meta")
@@ -138,7 +175,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=6, help="number of lengths of a plan")
     parser.add_argument("--batches", type=int, default=16, help="number of measured batches")
     parser.add_argument("--skip-model", action="store_true", help="measure only")
+    parser.add_argument("--planning", action="store_true", help="compare the time of planning instead")
     options = parser.parse_args()
+    if options.planning:
+        kept = [time_planning(nodes) for nodes in (1, 8)]
+        return int(not all(kept))
     measured = measure_ratio(options.count, options.batches)
     modelled = 0.0 if options.skip_model else model_ratio(options.count)
     return int(measured > MOST_MEASURED or modelled > MOST_MODELLED)

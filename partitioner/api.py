@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -88,9 +89,11 @@ def partition(
         kind, train = precision_of(work[0], of.precision), of.objective == "train"
         return Job(*work, rate_cluster(topology, kind, pins.memory_margin), pins, train, optimizer, kind, how)
 
-    with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)):
+    with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)), ExitStack() as stack:
         check_request(topology, constraints, optimizer, train, how, prepared.precision)
         job = job_of(topology, constraints, global_batch)
+        if family is not None:
+            stack.enter_context(family.look_ahead())
         other = partial(job_of, topology, constraints)
         find = partial(search_for_plan, progress=progress, compare=not estimate_only, other_batch=other)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)

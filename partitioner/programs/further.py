@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from partitioner.background import BackgroundWorker, can_help
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.errors import CapacityError, ConstraintError, PlanError
@@ -61,6 +62,7 @@ _SIZES = 3  # of microbatches that are tried for a further program
 _COMPARED = 3  # shapes by which layouts are compared, besides the largest
 _LAYOUTS = 4  # that are compared by their expected time
 _GAIN = 0.01  # of the expected time, for which another layout is taken
+_PATIENCE_S = 600.0  # with the forked process that plans one of the shapes
 
 
 @dataclass(frozen=True)
@@ -405,17 +407,50 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Request]) 
     if not programs and not shapes:
         return {}
     check_first_program(first.found)
-    found: dict[str, FurtherProgram] = {}
-    for shape in shapes:
-        assert first.family is not None
-        name, padding = name_shape(shape), first.family.padding_at(shape)
-        found[name] = first.plan_program(name, first.evaluator_at(shape).job, "step", padding)
+    found = _plan_shapes(first, shapes)
     for name, asked in programs.items():
         if isinstance(asked, Generate):
             found |= first.plan_generation(name, asked)
         else:
             found[name] = first.plan_evaluation(name, asked)
     return found
+
+
+def _plan_shapes(first: FirstProgram, shapes: Sequence[Shape]) -> dict[str, FurtherProgram]:
+    """Return the training steps for batches of ``shapes`` (samples, positions) by name, in the order of ``shapes``. If
+    this machine has a second processor, a forked process plans a part of them at the same time.
+
+    Raise :class:`PlanError` if one of them has no plan in the layout of ``first``; if several have none, the error is
+    that of the first one.
+    """
+    family = first.family
+    if family is None or not shapes:
+        return {}
+    paddings = {shape: family.padding_at(shape) for shape in shapes}  # found once, before the process is forked
+    family.find_ends()
+
+    def plan(shape: Shape) -> FurtherProgram:
+        return first.plan_program(name_shape(shape), first.evaluator_at(shape).job, "step", paddings[shape])
+
+    found: dict[Shape, FurtherProgram] = {}
+    if len(shapes) > _COMPARED:  # the graphs of the shapes between are derived from those of the ends
+        found[shapes[-1]] = plan(shapes[-1])
+    shapes_left = [shape for shape in shapes if shape not in found]
+    aside = BackgroundWorker(shapes_left, plan, _PATIENCE_S) if len(shapes_left) > 1 and can_help() else None
+    try:
+        while aside is not None and (shape := aside.claim(shapes_left)) is not None:
+            try:
+                found[shape] = plan(shape)
+            except PartitionError:
+                break  # it is raised below, unless a shape in front of it has no plan either
+        for shape in shapes:
+            if shape not in found:
+                told = None if aside is None else aside.take(shape)
+                found[shape] = plan(shape) if told is None else told
+    finally:
+        if aside is not None:
+            aside.end()
+    return {name_shape(shape): found[shape] for shape in shapes}
 
 
 def check_first_program(found: PlannedProgram) -> None:

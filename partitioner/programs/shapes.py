@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from partitioner.background import Future, can_help
 from partitioner.passes.capture.capture import given_samples
 from partitioner.passes.capture.export import leaf_paths, map_leaves
 from partitioner.passes.capture.inputs import split_inputs
-from partitioner.passes.ir.model import Captured
+from partitioner.passes.ir.gradient_flow import mark_gradients
+from partitioner.passes.ir.model import Captured, FoldedModel
+from partitioner.passes.ir.serialize import block_from_data, block_to_data
 from partitioner.passes.padding.find import AxisPadding, find_axis_padding
-from partitioner.passes.padding.resize import copy_captured, resize_captured
+from partitioner.passes.padding.resize import copy_captured, resize_captured, resize_folded
 from partitioner.programs.requests import ShapeError, Shapes
 from partitioner.runtime.family.data import BatchPadding, InputPadding
 from partitioner.solve.evaluate.prepared_model import PreparedModel
@@ -22,8 +27,30 @@ from partitioner.topology import Topology
 from partitioner.validate import torch_device
 
 _LEAST = 2  # elements along an axis of the graph that another one is compared with
+_PATIENCE_S = 600.0  # with the forked process that captures the model for other shapes
 
 Shape = tuple[int, int]  # samples and positions; 0 positions: the inputs have no such dim
+
+
+class _BlockData(NamedTuple):
+    """The graph of a piece of the model, such as a layer, in a form that can be pickled: the arguments of
+    :func:`block_from_data`.
+    """
+
+    name: str
+    nodes: tuple[dict[str, Any], ...]
+    states: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+class _FoundAhead(NamedTuple):
+    """What a forked process has found of a family of batch shapes. ``folded``: shape -> the model as calls of blocks
+    without the blocks, and the blocks as data. ``axes``: how batches are padded to more samples, and
+    to more positions.
+    """
+
+    folded: dict[Shape, tuple[FoldedModel, list[_BlockData]]]
+    axes: tuple[AxisPadding, AxisPadding]
 
 
 @dataclass(frozen=True)
@@ -43,6 +70,9 @@ class ShapeFamily:
     topology: Topology
     weights: Mapping[int, float]
     _normals: dict[Shape, Captured] = field(default_factory=dict[Shape, Captured], repr=False, compare=False)
+    _prepared: dict[Shape, PreparedModel] = field(default_factory=dict[Shape, PreparedModel], repr=False, compare=False)
+    _ahead: list[Future[_FoundAhead]] = field(default_factory=list[Future[_FoundAhead]], repr=False, compare=False)
+    _found: list[_FoundAhead] = field(default_factory=list[_FoundAhead], repr=False, compare=False)
 
     @staticmethod
     def of(sample: PreparedModel, asked: Shapes, global_batch: int | None, topology: Topology) -> ShapeFamily:
@@ -82,9 +112,16 @@ class ShapeFamily:
         return self.prepared_at(self.shapes[0])
 
     def prepared_at(self, shape: Shape) -> PreparedModel:
-        """Return the model with inputs of ``shape`` (samples, positions). Inputs that differ from the given ones in
-        size are zeros. The model's graph is captured when it is first needed.
+        """Return the model with inputs of ``shape`` (samples, positions), the same object for equal shapes. Inputs that
+        differ from the given ones in size are zeros. The model's graph is captured when it is first needed.
         """
+        if shape not in self._prepared:
+            self._prepared[shape] = self._prepare(shape)
+        return self._prepared[shape]
+
+    def _prepare(self, shape: Shape) -> PreparedModel:
+        """Return a new model with inputs of ``shape`` (samples, positions). Inputs that differ from the given ones in
+        size are zeros."""
 
         def resize(path: str, leaf: Any) -> Any:
             """Return ``leaf``, the input at ``path``, with the sizes of the requested shape: a tensor of zeros if a
@@ -101,7 +138,11 @@ class ShapeFamily:
         args, kwargs = split_inputs(self.sample.model, self.sample.inputs)
         args, kwargs = map_leaves(resize, args), map_leaves(resize, kwargs)
         return replace(
-            self.sample, inputs=kwargs or args, given=lambda: copy_captured(self._normal_at(shape)), _known={}
+            self.sample,
+            inputs=kwargs or args,
+            given=lambda: copy_captured(self._normal_at(shape)),
+            given_folded=lambda: self._derive_folded(shape),
+            _known={},
         )
 
     def _normal_at(self, shape: Shape) -> Captured:
@@ -116,12 +157,96 @@ class ShapeFamily:
         """Return the graph for ``shape`` (samples, positions), derived from the graphs for the largest and the smallest
         number of positions, or else of samples. ``None`` if neither number lies between the largest and the smallest,
         or if the graph cannot be derived."""
+        ends = self._find_ends(shape)
+        if ends is None:
+            return None
+        first, last, line = ends
+        return resize_captured(self._normal_at(first), self._normal_at(last), line)
+
+    def _derive_folded(self, shape: Shape) -> FoldedModel | None:
+        """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), derived from the
+        blocks for the largest and the smallest number of positions, or else of samples. At the ends of both axes it is
+        what a forked process has captured. ``None`` if there is no such process, or if the blocks cannot be derived."""
+        ends = self._find_ends(shape)
+        if ends is None:
+            return self._read_folded(shape)
+        first, last, line = ends
+        main, other = (self.prepared_at(end).at(None, None, torch_device(self.topology))[0] for end in (first, last))
+        return resize_folded(main, other, line)
+
+    @contextmanager
+    def look_ahead(self) -> Iterator[None]:
+        """Return a context in which a forked process captures the model for the other ends of the family (the smallest
+        numbers of positions and of samples) and finds how batches are padded, if this machine has a second processor.
+        The model must have been captured for the largest shape. What the process finds is read when it is first needed;
+        if it fails, it is computed here.
+        """
+        if len(self.shapes) < 2 or not can_help():
+            yield
+            return
+        with Future(self._find_ahead, most_s=_PATIENCE_S) as ahead:
+            self._ahead.append(ahead)
+            try:
+                yield
+                self._read_ahead()
+            finally:
+                self._ahead.clear()
+
+    def _find_ahead(self) -> _FoundAhead:
+        """Return the model for the other ends of the family, in a form that can be pickled, and how batches are
+        padded."""
+        folded = {}
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a forked process has none of the threads of its parent
+        try:
+            for shape in self._list_ends():
+                model = self.prepared_at(shape).at(None, None, torch_device(self.topology))[0]
+                every = model.blocks.values()
+                blocks = [_BlockData(b.name, block_to_data(b), b.states, b.inputs) for b in every]
+                folded[shape] = model.with_(blocks={}), blocks
+            return _FoundAhead(folded, self._find_axes())
+        finally:
+            torch.set_num_threads(threads)
+
+    def _list_ends(self) -> list[Shape]:
+        """Return the shapes (samples, positions) with the largest or smallest numbers of samples and of positions,
+        except the largest shape."""
+        batches, lengths = zip(*self.shapes, strict=True)
+        corners = {(b, s) for b in (max(batches), min(batches)) for s in (max(lengths), min(lengths))}
+        return sorted(corners - {self.shapes[0]}, reverse=True)
+
+    def find_ends(self) -> None:
+        """Capture the model for all shapes from which others are derived, so that forks of this process know them."""
+        for shape in self._list_ends():
+            self.prepared_at(shape).at(None, None, torch_device(self.topology))
+
+    def _read_ahead(self) -> _FoundAhead | None:
+        """Return what the forked process has found of this family; ``None`` if there was no such process."""
+        if self._ahead:
+            self._found.append(self._ahead.pop().result())
+        return self._found[0] if self._found else None
+
+    def _read_folded(self, shape: Shape) -> FoldedModel | None:
+        """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions) if the forked process
+        has captured it, else ``None``."""
+        ahead = self._read_ahead()
+        if ahead is None or shape not in ahead.folded:
+            return None
+        model, blocks = ahead.folded[shape]
+        model = model.with_(blocks={data.name: block_from_data(*data) for data in blocks})
+        mark_gradients(model, self.sample.objective == "train")
+        return model
+
+    def _find_ends(self, shape: Shape) -> tuple[Shape, Shape, tuple[int, int, int]] | None:
+        """Return the two shapes (samples, positions) between which ``shape`` lies along one axis, the larger one first,
+        and the sizes along this axis of the larger one, the smaller one and ``shape``. The axis is that of positions if
+        possible, else that of samples; ``None`` if ``shape`` is at an end of both."""
         for axis in (1, 0):
             sizes = [each[axis] for each in self.shapes]
             low, high = min(sizes), max(sizes)
             if low < shape[axis] < high:
-                first, last = (self._normal_at((shape[0], s) if axis else (s, shape[1])) for s in (high, low))
-                return resize_captured(first, last, (high, low, shape[axis]))
+                first, last = ((shape[0], s) if axis else (s, shape[1]) for s in (high, low))
+                return first, last, (high, low, shape[axis])
         return None
 
     def _capture(self, shape: Shape) -> Captured:
@@ -156,6 +281,11 @@ class ShapeFamily:
 
     @cached_property
     def _axes(self) -> tuple[AxisPadding, AxisPadding]:
+        """Return how batches are padded to more samples, and to more positions, as a pair."""
+        ahead = self._read_ahead()
+        return self._find_axes() if ahead is None else ahead.axes
+
+    def _find_axes(self) -> tuple[AxisPadding, AxisPadding]:
         """Return how batches are padded in two directions, as a pair: to more samples, and to more positions. If
         padding in a direction is impossible, the ``fault`` of that element says why."""
         batch, length = self.shapes[0]

@@ -33,7 +33,20 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
     ``main``, ``other``: one model captured for two batch sizes. Return ``None`` if their graphs do not have the same
     operators, connected in the same way.
     """
-    ours, theirs = list(main.graph.nodes), list(other.graph.nodes)
+    pairs = match_nodes(main.graph, other.graph)
+    if pairs is None:
+        return None
+    given = ((a, b) for a, b in pairs.items() if a.op == "placeholder")
+    if any(main.placeholders[a.name] != other.placeholders[b.name] for a, b in given):
+        return None
+    return pairs
+
+
+def match_nodes(main: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | None:
+    """Return a dict from each node of the graph ``main`` to the corresponding node of the graph ``other``; ``None`` if
+    they do not have the same operators, connected in the same way. Numbers and placeholders may differ.
+    """
+    ours, theirs = list(main.nodes), list(other.nodes)
     if len(ours) != len(theirs):
         return None
     pairs = dict(zip(ours, theirs, strict=True))
@@ -41,8 +54,6 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
         if a.op != b.op or (a.target != b.target and a.op == "call_function"):
             return None
         if [pairs[n] for n in a.all_input_nodes] != b.all_input_nodes:
-            return None
-        if a.op == "placeholder" and main.placeholders[a.name] != other.placeholders[b.name]:
             return None
     return pairs
 

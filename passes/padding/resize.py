@@ -1,23 +1,30 @@
 """The graph of a model for one more size of the batch, from its graphs for two sizes.
 
 Capturing a model takes most of the time of a small plan. A model of which two graphs differ in sizes alone, each of
-which grows evenly with the batch, has the same graph with the sizes in between.
+which grows evenly with the batch, has the same graph with the sizes in between. The same holds for the forward and
+backward of a block: :class:`JointShapes` finds them for sizes between two that were differentiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partitioner.passes.ir.interpret import refresh_graph_values
-from partitioner.passes.ir.model import Captured, TensorSpec
-from partitioner.passes.padding.compare import is_prefix, pair_nodes, shapes_of
+from partitioner.passes.ir.model import Block, Captured, FoldedModel, ModelState, TensorSpec
+from partitioner.passes.normalize.document_masks import list_document_attentions
+from partitioner.passes.padding.compare import is_prefix, match_nodes, pair_nodes, shapes_of
+from partitioner.passes.shard.differentiate import JointGraph
 
 Line = tuple[int, int, int]  # the two sizes of the batch, and the one in between
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class _UnevenError(Exception):
@@ -56,24 +63,44 @@ def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.No
     ``pairs``: node of ``main`` -> the same node of ``other``. ``line``: the batch sizes of ``main``, of ``other``
     and of the result. Raise :class:`_UnevenError` if a size is not a linear function of the batch size.
     """
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    constants: dict[str, Tensor] = {}
-    states = dict(main.states)
-    for name, state in main.states.items():
-        shape = _resize_shape(state.spec.shape, other.states[name].spec.shape, line)
-        states[name] = replace(state, spec=TensorSpec(shape, state.spec.dtype))
-        if name in main.constants:
-            constants[name] = _cut_constant(main.constants[name], other.constants[name], shape)
+    states, constants = _resize_states(main, other, line)
     inputs = [
-        replace(i, spec=TensorSpec(_resize_shape(i.spec.shape, o.spec.shape, line), i.spec.dtype))
-        for i, o in zip(main.inputs, other.inputs, strict=True)
+        replace(i, spec=_resize_spec(i.spec, o.spec, line)) for i, o in zip(main.inputs, other.inputs, strict=True)
     ]
     specs = {name: state.spec for name, state in states.items()} | {i.value: i.spec for i in inputs}
+    placeholders = {node: specs[main.placeholders[node.name]] for node in pairs if node.op == "placeholder"}
+    graph = _resize_nodes(pairs, placeholders, line)
+    return main.with_(graph=graph, states=states, inputs=inputs, constants=main.constants | constants)
+
+
+def _resize_states(
+    main: Captured | FoldedModel, other: Captured | FoldedModel, line: Line
+) -> tuple[dict[str, ModelState], dict[str, Tensor]]:
+    """Return the states (parameters, buffers and constants) that a model has for a third batch size, by name, and the
+    values of its constants, by name. ``main``, ``other``: the model for two batch sizes. ``line``: the batch sizes of
+    ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a size is not linear in the batch size.
+    """
+    states, constants = dict(main.states), dict[str, Tensor]()
+    for name, state in main.states.items():
+        states[name] = replace(state, spec=_resize_spec(state.spec, other.states[name].spec, line))
+        if name in main.constants:
+            shape = states[name].spec.shape
+            constants[name] = _cut_constant(main.constants[name], other.constants[name], shape)
+    return states, constants
+
+
+def _resize_nodes(pairs: Mapping[fx.Node, fx.Node], placeholders: Mapping[fx.Node, TensorSpec], line: Line) -> fx.Graph:
+    """Return a copy of a graph with the sizes that it has for a third batch size. ``pairs``: node of the graph for the
+    first batch size -> the same node of the graph for the second. ``placeholders``: placeholder of the former -> its
+    shape and dtype in the result. ``line``: the three batch sizes. Raise :class:`_UnevenError` if a size is not linear
+    in the batch size.
+    """
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
     for node, partner in pairs.items():
         new = made[node] = graph.node_copy(node, made.__getitem__)
         if node.op == "placeholder":
-            new.meta["val"] = specs[main.placeholders[node.name]].meta()
+            new.meta["val"] = placeholders[node].meta()
         elif node.op == "call_function":
             args = tuple(_resize_argument(a, b, line) for a, b in zip(node.args, partner.args, strict=True))
             kwargs = {k: _resize_argument(a, partner.kwargs[k], line) for k, a in node.kwargs.items()}
@@ -87,7 +114,94 @@ def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.No
             wanted = [_resize_shape(a, b, line) for a, b in zip(shapes_of(node), shapes_of(partner), strict=True)]
             if list(shapes_of(made[node])) != wanted:
                 raise _UnevenError
-    return main.with_(graph=graph, states=states, inputs=inputs, constants=main.constants | constants)
+    return graph
+
+
+def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedModel | None:
+    """Return the model as calls of blocks (such as layers) for a batch size between two batch sizes for which it is
+    known. Only the graphs of the blocks are resized, so equal layers are resized once.
+
+    Return ``None`` if the two models differ in more than sizes, if a size or a constant is not a linear function of the
+    batch size, or if attention is within packed documents, whose lengths depend on the batch.
+
+    ``main``, ``other``: the model for the two batch sizes. ``line``: three batch sizes, in elements along one axis of
+    the batch: that of ``main``, that of ``other``, and that of the result.
+    """
+    if not _are_equal_but_for_sizes(main, other):
+        return None
+    try:
+        states, constants = _resize_states(main, other, line)
+        inputs = [
+            replace(i, spec=_resize_spec(i.spec, o.spec, line)) for i, o in zip(main.inputs, other.inputs, strict=True)
+        ]
+        values = {name: _resize_spec(spec, other.values[name], line) for name, spec in main.values.items()}
+        blocks = {name: _resize_block(block, other.blocks[name], line) for name, block in main.blocks.items()}
+    except _UnevenError:
+        return None
+    found = main.with_(states=states, constants=main.constants | constants, inputs=inputs, values=values, blocks=blocks)
+    return found if _fits_calls(found) else None
+
+
+def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
+    """Return whether two models have the same calls of blocks, states, inputs and outputs, apart from sizes, and no
+    attention within packed documents.
+    """
+    if main.calls != other.calls or main.blocks.keys() != other.blocks.keys() or main.outputs != other.outputs:
+        return False
+    if main.states.keys() != other.states.keys() or main.values.keys() != other.values.keys():
+        return False
+    if [i.value for i in main.inputs] != [
+        i.value for i in other.inputs
+    ] or main.constants.keys() != other.constants.keys():
+        return False
+    same = "updates", "keeps", "initial", "loss", "notes", "tree", "signature"
+    if any(getattr(main, name) != getattr(other, name) for name in same):
+        return False
+    return not any(list_document_attentions(block.graph) for block in main.blocks.values())
+
+
+def _resize_block(main: Block, other: Block, line: Line) -> Block:
+    """Return the graph of a piece of the model, such as a layer, for a third batch size. ``main``, ``other``: the graph
+    for two batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise
+    :class:`_UnevenError` if the graphs differ in more than sizes, or if a size is not linear in the batch size.
+    """
+    pairs = match_nodes(main.graph, other.graph)
+    if pairs is None or (main.states, main.inputs) != (other.states, other.inputs):
+        raise _UnevenError
+    placeholders: dict[fx.Node, TensorSpec] = {}
+    for node, partner in pairs.items():
+        if node.op == "placeholder":
+            if node.name != partner.name:
+                raise _UnevenError
+            value, smaller = node.meta["val"], partner.meta["val"]
+            placeholders[node] = TensorSpec(_resize_shape(value.shape, smaller.shape, line), value.dtype)
+    return replace(main, graph=_resize_nodes(pairs, placeholders, line))
+
+
+def _fits_calls(model: FoldedModel) -> bool:
+    """Return whether each call passes tensors of the shapes that its block has. Layers that are equal for two batch
+    sizes share a block, and need not be equal for a third."""
+    shapes = {name: tuple(spec.shape) for name, spec in model.values.items()}
+    shapes |= {i.value: tuple(i.spec.shape) for i in model.inputs}
+    for call in model.calls:
+        block = model.blocks[call.block]
+        given = [tuple(node.meta["val"].shape) for node in block.placeholders]
+        states = [tuple(model.states[name].spec.shape) for name in call.states]
+        made = [tuple(node.meta["val"].shape) for node in block.outputs]
+        if given != [*states, *(shapes[name] for name in call.inputs)]:
+            return False
+        if made != [shapes[name] for name in call.outputs]:
+            return False
+    return True
+
+
+def _resize_spec(main: TensorSpec, other: TensorSpec, line: Line) -> TensorSpec:
+    """Return the shape and dtype that a tensor has at a third batch size. ``main``, ``other``: those at two batch
+    sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a size
+    is not linear in the batch size, or if the dtypes differ."""
+    if main.dtype != other.dtype:
+        raise _UnevenError
+    return TensorSpec(_resize_shape(main.shape, other.shape, line), main.dtype)
 
 
 def _resize_shape(main: tuple[int, ...], other: tuple[int, ...], line: Line) -> tuple[int, ...]:
@@ -142,3 +256,126 @@ def _cut_constant(main: Tensor, other: Tensor, shape: tuple[int, ...]) -> Tensor
     if not is_prefix(main, other) or any(a < b for a, b in zip(main.shape, shape, strict=True)):
         raise _UnevenError
     return main[tuple(slice(size) for size in shape)].contiguous()
+
+
+_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+\.?\d*(?:[eE][-+]?\d+)?')  # a text, or a number
+_MOST_SHAPES = 256  # graphs that are kept
+
+
+class JointShapes:
+    """Keeps the joint graphs of forward and backward of blocks (pieces of the model, such as layers) that were traced,
+    and derives those of blocks that differ from two of them in sizes alone. The result is for analysis: shapes, dtypes
+    and memory of each node.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[tuple[int, ...], JointGraph]]] = {}
+
+    def find(self, nodes: str, key: Any, trace: Callable[[], JointGraph], parse: Callable[[], Block]) -> JointGraph:
+        """Return the joint graph of forward and backward of a block: derived from two known ones if its sizes lie
+        between theirs, otherwise that of ``trace()``, which is kept.
+
+        ``nodes``: the block's graph as JSON text. ``key``: what else decides the joint graph, such as the inputs that
+        need a gradient. ``parse``: returns the block.
+        """
+        form, numbers = split_numbers(nodes)
+        known = self._known.setdefault((form, key), [])
+        ends = _find_surrounding_sizes(numbers, [each for each, _ in known])
+        if ends is not None:
+            first, second, line = ends
+            found = resize_joint(known[first][1], known[second][1], parse(), line)
+            if found is not None:
+                return found
+        if sum(map(len, self._known.values())) >= _MOST_SHAPES:
+            self._known.clear()
+            known = self._known.setdefault((form, key), [])
+        known.append((numbers, trace()))
+        return known[-1][1]
+
+
+def split_numbers(text: str) -> tuple[str, tuple[int, ...]]:
+    """Return the JSON ``text`` with ``#`` in place of each integer, and these integers in order. Texts in quotes and
+    numbers with a point stay."""
+    numbers: list[int] = []
+
+    def take(match: re.Match[str]) -> str:
+        word = match[0]
+        if word[0] == '"' or not word.lstrip("-").isdigit():
+            return word
+        numbers.append(int(word))
+        return "#"
+
+    return _NUMBER.sub(take, text), tuple(numbers)
+
+
+def _find_surrounding_sizes(numbers: tuple[int, ...], known: Sequence[tuple[int, ...]]) -> tuple[int, int, Line] | None:
+    """Return the indices of two entries of ``known`` between which ``numbers`` lies on a straight line, and a number of
+    each of the three that differs: that of the first entry, of the second, and of ``numbers``. Return ``None`` if there
+    are no such entries. All are lists of the sizes of one graph in the same order."""
+    for (i, first), (j, second) in combinations(enumerate(known), 2):
+        place = next((k for k, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1]), None)
+        if place is None:
+            continue
+        line = first[place], second[place], numbers[place]
+        if not min(line[:2]) < line[2] < max(line[:2]):
+            continue
+        steps, between = line[0] - line[1], line[2] - line[1]
+        every = zip(first, second, numbers, strict=True)
+        if all((c - b) * steps == (a - b) * between for a, b, c in every):
+            return i, j, line
+    return None
+
+
+def resize_joint(main: JointGraph, other: JointGraph, block: Block, line: Line) -> JointGraph | None:
+    """Return the joint graph of forward and backward of ``block``, a piece of the model such as a layer, derived from
+    ``main`` and ``other``, those of the same block for two other batch sizes. Each operator runs once on tensors
+    without elements, so shapes, strides and shared storages are those of the operators.
+
+    Return ``None`` if the graphs differ in more than sizes, or if a size is not a linear function of the batch size.
+    ``line``: a size in ``main``, the same in ``other``, and in the result.
+    """
+    pairs = match_nodes(main.graph, other.graph)
+    if pairs is None or (main.needs, main.with_grad) != (other.needs, other.with_grad):
+        return None
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake.cache_enabled = False  # few operators of a block recur, so the cache costs more time than it saves
+    try:
+        with torch._C.DisableTorchFunction(), fake:  # modes of the caller are no part of the graph
+            graph = _resize_joint_nodes(pairs, line)
+    except (_UnevenError, AssertionError, RuntimeError, ValueError, TypeError):
+        return None
+    given = [tuple(n.meta["val"].shape) for n in (*block.placeholders, *block.outputs)]
+    if given != [tuple(n.meta["val"].shape) for n in graph.find_nodes(op="placeholder")]:
+        return None
+    return JointGraph(graph, block, main.needs, main.with_grad)
+
+
+def _resize_joint_nodes(pairs: Mapping[fx.Node, fx.Node], line: Line) -> fx.Graph:
+    """Return a copy of a joint graph of forward and backward with the sizes that it has for a third batch size. Each
+    operator runs on tensors without elements, in the active mode for such tensors. ``pairs``: node of the graph for the
+    first batch size -> the same node of the graph for the second. ``line``: the three batch sizes. Raise
+    :class:`_UnevenError` if a size is not linear in the batch size.
+    """
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node, partner in pairs.items():
+        new = made[node] = graph.node_copy(node, made.__getitem__)
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            shape = _resize_shape(tuple(value.shape), tuple(partner.meta["val"].shape), line)
+            new.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        elif node.op == "call_function":
+            if "open" in node.meta or "val" not in node.meta:  # of experts, whose numbers of tokens are not known
+                raise _UnevenError
+            args = tuple(_resize_argument(a, b, line) for a, b in zip(node.args, partner.args, strict=True))
+            kwargs = {k: _resize_argument(a, partner.kwargs[k], line) for k, a in node.kwargs.items()}
+            new.args, new.kwargs = fx.node.map_arg((args, kwargs), made.__getitem__)
+            values = fx.node.map_arg((new.args, new.kwargs), lambda operand: operand.meta["val"])
+            new.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
+            if shapes_of(new) != _resize_shapes(shapes_of(node), shapes_of(partner), line):
+                raise _UnevenError
+    return graph
+
+
+def _resize_shapes(main: Shapes, other: Shapes, line: Line) -> Shapes:
+    return tuple(_resize_shape(a, b, line) for a, b in zip(main, other, strict=True))

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from partitioner.passes.experts.sorted_rows import kept_sorted
 from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
 from partitioner.passes.ir.model import Block, TensorSpec
 from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
 from partitioner.passes.ir.verify import GraphError, check_block
+from partitioner.passes.padding.resize import JointShapes
 from partitioner.passes.shard.differentiate import CollectiveUse, Differentiated, JointGraph, collectives_of, joint_of
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import wire_share
@@ -274,9 +276,12 @@ class ProgramFacts:
         )
 
     def differentiated(self, call: CallData, slim: bool = False) -> Differentiated:
-        return differentiate_for_cpu(
-            self.program, call.block, *self.needs(call), slim=slim, fused=self.program.fused_attention
-        )
+        """Return the forward and backward graphs of ``call``, an execution of a block (a piece of the model), for
+        analysis. ``slim``: whether backward recomputes the nodes that the block lists as cheap."""
+        graph = self.program.blocks[call.block]
+        again = graph.again if slim else ()
+        key = _nodes_to_key(graph.nodes), call.block, graph.states, graph.inputs
+        return _differentiate_for_analysis(*key, again, self.program.fused_attention, *self.needs(call))
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
         """Return gradients, collectives and memory of one call of a block (a piece of the model, such as a layer).
@@ -394,12 +399,49 @@ def differentiate_for_cpu(
     return _differentiate_block(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, again, fused, *needs)
 
 
+@lru_cache(maxsize=256)
+def _differentiate_for_analysis(
+    nodes: str,
+    name: str,
+    states: tuple[str, ...],
+    inputs: tuple[str, ...],
+    again: tuple[str, ...],
+    fused: bool,
+    *needs: Flags,
+) -> Differentiated:
+    """Return the forward and backward graphs of a block (a piece of the model) for analysis; cached for equal
+    arguments. If blocks that differ from this one in sizes alone were traced before, larger and smaller ones, the
+    graphs are derived from theirs.
+
+    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
+    ``again``: names of the nodes that backward recomputes. ``fused``: whether attention is traced as a fused kernel.
+    ``needs``: three tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
+    """
+    return _joint_graph_for_analysis(nodes, name, states, inputs, fused, *needs).cut(again)
+
+
+@lru_cache(maxsize=256)
+def _joint_graph_for_analysis(
+    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
+) -> JointGraph:
+    given = nodes, name, states, inputs
+    return _JOINT_SHAPES.find(
+        nodes,
+        (name, states, inputs, fused, *needs),
+        partial(_trace_joint_graph, *given, fused, *needs),
+        lambda: kept_sorted(_parse_block(*given)),
+    )
+
+
 def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
     """Return the first fault of the graph of the block ``name`` (a piece of the model) of ``program`` as (message, node
     name), or ``None`` if the graph is valid. ``axes``: mesh axis -> number of ranks.
     """
     graph = program.blocks[name]
     return _find_block_fault(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
+
+
+_JOINT_SHAPES = JointShapes()
 
 
 def value_bytes(value: Value) -> int:

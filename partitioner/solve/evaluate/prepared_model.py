@@ -59,8 +59,10 @@ class PreparedModel:
     loss from the output; ``None``: the output has it. ``objective``: ``train`` or ``infer``. ``precision``: such as
     ``bf16``; ``None``: that of the parameters. ``notes``: sentences about parts of the given module that are left out.
     ``given``: function that returns the captured graph for ``inputs`` without a capture, such as from the graphs for
-    other batch shapes; ``None``: the model has to be captured. ``documents``: the typical lengths of packed documents
-    in positions, which the cost model reads; empty: those in ``inputs``, if these have values.
+    other batch shapes; ``None``: the model has to be captured. ``given_folded``: function that returns the model as
+    calls of blocks for ``inputs``, made from the blocks for other batch shapes; it returns ``None`` if that is not
+    possible, and ``None`` in its place means that there are no other shapes. ``documents``: the typical lengths of
+    packed documents in positions, which the cost model reads; empty: those in ``inputs``, if these have values.
     """
 
     model: nn.Module | ExportedProgram
@@ -70,6 +72,7 @@ class PreparedModel:
     precision: str | None = None
     notes: tuple[str, ...] = ()
     given: Callable[[], Captured] | None = None
+    given_folded: Callable[[], FoldedModel | None] | None = None
     documents: tuple[int, ...] = ()
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
@@ -91,7 +94,9 @@ class PreparedModel:
         key = global_batch, size, device
         if key not in self._known:
             if constraints is None or size is None:
-                folded = self._fold_normal_graph(self.normalize_capture(global_batch, device))
+                folded = self.given_folded() if self.given_folded is not None and global_batch is None else None
+                if folded is None:
+                    folded = self._fold_normal_graph(self.normalize_capture(global_batch, device))
                 batch = batch_size(folded, global_batch)
                 self._known[key] = folded, shard_batch(folded, batch), batch
             else:

@@ -433,9 +433,10 @@ def _plan_shapes(first: FirstProgram, shapes: Sequence[Shape]) -> dict[str, Furt
         return first.plan_program(name_shape(shape), first.evaluator_at(shape).job, "step", paddings[shape])
 
     found: dict[Shape, FurtherProgram] = {}
-    if len(shapes) > _COMPARED:  # the graphs of the shapes between are derived from those of the ends
+    # Small ones first: the graphs of the shapes above are derived from theirs and those of the largest one.
+    if len(shapes) > _COMPARED:
         found[shapes[-1]] = plan(shapes[-1])
-    shapes_left = [shape for shape in shapes if shape not in found]
+    shapes_left = [shape for shape in reversed(shapes) if shape not in found]
     aside = BackgroundWorker(shapes_left, plan, _PATIENCE_S) if len(shapes_left) > 1 and can_help() else None
     try:
         while aside is not None and (shape := aside.claim(shapes_left)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +17,8 @@ from partitioner.constraints import Constraints
 from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
-from partitioner.programs.further import FirstProgram, assemble_plan, choose_expected_layout
+from partitioner.programs.follow import list_further_sizes, plan_all_programs
+from partitioner.programs.further import FirstProgram, assemble_plan
 from partitioner.programs.requests import NO_PROGRAMS, Request, Shapes, check_programs, constrain_for_programs
 from partitioner.programs.shapes import ShapeFamily
 from partitioner.solve.evaluate.job import Job
@@ -82,12 +84,13 @@ def partition(
     family = None if shapes is None else ShapeFamily.of(prepared, shapes, global_batch, topology)
     if family is not None:
         prepared, global_batch = family.largest, None
-    train = prepared.objective == "train"
+    train, sizes = prepared.objective == "train", list_further_sizes(prepared, family, programs, global_batch)
 
     def job_of(topology: Topology, pins: Constraints, global_batch: int | None, of: PreparedModel = prepared) -> Job:
         work = of.at(global_batch, pins, torch_device(topology))
         kind, train = precision_of(work[0], of.precision), of.objective == "train"
-        return Job(*work, rate_cluster(topology, kind, pins.memory_margin), pins, train, optimizer, kind, how)
+        job = Job(*work, rate_cluster(topology, kind, pins.memory_margin), pins, train, optimizer, kind, how)
+        return replace(job, further_samples=sizes.samples, further_positions=sizes.positions)
 
     with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)), ExitStack() as stack:
         check_request(topology, constraints, optimizer, train, how, prepared.precision)
@@ -98,5 +101,6 @@ def partition(
         find = partial(search_for_plan, progress=progress, compare=not estimate_only, other_batch=other)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
         first = FirstProgram(prepared, job, found, partial(job_of, topology, constraints), family)
-        first = choose_expected_layout(first, constraints, partial(plan_to_fit, find=find, estimate_only=False))
-    return assemble_plan(first, topology, programs)
+    refit = partial(plan_to_fit, find=find, estimate_only=False, time_limit_s=time_limit_s)
+    first, further = plan_all_programs(first, constraints, refit, programs)
+    return assemble_plan(first, topology, further)

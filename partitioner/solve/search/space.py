@@ -81,7 +81,8 @@ def _describe_further_limits(space: SearchSpace) -> str:
     """
     samples, positions = format_ranges(space.further_samples), format_ranges(space.further_positions)
     said = f" and the batches of {samples} samples of further programs" if samples else ""
-    return said + (f", 2 x cp must divide their {positions} positions unless cp is fixed or 1" if positions else "")
+    shared = positions and space.length and space.constraints.cp is None
+    return said + (f", 2 x cp must divide their {positions} positions unless cp is 1" if shared else "")
 
 
 def _describe_pipeline_limit(space: SearchSpace) -> str:

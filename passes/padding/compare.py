@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,9 +114,13 @@ def _insert_whole_slices(main: Captured, other: Captured) -> Captured | None:
             return None
         new = graph.node_copy(ours, made.__getitem__)
         operands = iter([paired[b] for b in expected])
-        new.args, new.kwargs = fx.node.map_arg((new.args, new.kwargs), lambda _, rest=operands: next(rest))
+        new.args, new.kwargs = fx.node.map_arg((new.args, new.kwargs), partial(_take_next, operands))
         made[ours] = paired[theirs] = new
     return None if left else main.with_(graph=graph)
+
+
+def _take_next(operands: Iterator[fx.Node], _: fx.Node) -> fx.Node:
+    return next(operands)
 
 
 def _list_operands(node: fx.Node) -> list[fx.Node]:

@@ -102,5 +102,5 @@ def partition(
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
         first = FirstProgram(prepared, job, found, partial(job_of, topology, constraints), family)
     refit = partial(plan_to_fit, find=find, estimate_only=False, time_limit_s=time_limit_s)
-    first, further = plan_all_programs(first, constraints, refit, programs)
+    first, further = plan_all_programs(first, constraints, refit, programs, time_limit_s)
     return assemble_plan(first, topology, further)

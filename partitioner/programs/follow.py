@@ -8,6 +8,8 @@ layout there was no plan.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,17 +89,20 @@ def plan_all_programs(
     constraints: Constraints,
     plan: Callable[[Job], PlannedProgram],
     programs: Mapping[str, Request],
+    time_limit_s: float | None = None,
 ) -> tuple[FirstProgram, dict[str, FurtherProgram]]:
     """Return the first program and the further programs of a plan, by name, in one layout of the state.
 
     ``first``: the first program in its best layout; the result has another layout if a further program has no plan in
     that one, or if another one has a shorter expected step time. ``constraints``: the user's constraints. ``plan``: a
-    function that plans a job. ``programs``: the requested programs.
+    function that plans a job. ``programs``: the requested programs. ``time_limit_s``: seconds after which no further
+    search is started; ``None``: no limit.
 
     Raise the error of the further program that has no plan in the best layout if there is no layout that all programs
     can have; :class:`ConstraintError` if the plan cannot have further programs at all.
     """
     reason: PartitionError | None = None
+    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     together: set[str] = set()
     while True:
         chosen = choose_expected_layout(first, constraints, plan)
@@ -105,6 +110,8 @@ def plan_all_programs(
             return chosen, plan_further_programs(chosen, programs)
         except (NoFurtherPlanError, CapacityError) as error:
             reason = reason or error
+            if time.monotonic() >= deadline:
+                raise reason from None
             job = _exclude_layout(chosen, error, together)
         try:
             first = replace(first, job=job, found=plan(job), note=_NOTE)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ from partitioner.programs.shapes import ShapeFamily
 from partitioner.runtime.family.data import FurtherProgram
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel
-from partitioner.solve.search.fit_memory import PlannedProgram
+from partitioner.solve.search.fit_memory import PlanFinder, plan_to_fit
 
 _OF_ONE_MESH = 3  # candidates of a mesh that are refused, the last of them with all others of the mesh
 _NOTE = (
@@ -51,6 +52,10 @@ class FurtherSizes:
 
     samples: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
+
+    def limit(self, job: Job) -> Job:
+        """Return ``job`` with these sizes, so that its search leaves out meshes that do not divide them."""
+        return replace(job, further_samples=self.samples, further_positions=self.positions)
 
 
 def list_further_sizes(
@@ -87,20 +92,21 @@ def _count_positions(model: Any, inputs: Any) -> int:
 def plan_all_programs(
     first: FirstProgram,
     constraints: Constraints,
-    plan: Callable[[Job], PlannedProgram],
+    find: PlanFinder,
     programs: Mapping[str, Request],
     time_limit_s: float | None = None,
 ) -> tuple[FirstProgram, dict[str, FurtherProgram]]:
     """Return the first program and the further programs of a plan, by name, in one layout of the state.
 
     ``first``: the first program in its best layout; the result has another layout if a further program has no plan in
-    that one, or if another one has a shorter expected step time. ``constraints``: the user's constraints. ``plan``: a
-    function that plans a job. ``programs``: the requested programs. ``time_limit_s``: seconds after which no further
-    search is started; ``None``: no limit.
+    that one, or if another one has a shorter expected step time. ``constraints``: the user's constraints. ``find``: a
+    function that returns the best plan of a job. ``programs``: the requested programs. ``time_limit_s``: seconds after
+    which no further search is started; ``None``: no limit.
 
     Raise the error of the further program that has no plan in the best layout if there is no layout that all programs
     can have; :class:`ConstraintError` if the plan cannot have further programs at all.
     """
+    plan = partial(plan_to_fit, find=find, estimate_only=False, time_limit_s=time_limit_s)
     reason: PartitionError | None = None
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     together: set[str] = set()

@@ -510,7 +510,7 @@ def check_first_program(found: PlannedProgram) -> None:
         )
 
 
-def assemble_plan(first: FirstProgram, topology: Topology, further: dict[str, FurtherProgram]) -> Plan:
+def assemble_plan(first: FirstProgram, further: dict[str, FurtherProgram], topology: Topology) -> Plan:
     """Return the complete :class:`Plan` of the training program ``first`` on ``topology``. ``further``: its further
     programs, by name, such as steps for other batch shapes.
     """

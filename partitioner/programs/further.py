@@ -265,7 +265,14 @@ class FirstProgram:
             seconds = estimate.simulated if estimate.simulated is not None else estimate.step_time
             return FurtherProgram(program=program, purpose=purpose, seconds=seconds, memory=memory, padding=padding)
         if lacking := [error for error in errors if isinstance(error, CapacityError)]:
-            raise lacking[-1]
+            short = lacking[-1]
+            raise CapacityError(
+                f"program {name!r} does not fit in the layout of the training program ({chosen.candidate}): "
+                f"{short.shortage}",
+                stage=short.stage,
+                missing_bytes=short.missing_bytes,
+                at_least=short.at_least,
+            )
         companions: tuple[CompanionProgram, ...] = ()
         if any(isinstance(error, ShardingError) for error in errors):
             allowed = {value: (layout, REPLICATED) for value, layout in inputs.items()}

@@ -16,9 +16,10 @@ from partitioner.constraints import Constraints
 from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
-from partitioner.programs.further import FirstProgram, assemble_plan, choose_expected_layout
-from partitioner.programs.requests import NO_PROGRAMS, Request, Shapes, check_programs, constrain_for_programs
-from partitioner.programs.shapes import ShapeFamily
+from partitioner.programs.follow import list_further_sizes, plan_all_programs
+from partitioner.programs.further import FirstProgram, assemble_plan
+from partitioner.programs.requests import NO_PROGRAMS, Request, Shapes, constrain_for_programs
+from partitioner.programs.shapes import ShapeFamily, look_ahead
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
 from partitioner.solve.search.best_first import SearchProgress
@@ -76,27 +77,24 @@ def partition(
     Raises :class:`partitioner.passes.errors.PartitionError` if there is no such plan.
     """
     check_options(time_limit_s, progress)
-    check_programs(programs)
     constraints, how = constrain_for_programs(constraints, programs), profile_of(profile, constraints, topology)
     prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision, documents=documents)
     family = None if shapes is None else ShapeFamily.of(prepared, shapes, global_batch, topology)
     if family is not None:
         prepared, global_batch = family.largest, None
-    train = prepared.objective == "train"
+    train, sizes = prepared.objective == "train", list_further_sizes(prepared, family, programs, global_batch)
 
     def job_of(topology: Topology, pins: Constraints, global_batch: int | None, of: PreparedModel = prepared) -> Job:
-        work = of.at(global_batch, pins, torch_device(topology))
+        work, margin = of.at(global_batch, pins, torch_device(topology)), pins.memory_margin
         kind, train = precision_of(work[0], of.precision), of.objective == "train"
-        return Job(*work, rate_cluster(topology, kind, pins.memory_margin), pins, train, optimizer, kind, how)
+        return sizes.limit(Job(*work, rate_cluster(topology, kind, margin), pins, train, optimizer, kind, how))
 
     with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)), ExitStack() as stack:
         check_request(topology, constraints, optimizer, train, how, prepared.precision)
         job = job_of(topology, constraints, global_batch)
-        if family is not None:
-            stack.enter_context(family.look_ahead())
+        stack.enter_context(look_ahead(family))
         other = partial(job_of, topology, constraints)
         find = partial(search_for_plan, progress=progress, compare=not estimate_only, other_batch=other)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
         first = FirstProgram(prepared, job, found, partial(job_of, topology, constraints), family)
-        first = choose_expected_layout(first, constraints, partial(plan_to_fit, find=find, estimate_only=False))
-    return assemble_plan(first, topology, programs)
+    return assemble_plan(*plan_all_programs(first, constraints, find, programs, time_limit_s), topology)

@@ -72,6 +72,11 @@ class MeshCandidate:
         return {**self.mesh, "ep": 1}
 
     @property
+    def axes(self) -> tuple[int, ...]:
+        """Return the numbers of ranks of ``pp``, ``dp``, ``cp``, ``tp`` and ``ep``, and ``etp``."""
+        return (*self.mesh.values(), self.etp)
+
+    @property
     def expert_tp(self) -> int:
         """Return the number of ranks that share one expert."""
         return self.etp or self.tp

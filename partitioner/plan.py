@@ -161,6 +161,12 @@ class Limits(Data):
     length: int = Field(default=0, description="Tokens of a sample; 0 without attention.")
     repeated: int = Field(default=0, description="Calls of blocks that repeat; 0: all.")
     even: bool = Field(default=False, description="Whether all ranks of dp must have equally many microbatches.")
+    further_samples: tuple[int, ...] = Field(
+        default=(), description="Samples in a batch of each further program; dp divides all of them."
+    )
+    further_positions: tuple[int, ...] = Field(
+        default=(), description="Positions of a sample in further programs; cp is searched where it divides them."
+    )
 
 
 class Certificate(Data):

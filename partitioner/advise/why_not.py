@@ -104,6 +104,8 @@ def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) 
         limits.repeated,
         limits.even,
         plan.profile.expert_tensor == "any",
+        limits.further_samples,
+        limits.further_positions,
     )
 
 

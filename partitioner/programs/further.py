@@ -43,11 +43,12 @@ from partitioner.runtime.family.data import BatchPadding, FurtherProgram, name_s
 from partitioner.runtime.prove.layouts import prove_same_caches, prove_same_layout
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
-from partitioner.solve.evaluate.job import Job
+from partitioner.solve.evaluate.job import CompanionProgram, Job
 from partitioner.solve.evaluate.pinned_layout import PinnedLayout
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 from partitioner.solve.search.fit_memory import PlannedProgram, emit_program
 from partitioner.solve.search.outcomes import bound_and_gap
+from partitioner.solve.sharding.choices import ShardingError
 from partitioner.solve.stages.split import check_room
 from partitioner.topology import Topology
 from partitioner.topology.groups import stage_capacity, stage_ranks
@@ -58,11 +59,22 @@ Purpose = Literal["evaluate", "step", "prefill", "decode"]
 
 NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 GENERATES: tuple[Purpose, ...] = ("prefill", "decode")
-_SIZES = 3  # of microbatches that are tried for a further program
+_SIZES = 3  # of microbatches that are compared for a further program
+_RAREST = 1e-3  # least frequency of a program that counts, relative to another one
 _COMPARED = 3  # shapes by which layouts are compared, besides the largest
 _LAYOUTS = 4  # that are compared by their expected time
 _GAIN = 0.01  # of the expected time, for which another layout is taken
 _PATIENCE_S = 600.0  # with the forked process that plans one of the shapes
+
+
+class NoFurtherPlanError(PlanError):
+    """Error: a further program of a plan has no plan in the layout of the first one. ``name``: that of the program.
+    ``companions``: the program, to be sharded together with the first one, if it could not be sharded in its layout.
+    """
+
+    def __init__(self, message: str, name: str, companions: tuple[CompanionProgram, ...] = ()) -> None:
+        super().__init__(message)
+        self.name, self.companions = name, companions
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,7 @@ class FirstProgram:
             "the layout has the least expected step time over the shapes of batches, of those that were compared; for "
             f"the largest shape alone another one takes {seconds_text(self.found.estimate.step_time)}"
         )
+        note = "; ".join(filter(None, (self.note, note)))
         return replace(self, found=replace(found, certificate=certificate), note=note)
 
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
@@ -227,7 +240,10 @@ class FirstProgram:
         ``name``: the program's name. ``job``: the planning problem, with the model and its inputs. ``purpose``:
         ``"step"`` for a training step; otherwise it runs forward alone. ``padding``: how smaller batches are padded to
         the program's batch shape; ``None`` if they are not padded. ``inputs``: name of an input -> its layout over
-        ``tp``, for inputs that are sharded; others are replicated. Raise :class:`PlanError` if no such program exists.
+        ``tp``, for inputs that are sharded; others are replicated.
+
+        Raise :class:`NoFurtherPlanError` if no such program exists, and :class:`CapacityError` if none fits beside the
+        states of training.
         """
         chosen, first = self.found.chosen, self.found.program
         assert first is not None
@@ -235,23 +251,48 @@ class FirstProgram:
         if inputs:  # whoever keeps these reads the results on each rank
             whole = dict.fromkeys((o.value for o in job.model.outputs if o.value is not None), REPLICATED)
             pinned = replace(pinned, inputs=inputs, outputs=whole)
+        alone = job
         job = replace(job, layout=pinned, constraints=job.constraints.model_copy(update={"offload": chosen.offload}))
         solved, errors = solve_microbatchings(CandidateEvaluator(job), chosen.candidate, chosen.devices)
         for fastest in solved:
             try:
                 program, estimate = emit_program(job, replace(fastest, reducing=chosen.reducing))
                 prove_same_layout(first, name, program)
+                memory = self._check_memory(name, estimate, purpose)
             except PartitionError as error:
                 errors.append(error)
                 continue
-            memory = self._check_memory(name, estimate, purpose)
             seconds = estimate.simulated if estimate.simulated is not None else estimate.step_time
             return FurtherProgram(program=program, purpose=purpose, seconds=seconds, memory=memory, padding=padding)
+        if lacking := [error for error in errors if isinstance(error, CapacityError)]:
+            short = lacking[-1]
+            raise CapacityError(
+                f"program {name!r} does not fit in the layout of the training program ({chosen.candidate}): "
+                f"{short.shortage}",
+                stage=short.stage,
+                missing_bytes=short.missing_bytes,
+                at_least=short.at_least,
+            )
+        companions: tuple[CompanionProgram, ...] = ()
+        if any(isinstance(error, ShardingError) for error in errors):
+            allowed = {value: (layout, REPLICATED) for value, layout in inputs.items()}
+            companions = (CompanionProgram(alone, self._weigh(padding if purpose == "step" else None), allowed),)
         why = str(errors[0]) if errors else f"its {job.global_batch} samples do not split over dp={chosen.candidate.dp}"
-        raise PlanError(
+        raise NoFurtherPlanError(
             f"program {name!r} has no plan in the layout of the training program ({chosen.candidate}): {why}; change "
-            "its inputs, or fix another layout by constraints="
+            "its inputs, or fix another layout by constraints=",
+            name,
+            companions,
         )
+
+    def _weigh(self, padding: BatchPadding | None) -> float:
+        """Return how often a step with the batch shape of ``padding`` occurs for each step with the largest shape, as a
+        number between 0.001 and 1000; 1 for other programs, for which ``padding`` is ``None``.
+        """
+        if padding is None or self.family is None:
+            return 1.0
+        largest = self.family.weight_of(self.family.shapes[0])
+        return min(max(padding.weight / largest, _RAREST), 1 / _RAREST) if largest else 1 / _RAREST
 
     def _check_memory(self, name: str, estimate: Estimate, purpose: Purpose) -> int:
         """Return the peak memory in bytes of the fullest rank while the program called ``name`` runs. Raise
@@ -278,20 +319,21 @@ def solve_microbatchings(
     """Solve ``candidate`` (mesh sizes, schedule, ZeRO stage) with several microbatch sizes. Return two lists: the
     solutions, fastest first, and the errors of the sizes that have none.
 
-    ``evaluator``: finds the best plan of a candidate for one job. The sizes are the three largest divisors of the job's
-    global batch that are at most the candidate's size. Without a pipeline, the largest size that has a solution is
-    enough, and smaller ones are not tried. ``devices``: the device index of each rank; ``None``: the solver places the
-    ranks.
+    ``evaluator``: finds the best plan of a candidate for one job. The sizes are divisors of the job's global batch that
+    are at most the candidate's size and give all ranks of ``dp`` equally many microbatches: of these, the three largest
+    that have a solution. Without a pipeline, the largest one is enough, and smaller ones are not tried. ``devices``:
+    the device index of each rank; ``None``: the solver places the ranks.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
-    for size in sorted(sizes, reverse=True)[:_SIZES]:
-        if job.global_batch // size % candidate.dp == 0:
-            try:
-                solved.append(evaluator.solve(replace(candidate, microbatch_size=size), devices))
-            except PartitionError as error:
-                errors.append(error)
-        if solved and candidate.pp == 1:
+    for size in sorted(sizes, reverse=True):
+        if job.global_batch // size % candidate.dp:
+            continue
+        try:
+            solved.append(evaluator.solve(replace(candidate, microbatch_size=size), devices))
+        except PartitionError as error:
+            errors.append(error)
+        if len(solved) == (1 if candidate.pp == 1 else _SIZES):
             break
     return sorted(solved, key=lambda each: each.estimate.step_time), errors
 
@@ -476,9 +518,9 @@ def check_first_program(found: PlannedProgram) -> None:
         )
 
 
-def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str, Request]) -> Plan:
-    """Return the complete :class:`Plan` of the training program ``first`` on ``topology``, including its other batch
-    shapes. ``programs``: evaluations that are added, by name.
+def assemble_plan(first: FirstProgram, further: dict[str, FurtherProgram], topology: Topology) -> Plan:
+    """Return the complete :class:`Plan` of the training program ``first`` on ``topology``. ``further``: its further
+    programs, by name, such as steps for other batch shapes.
     """
     job, found, prepared = first.job, first.found, first.prepared
     chosen = found.chosen
@@ -506,7 +548,7 @@ def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str
         in_host=chosen.offload,
         of_replicas=chosen.data_shares,
         lacking=found.lacking,
-        further=plan_further_programs(first, programs),
+        further=further,
         padding=None if first.family is None else first.family.padding_at(first.family.shapes[0]),
     )
     return with_kernel_seconds(plan)

@@ -220,7 +220,9 @@ NO_PROGRAMS: Mapping[str, Request] = MappingProxyType({})
 
 def constrain_for_programs(constraints: Constraints | None, programs: Mapping[str, Request]) -> Constraints:
     """Return ``constraints`` with what further ``programs`` ask of the layout: no context parallelism (``cp=1``) if
-    tokens are to be generated, because it would divide the positions of key/value caches. A fixed ``cp`` stays."""
+    tokens are to be generated, because it would divide the positions of key/value caches. A fixed ``cp`` stays. Raise
+    :class:`ShapeError` for malformed ``programs``."""
+    check_programs(programs)
     constraints = constraints or Constraints()
     generates = any(isinstance(asked, Generate) for asked in programs.values())
     return constraints.model_copy(update={"cp": 1}) if generates and constraints.cp is None else constraints

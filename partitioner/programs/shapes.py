@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -302,6 +302,11 @@ class ShapeFamily:
         else:
             shorter = AxisPadding(fault="the inputs have no dim of positions")
         return fewer, shorter
+
+
+def look_ahead(family: ShapeFamily | None) -> AbstractContextManager[None]:
+    """Return :meth:`ShapeFamily.look_ahead` of ``family``, or a context that does nothing if it is ``None``."""
+    return nullcontext() if family is None else family.look_ahead()
 
 
 def _list_leaves(model: nn.Module, inputs: Any) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +58,84 @@ def match_nodes(main: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | Non
         if [pairs[n] for n in a.all_input_nodes] != b.all_input_nodes:
             return None
     return pairs
+
+
+def align_graphs(main: Captured, other: Captured) -> tuple[Captured, dict[fx.Node, fx.Node]] | None:
+    """Return the captured model ``main`` in a form in which its graph has the operators of the graph of ``other``, and
+    a dict from each of its nodes to the corresponding node of ``other``.
+
+    ``main``, ``other``: one model captured for two batch sizes, the larger one first. Where ``other`` reads the first
+    part of a tensor that ``main`` reads as a whole, such as a table with as many rows as ``main`` has positions, the
+    result has a slice that selects everything. Return ``None`` if the graphs differ in more.
+    """
+    pairs = pair_nodes(main, other)
+    if pairs is not None:
+        return main, pairs
+    sliced = _insert_whole_slices(main, other)
+    pairs = None if sliced is None else pair_nodes(sliced, other)
+    return None if sliced is None or pairs is None else (sliced, pairs)
+
+
+def _insert_whole_slices(main: Captured, other: Captured) -> Captured | None:
+    """Return a copy of ``main`` with a slice that selects the whole of a dim wherever only ``other`` has a slice that
+    selects the first part of one; ``None`` if the operators of the graphs differ in another way.
+    """
+    graph, left = fx.Graph(), list(main.graph.nodes)
+    made: dict[fx.Node, fx.Node] = {}  # node of main -> its copy
+    paired: dict[fx.Node, fx.Node] = {}  # node of other -> node of the copy
+    whole: dict[fx.Node, fx.Node] = {}  # inserted slice -> the tensor of which it selects everything
+
+    def find_source(node: fx.Node) -> fx.Node:
+        while node in whole:
+            node = whole[node]
+        return node
+
+    for theirs in other.graph.nodes:
+        ours = left[0] if left else None
+        if (dim := _find_prefix_dim(theirs)) is not None and (
+            ours is None
+            or ours.target != theirs.target
+            or _find_prefix_dim(ours) != dim
+            or find_source(made[ours.all_input_nodes[0]]) != find_source(paired[theirs.all_input_nodes[0]])
+        ):
+            source = paired[theirs.all_input_nodes[0]]
+            arguments = (source, *theirs.args[1:3], source.meta["val"].shape[dim], *theirs.args[4:])
+            slice_ = graph.create_node("call_function", theirs.target, arguments, name="whole_slice")
+            slice_.meta = {**theirs.meta, "val": source.meta["val"]}
+            paired[theirs], whole[slice_] = slice_, source
+            continue
+        if ours is None or ((ours.op, ours.target) != (theirs.op, theirs.target) and theirs.op == "call_function"):
+            return None
+        left.pop(0)
+        read, expected = _list_operands(ours), _list_operands(theirs)
+        if len(read) != len(expected):
+            return None
+        if any(find_source(made[a]) != find_source(paired[b]) for a, b in zip(read, expected, strict=True)):
+            return None
+        new = graph.node_copy(ours, made.__getitem__)
+        operands = iter([paired[b] for b in expected])
+        new.args, new.kwargs = fx.node.map_arg((new.args, new.kwargs), partial(_take_next, operands))
+        made[ours] = paired[theirs] = new
+    return None if left else main.with_(graph=graph)
+
+
+def _take_next(operands: Iterator[fx.Node], _: fx.Node) -> fx.Node:
+    return next(operands)
+
+
+def _list_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes among the arguments of ``node`` in order, each as often as it occurs."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _find_prefix_dim(node: fx.Node) -> int | None:
+    """Return the dim of which ``node``, if it is a slice, selects the first elements; ``None`` for other nodes."""
+    if node.op != "call_function" or operator_name(node) not in ("slice", "slice_copy") or node.kwargs:
+        return None
+    _, dim, start, *rest = node.args if len(node.args) > 3 else (None, None, None)
+    return dim if isinstance(dim, int) and start in (0, None) and rest[1:] in ([], [1]) else None
 
 
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:

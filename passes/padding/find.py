@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from partitioner.passes.ir.model import Captured
 from partitioner.passes.ir.rewrite import format_node_location
-from partitioner.passes.padding.compare import has_own_number, is_prefix, operator_name, pair_nodes, shapes_of
+from partitioner.passes.padding.compare import align_graphs, has_own_number, is_prefix, operator_name, shapes_of
 from partitioner.passes.padding.fills import VIEWS
 from partitioner.passes.padding.propagate import Sizes, Values, propagate_padding
 from partitioner.passes.padding.values import PaddedValue, Part, find_created_part, plain_value
@@ -48,11 +48,12 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
     ``dims``: path of an input -> the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along
     the axis. The padding is correct for every value of the weights, so gradients are unchanged, too.
     """
-    pairs = pair_nodes(main, other)
-    if pairs is None:
+    aligned = align_graphs(main, other)
+    if aligned is None:
         return AxisPadding(
             fault="the model computes other operators for another size, so one cannot stand for the other"
         )
+    main, pairs = aligned
     faults: list[str] = []
     for fills in itertools.islice(_list_fills(main, dims), _MOST):
         values = _follow_graph(main, other, pairs, _Axis(dims, fills, sizes))

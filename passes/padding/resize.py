@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from partitioner.passes.ir.interpret import refresh_graph_values
 from partitioner.passes.ir.model import Block, Captured, FoldedModel, ModelState, TensorSpec
 from partitioner.passes.normalize.document_masks import list_document_attentions
-from partitioner.passes.padding.compare import is_prefix, match_nodes, pair_nodes, shapes_of
+from partitioner.passes.padding.compare import align_graphs, is_prefix, match_nodes, shapes_of
 from partitioner.passes.shard.differentiate import JointGraph
 
 Line = tuple[int, int, int]  # the two sizes of the batch, and the one in between
@@ -47,9 +47,10 @@ def resize_captured(main: Captured, other: Captured, line: Line) -> Captured | N
     ``main``, ``other``: the model captured for the two batch sizes. ``line``: three batch sizes, in elements along
     one axis of the batch: that of ``main``, that of ``other``, and that of the result.
     """
-    pairs = pair_nodes(main, other)
-    if pairs is None or main.turns or other.turns:
+    aligned = align_graphs(main, other)
+    if aligned is None or main.turns or other.turns:
         return None
+    main, pairs = aligned
     try:
         return _resize_graph(main, other, pairs, line)
     except _UnevenError:

@@ -114,8 +114,7 @@ class CandidateEvaluator:
         :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.
         """
         job = self.job
-        if candidate in job.refused:
-            raise job.refused[candidate].with_traceback(None)
+        job.check_refused(candidate)
         placement_evaluator = replace(self._build_placement_evaluator(candidate, proven, cutoff_s), improved=improved)
         local, states = placement_evaluator.local, placement_evaluator.states
         if devices is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,11 +14,27 @@ from partitioner.cost.call.states import gradient_bytes
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import CapacityError
 from partitioner.execution_profile import OURS, ExecutionProfile
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.layouts import Layout
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.solve.evaluate.pinned_layout import PinnedLayout
 from partitioner.solve.sharding.expert_parallel import common_experts, expert_states, regions_of, spread_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.topology import Topology
+
+
+@dataclass(frozen=True)
+class CompanionProgram:
+    """A further program of a plan, such as an evaluation, that restricts the layout of the parameters and buffers: the
+    layout of the first program has to be one in which this program exists, too.
+
+    ``job``: its planning problem. ``weight``: how often it is executed for each execution of the first program.
+    ``inputs``: name of an input -> layouts over ``tp`` that it may have; others are replicated.
+    """
+
+    job: Job
+    weight: float = 1.0
+    inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict[str, Collection[Layout]])
 
 
 @dataclass(frozen=True)
@@ -32,10 +48,15 @@ class Job:
       data-parallel parts. ``profile``: how the plan is executed, such as the framework and its kernels.
     - ``reserve``: bytes of every rank's memory that stay free. ``reserves``: mesh candidate -> further reserved bytes.
       ``refused``: mesh candidate -> error to raise, for candidates whose emitted programs are known not to fit.
+      ``unfollowed``: mesh candidate, or :attr:`MeshCandidate.axes` of several -> error to raise, for those in whose
+      layout a further program has no plan.
       ``simulated``: mesh candidate -> simulated seconds of a step, for candidates whose programs take longer than their
       estimates.
     - ``layout``: if another program of the same plan exists already, the layout of its parameters and buffers, which
       has to be kept; else ``None``.
+    - ``further_samples``, ``further_positions``: numbers of samples in a batch, and of positions in a sample, of the
+      further programs that will have the layout of this one. ``companions``: those of them that are sharded together
+      with this one, because they cannot follow every layout of it.
 
     ``topology``: the cluster. ``constraints``: what the user fixed. ``optimizer``: its name, such as ``"adam"``.
     """
@@ -54,6 +75,24 @@ class Job:
     refused: Mapping[MeshCandidate, CapacityError] = field(default_factory=dict[MeshCandidate, CapacityError])
     simulated: Mapping[MeshCandidate, float] = field(default_factory=dict[MeshCandidate, float])
     layout: PinnedLayout | None = None
+    further_samples: tuple[int, ...] = ()
+    further_positions: tuple[int, ...] = ()
+    companions: tuple[CompanionProgram, ...] = ()
+    unfollowed: Mapping[MeshCandidate | tuple[int, ...], PartitionError] = field(
+        default_factory=dict[MeshCandidate | tuple[int, ...], PartitionError]
+    )
+
+    def check_refused(self, candidate: MeshCandidate) -> None:
+        """Raise the error of ``refused`` or ``unfollowed`` if ``candidate`` is excluded by one of them. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
+        for error in (
+            self.refused.get(candidate),
+            self.unfollowed.get(candidate),
+            self.unfollowed.get(candidate.axes),
+        ):
+            if error is not None:
+                raise error.with_traceback(None)
 
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
         """Return a copy of ``machine`` with the settings that decide costs: those of the candidate (experts, ZeRO) and

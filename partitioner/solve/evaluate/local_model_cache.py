@@ -15,6 +15,7 @@ from partitioner.background import BackgroundWorker, can_help
 from partitioner.candidate import MeshCandidate, Split, split_of
 from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.step.placed_mesh import RankProfile
+from partitioner.errors import PlanError
 from partitioner.passes.errors import PartitionError
 from partitioner.passes.ir.model import Block, FoldedModel
 from partitioner.passes.shard.split_batch import couples_samples, split_batch
@@ -24,11 +25,13 @@ from partitioner.solve.sharding.choices import FREE_LAYOUTS
 from partitioner.solve.sharding.context_parallel import ContextModel, shard_context
 from partitioner.solve.sharding.costs import TensorCosts, divided_costs
 from partitioner.solve.sharding.expert_parallel import allowed_strategies
+from partitioner.solve.sharding.joint import CompanionModel, JointShardingProblem
 from partitioner.solve.sharding.local_model import LocalModel, build_local_model
 from partitioner.solve.sharding.sharding import ShardingProblem, ShardingSolution, sharding_problem, whole_sharding
 from partitioner.topology.group import Group
 from partitioner.topology.groups import reference_type
 from partitioner.topology.hardware import COLLECTIVES
+from partitioner.units import list_divisors
 
 _SENT = (0.0, 1e5, 1e8)  # message sizes in bytes at which groups are compared
 
@@ -65,6 +68,7 @@ class LocalModels:
     _wishes: dict[ProblemKey, None] = field(default_factory=dict)  # in order
     _aside: BackgroundWorker[Hashable, Any] | None = None
     _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # solutions that were computed ahead
+    _companions: dict[int, LocalModels] = field(default_factory=dict)  # by place among the job's companions
     _spent_s: float = 0.0
 
     def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
@@ -223,40 +227,77 @@ class LocalModels:
         ``cp`` (``None`` if ``cp`` is 1), and its sharding over ``tp``. ``key``: the cache key of the local model
         (sharded graphs of one rank). ``num_microbatches``: those of one rank. ``known``: the two shardings if they were
         found before; then no problem is solved."""
-        tp, cp, _, _, _, experts = key
-        batch = self._select_batch_sharding(key)
-        if key[2:5] not in self._splits:
-            grouped = self.job.constraints.group_size is not None
-            cut = (1, 1) if grouped else (key[2], num_microbatches)  # the model is of one group, a microbatch
-            self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, *cut)
-        model, context = self._splits[key[2:5]], None
-        if cp > 1:
-            found = self._find_context_model(model, key, known and known[0])
-            model, context = found.model, found.sharding
+        tp, *_, experts = key
+        model, context = self.find_model(key, num_microbatches, known and known[0])
         if known is not None:
             solution = known[1]
         elif tp == 1:
             solution = whole_sharding(model, "tp", self._build_tensor_costs(model, "tp", key))
         else:
-            solution = self._find_sharding_problem(model, key).solve(allowed_strategies(model, experts))
+            problem = self._find_sharding_problem(model, key, key[2] // num_microbatches)
+            solution = problem.solve(allowed_strategies(problem.model, experts))
         return model, context, solution
 
     def _select_batch_sharding(self, key: LocalKey) -> ShardingSolution:
         return self.job.expert_batch if key[4] else self.job.batch
 
-    def _find_sharding_problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
+    def _find_sharding_problem(self, model: FoldedModel, key: LocalKey, dp: int) -> ShardingProblem:
         """Return the problem of sharding ``model`` over ``tp`` at the least cost. ``key``: the cache key of the local
         model (the sharded graphs of one rank). Variants that distribute experts differently share one problem, because
         they only differ in the strategies that they allow. A strategy is a way to run an operator on the ranks: the
-        layouts of its operands and results.
+        layouts of its operands and results. ``dp``: number of ranks over which the batch is distributed.
         """
         if key[:5] not in self._problems:
-            rules = FREE_LAYOUTS if self.job.layout is None else self.job.layout.rules(model, self.job.train)
-            problem = sharding_problem(model, "tp", key[0], self._build_tensor_costs(model, "tp", key), rules)
+            costs = self._build_tensor_costs(model, "tp", key)
+            problem: ShardingProblem
+            if self.job.companions:
+                problem = JointShardingProblem(model, self._list_companion_models(key, dp), "tp", key[0], costs)
+            else:
+                rules = FREE_LAYOUTS if self.job.layout is None else self.job.layout.rules(model, self.job.train)
+                problem = sharding_problem(model, "tp", key[0], costs, rules)
             if not self.job.experts:
                 return problem
             self._problems[key[:5]] = problem
         return self._problems[key[:5]]
+
+    def _list_companion_models(self, key: LocalKey, dp: int) -> list[CompanionModel]:
+        """Return the models on one microbatch of the job's companions, the further programs with which it is sharded
+        together. ``key``: the cache key of the local model (the sharded graphs of one rank) of the job; the microbatch
+        of a companion is at most as large as that of the job. ``dp``: number of ranks over which the batch is
+        distributed. Raise :class:`PartitionError` if the samples of a companion, or its sequence, cannot be divided.
+        """
+        found, most = [], self.job.global_batch // key[2]
+        for number, companion in enumerate(self.job.companions):
+            if number not in self._companions:
+                self._companions[number] = LocalModels(companion.job, self.placements)
+            models, samples = self._companions[number], companion.job.global_batch
+            sizes = [s for s in list_divisors(samples) if s <= most and samples // s % dp == 0]
+            if not sizes:
+                raise PlanError(f"the batch of {samples} samples of a further program does not split over dp={dp}")
+            parts = samples // sizes[-1]
+            apart = key[4] and companion.job.expert_batch is not companion.job.batch
+            whole = parts == dp and (apart or models.coupled)
+            model, _ = models.find_model((*key[:2], parts, whole, apart, key[5]), parts // dp)
+            found.append(CompanionModel(model, companion.weight, companion.inputs))
+        return found
+
+    def find_model(
+        self, key: LocalKey, num_microbatches: int, known: ShardingSolution | None = None
+    ) -> tuple[FoldedModel, ShardingSolution | None]:
+        """Return the model of one microbatch with the shapes of one rank of ``cp``, before it is sharded over ``tp``,
+        and its sharding over ``cp`` (``None`` if ``cp`` is 1). ``key``: the cache key of the local model (the sharded
+        graphs of one rank). ``num_microbatches``: those of one rank. ``known``: the sharding over ``cp`` if it was
+        found before.
+        """
+        batch = self._select_batch_sharding(key)
+        if key[2:5] not in self._splits:
+            grouped = self.job.constraints.group_size is not None
+            cut = (1, 1) if grouped else (key[2], num_microbatches)  # the model is of one group, a microbatch
+            self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, *cut)
+        if key[1] == 1:
+            return self._splits[key[2:5]], None
+        found = self._find_context_model(self._splits[key[2:5]], key, known)
+        return found.model, found.sharding
 
     def _find_context_model(self, model: FoldedModel, key: LocalKey, known: ShardingSolution | None) -> ContextModel:
         """Return ``model`` with its sequence sharded over the ranks of ``cp``. ``key``: the cache key of the local

@@ -120,8 +120,10 @@ def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
         experts=job.common_experts,
         length=max(lengths, default=0) if attends else 0,  # without attention there is no sequence to spread
         repeated=sum(times for times in often.values() if times > 1),
-        even=bool(job.model.updates),
+        even=bool(job.model.updates or job.further_samples),
         any_etp=job.profile.expert_tensor == "any",
+        further_samples=job.further_samples,
+        further_positions=job.further_positions,
     )
 
 
@@ -191,11 +193,13 @@ def search_for_plan(
 def list_offload_variants(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
     """Yield ``job`` (model, batch, cluster and constraints) unchanged, then variants with more and more kinds of data
     in host memory. Variants with optimizer states on disk follow if there are disks and ``host_lacks()`` says that host
-    memory was too small. Only the unchanged job is yielded if the user fixed offload or the mesh.
+    memory was too small. Only the unchanged job is yielded if the user fixed offload or the mesh, or if the plan has
+    further programs, which read parameters on the device alone.
     """
     pinned = job.constraints
     yield job
-    if pinned.offload is not None or pinned.fixes_mesh(job.topology.num_devices) or not can_offload(job.topology):
+    fixed = pinned.offload is not None or pinned.fixes_mesh(job.topology.num_devices) or bool(job.further_samples)
+    if fixed or not can_offload(job.topology):
         return
     sets = OFFLOAD_SETS if job.train else OFFLOAD_SETS[-1:]
     sets = tuple(kinds for kinds in sets if "parameters" not in kinds or pinned.zero not in (1, 2))
@@ -407,6 +411,8 @@ def _space_to_limits(space: SearchSpace) -> Limits:
         length=space.length,
         repeated=space.repeated,
         even=space.even,
+        further_samples=space.further_samples,
+        further_positions=space.further_positions,
     )
 
 

@@ -29,6 +29,9 @@ def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
     constraints and sizes of the model) does not split over ``dp`` ranks.
     """
     size = space.constraints.group_size
+    if space.further_samples and space.splits_first(dp):
+        uneven = format_ranges([samples for samples in space.further_samples if samples % dp])
+        return f"the batch of {uneven} samples of a further program of the plan does not split over dp={dp}"
     groups = "" if size is None else f", in groups of {size} samples that meet,"
     return f"the global batch of {space.global_batch}{groups} does not split over dp={dp}"
 
@@ -54,7 +57,8 @@ def why_none(space: SearchSpace) -> PlanError | ConstraintError:
     pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
     return PlanError(
         f"no mesh of {format_plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must "
-        f"{_describe_batch_limit(space)} the {batch}, {_describe_pipeline_limit(space)} (the calls that "
+        f"{_describe_batch_limit(space)} the {batch}{_describe_further_limits(space)}, "
+        f"{_describe_pipeline_limit(space)} (the calls that "
         f"can be placed), tp must "
         f"divide a dim of a weight{_describe_tensor_limit(space)}"
         + (f", dp is {len(asked.data_shares)}, as many as data_shares" if asked.data_shares else "")
@@ -69,6 +73,16 @@ def _describe_batch_limit(space: SearchSpace) -> str:
     search space (cluster, batch, constraints and sizes of the model).
     """
     return "divide" if space.even or space.experts else "be at most"
+
+
+def _describe_further_limits(space: SearchSpace) -> str:
+    """Return the part of an error message that says which sizes of ``dp`` and ``cp`` the further programs of the plan
+    allow; empty if there are none. ``space``: the search space (cluster, batch, constraints and sizes of the model).
+    """
+    samples, positions = format_ranges(space.further_samples), format_ranges(space.further_positions)
+    said = f" and the batches of {samples} samples of further programs" if samples else ""
+    shared = positions and space.length and space.constraints.cp is None
+    return said + (f", 2 x cp must divide their {positions} positions unless cp is 1" if shared else "")
 
 
 def _describe_pipeline_limit(space: SearchSpace) -> str:
@@ -134,6 +148,8 @@ class SearchSpace:
     - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether an expert may be
       sharded over other numbers of ranks than 1 and ``tp``.
     - ``even``: whether all ranks of ``dp`` must have equally many microbatches.
+    - ``further_samples``, ``further_positions``: numbers of samples in a batch, and of positions in a sample, of the
+      further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples.
 
     ``topology``: the cluster. ``constraints``: what the user fixed. ``train``: whether plans are for training.
     """
@@ -149,6 +165,8 @@ class SearchSpace:
     repeated: int = 0
     even: bool = False
     any_etp: bool = False
+    further_samples: tuple[int, ...] = ()
+    further_positions: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -162,9 +180,23 @@ class SearchSpace:
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
+        """Return whether the batch can be distributed over ``dp`` ranks, as :meth:`splits_first` says, and the batches
+        of further programs evenly."""
+        return self.splits_first(dp) and all(samples % dp == 0 for samples in self.further_samples)
+
+    def splits_evenly(self, dp: int) -> bool:
+        """Return whether the batches of all programs can be distributed evenly over ``dp`` ranks."""
+        return self.units % dp == 0 and self.splits(dp)
+
+    def splits_first(self, dp: int) -> bool:
         """Return whether the batch can be distributed over ``dp`` ranks: evenly or, if ranks may have different numbers
-        of microbatches, with at least one sample (or group of interacting samples) for each rank."""
+        of microbatches, with at least one sample (or group of interacting samples) for each rank. Further programs are
+        left out of account."""
         return self.units % dp == 0 or (not self.even and dp <= self.units)
+
+    def splits_positions(self, cp: int) -> bool:
+        """Return whether each of ``cp`` ranks can have two equal pieces of a sample, in all programs of the plan."""
+        return cp == 1 or all(positions % (2 * cp) == 0 for positions in (self.length, *self.further_positions))
 
     @property
     def widest(self) -> int:
@@ -290,12 +322,12 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
         return [pinned.cp] if room % pinned.cp == 0 else []
     if None not in (pinned.pp, pinned.dp, pinned.tp):  # the other axes determine cp
         left = room // (pinned.dp or 1)
-        return [left] if left == 1 or (length and length % (2 * left) == 0) else []
-    even = [cp for cp in list_divisors(room) if cp == 1 or length % (2 * cp) == 0]
+        return [left] if left == 1 or (length and space.splits_positions(left)) else []
+    even = [cp for cp in list_divisors(room) if space.splits_positions(cp)]
     usual = [cp for cp in even if cp == 1 or length >= _LEAST_TOKENS * cp]
-    if any(space.units % (room // cp) == 0 for cp in usual):
+    if any(space.splits_evenly(room // cp) for cp in usual):
         return usual
-    fewer = [cp for cp in even if length >= _FEWEST_TOKENS * cp and space.units % (room // cp) == 0][:1]
+    fewer = [cp for cp in even if length >= _FEWEST_TOKENS * cp and space.splits_evenly(room // cp)][:1]
     return list(dict.fromkeys((*(cp for cp in usual if space.splits(room // cp)), *fewer)))
 
 
@@ -404,7 +436,7 @@ def list_context_variants(space: SearchSpace, candidate: MeshCandidate) -> list[
     schedule and ZeRO stage.
     """
     pinned, cp = space.constraints, 2 * candidate.cp
-    if pinned.cp is not None or space.length % (2 * cp) or space.length < _FEWEST_TOKENS * cp:
+    if pinned.cp is not None or not space.splits_positions(cp) or space.length < _FEWEST_TOKENS * cp:
         return []
     free = [axis for axis in ("tp", "dp") if getattr(pinned, axis) is None and getattr(candidate, axis) % 2 == 0]
     found = [replace(candidate, cp=cp, **{axis: getattr(candidate, axis) // 2}) for axis in free]

@@ -178,7 +178,7 @@ class ShardingProblem:
         self.builder = ProblemBuilder()
         self.reshards = Reshards(costs.reshard)
         self.state_reshards = Reshards(self._state_reshard)
-        self.weights = {name: float(model.num_calls(name)) for name in model.blocks}
+        self.weights = {name: self.weigh_block(name) for name in model.blocks}
         self.operators: dict[str, dict[fx.Node, tuple[int, list[Strategy]]]] = {}
         self.ties: list[tuple[LayoutTie, int, list[Layout]]] = []
         self.ports: dict[Port, tuple[int, list[Layout]]] = {}
@@ -196,6 +196,21 @@ class ShardingProblem:
         for name in model.blocks:
             for value in values[name]:
                 self._connect_value_readers(name, value)
+
+    def weigh_block(self, name: str) -> float:
+        """Return the number by which the costs of a call of the block ``name`` are multiplied, that of its calls."""
+        return float(self.model.num_calls(name))
+
+    def list_updates(self) -> Iterator[tuple[str, str]]:
+        """Yield the buffers that the forward changes, each with the name of its new value."""
+        yield from self.model.updates.items()
+
+    def list_port_layouts(self, block: Block, value: BlockValue, port: Port) -> tuple[int, list[Layout]]:
+        """Return the node of the assignment problem (one choice per node, at the least total cost) that chooses the
+        layout of ``value``, a placeholder of ``block``, and the layouts to choose from. ``port``: the place of the
+        placeholder. A block is a piece of the model, such as a layer.
+        """
+        return self.ports[port]
 
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
         """Return the cheapest sharding that uses only strategies for which ``allowed(operator, strategy)`` is true
@@ -261,11 +276,12 @@ class ShardingProblem:
         """Add edges to the assignment problem (one choice per node, at the least total cost) so that a new value of a
         buffer, which the forward computes, gets the same layout as the buffer itself.
         """
-        if not self.model.updates:
+        updates = list(self.list_updates())
+        if not updates:
             return
         of = {name: (variable, options) for tie, variable, options in self.ties for name in tie.names}
         tables: dict[tuple[int, int], list[list[float]]] = {}
-        for name, made_name in self.model.updates.items():
+        for name, made_name in updates:
             (state, held), (value, made) = of[name], of[made_name]
             tables[state, value] = [[0.0 if a == b else math.inf for b in made] for a in held]
         self.builder.edges += [(state, value, np.array(table)) for (state, value), table in tables.items()]
@@ -292,7 +308,7 @@ class ShardingProblem:
         """
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
-            source = Source(*self.ports[_placeholder_to_port(block, value.source)])
+            source = Source(*self.list_port_layouts(block, value, _placeholder_to_port(block, value.source)))
         else:
             variable, choices = self.operators[name][value.source]
             source = Source(variable, [s.results[value.index] for s in choices])
@@ -348,7 +364,7 @@ class ShardingProblem:
             for name, block in self.model.blocks.items()
         }
         layouts = {name: o[answer.choice[v]] for tie, v, o in self.ties for name in tie.names}
-        sharded, without_rule = _measure_sharded_work(self.model, chosen, self.costs, self.num_ranks)
+        sharded, without_rule = sharded_work(self.model, blocks, self.costs, self.num_ranks)
         return ShardingSolution(
             self.axis,
             self.num_ranks,
@@ -370,19 +386,20 @@ def _placeholder_to_port(block: Block, placeholder: fx.Node) -> Port:
     return block.name, "input", block.inputs.index(placeholder.name)
 
 
-def _measure_sharded_work(
-    model: FoldedModel, chosen: Mapping[str, Mapping[fx.Node, Strategy]], costs: ShardingCosts, num_ranks: int
+def sharded_work(
+    model: FoldedModel, shardings: Mapping[str, BlockSharding], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
     """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
-    operator name -> fraction of compute time. ``chosen``: block name -> strategy of each operator. ``costs``: prices of
+    operator name -> fraction of compute time. ``shardings``: block name -> layouts and strategies. ``costs``: prices of
     the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks. A block is a piece of the model,
     such as a layer. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
     """
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}
-    for name, strategies in chosen.items():
+    for name, sharding in shardings.items():
         weight = model.num_calls(name)
-        for node, strategy in strategies.items():
+        for node in operators_of(model.blocks[name]):
+            strategy = sharding.strategies[node.name]
             work = weight * matmul_flops(node)
             flops += work
             sharded += work if strategy.factor is not None else 0.0
@@ -398,27 +415,23 @@ def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> Shard
     ``axis``: name of the mesh axis, such as ``"tp"``. ``model``: the model as calls of blocks; equal layers share one
     block.
     """
-    chosen: dict[str, dict[fx.Node, Strategy]] = {}
     blocks: dict[str, BlockSharding] = {}
+    objective = 0.0
     for name, block in model.blocks.items():
-        chosen[name] = {
+        chosen = {
             node: Strategy(None, (), (REPLICATED,) * len(operands_of(node)), (REPLICATED,) * len(results_of(node)))
             for node in operators_of(block)
         }
+        objective += model.num_calls(name) * sum(costs.node(node, strategy, 1) for node, strategy in chosen.items())
         blocks[name] = BlockSharding(
-            {node.name: strategy for node, strategy in chosen[name].items()},
+            {node.name: strategy for node, strategy in chosen.items()},
             dict.fromkeys(block.inputs, REPLICATED),
             dict.fromkeys(block.states, REPLICATED),
             (REPLICATED,) * len(block.outputs),
         )
-    objective = sum(
-        model.num_calls(name) * costs.node(node, strategy, 1)
-        for name, strategies in chosen.items()
-        for node, strategy in strategies.items()
-    )
     objective += sum(costs.state(state.spec, REPLICATED, 1) for state in model.states.values())
     objective += sum(costs.boundary(spec, REPLICATED) for spec in model.values.values())
-    _, without_rule = _measure_sharded_work(model, chosen, costs, 1)
+    _, without_rule = sharded_work(model, blocks, costs, 1)
     values, states = dict.fromkeys(model.values, REPLICATED), dict.fromkeys(model.states, REPLICATED)
     return ShardingSolution(axis, 1, blocks, values, states, objective, objective, 0.0, without_rule)
 
@@ -428,6 +441,7 @@ __all__ = [
     "ShardingError",
     "ShardingProblem",
     "ShardingSolution",
+    "sharded_work",
     "sharding_problem",
     "solve_sharding",
     "whole_sharding",

@@ -1,0 +1,142 @@
+"""Choose a layout of the state that all programs of a plan can have, and plan all of them.
+
+The search decides the layout by the first program. Meshes over which the batch of a further program does not divide are
+left out beforehand. If a further program has no plan in the layout that was found, the search is repeated: first with
+the sharding of the first program and of that further program decided together, then without the candidates in whose
+layout there was no plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from partitioner.candidate import MeshCandidate
+from partitioner.constraints import Constraints
+from partitioner.errors import CapacityError
+from partitioner.passes.capture.capture import given_samples
+from partitioner.passes.capture.export import leaf_paths
+from partitioner.passes.capture.inputs import split_inputs
+from partitioner.passes.errors import PartitionError
+from partitioner.programs.further import (
+    FirstProgram,
+    NoFurtherPlanError,
+    choose_expected_layout,
+    plan_further_programs,
+)
+from partitioner.programs.requests import Generate, Request
+from partitioner.programs.shapes import ShapeFamily
+from partitioner.runtime.family.data import FurtherProgram
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.evaluate.prepared_model import PreparedModel
+from partitioner.solve.search.fit_memory import PlanFinder, plan_to_fit
+
+_OF_ONE_MESH = 3  # candidates of a mesh that are refused, the last of them with all others of the mesh
+_NOTE = (
+    "the layout is the best one that was found for all programs together; a further program has no plan in the layout "
+    "that is the fastest one for the first program"
+)
+
+
+@dataclass(frozen=True)
+class FurtherSizes:
+    """Sizes of the batches of a plan's further programs: ``samples``, and ``positions`` (such as tokens of a sample).
+    Each number occurs once, in ascending order. A search leaves out meshes that do not divide them.
+    """
+
+    samples: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+
+    def limit(self, job: Job) -> Job:
+        """Return ``job`` with these sizes, so that its search leaves out meshes that do not divide them."""
+        return replace(job, further_samples=self.samples, further_positions=self.positions)
+
+
+def list_further_sizes(
+    prepared: PreparedModel, family: ShapeFamily | None, programs: Mapping[str, Request], global_batch: int | None
+) -> FurtherSizes:
+    """Return the sizes of the batches of all further programs of a plan. ``prepared``: the model with the inputs of the
+    first program. ``family``: the batch shapes of the plan, if it has several. ``programs``: the requested programs.
+    ``global_batch``: samples of a step; ``None``: those of the inputs.
+    """
+    samples, positions = set[int](), set[int]()
+    for shape in () if family is None else family.shapes[1:]:
+        samples.add(shape[0])
+        positions.add(shape[1])
+    for asked in programs.values():
+        if isinstance(asked, Generate):
+            samples.add(asked.batch)
+        elif asked.inputs is None:
+            own = 0 if prepared.inputs is None else given_samples(prepared.model, prepared.inputs)[0]
+            samples.add(global_batch or own)
+        else:
+            samples.add(given_samples(prepared.model, asked.inputs)[0])
+            positions.add(_count_positions(prepared.model, asked.inputs))
+    return FurtherSizes(tuple(sorted(samples - {0})), tuple(sorted(positions - {0})))
+
+
+def _count_positions(model: Any, inputs: Any) -> int:
+    """Return the number of positions of a sample in ``inputs``, arguments of ``model``: the greatest size of the second
+    dim of an input with two or three dims; 0 if there is none.
+    """
+    leaves = (leaf for part in split_inputs(model, inputs) for _, leaf in leaf_paths(part) if isinstance(leaf, Tensor))
+    return max((int(leaf.shape[1]) for leaf in leaves if 1 < leaf.dim() < 4), default=0)
+
+
+def plan_all_programs(
+    first: FirstProgram,
+    constraints: Constraints,
+    find: PlanFinder,
+    programs: Mapping[str, Request],
+    time_limit_s: float | None = None,
+) -> tuple[FirstProgram, dict[str, FurtherProgram]]:
+    """Return the first program and the further programs of a plan, by name, in one layout of the state.
+
+    ``first``: the first program in its best layout; the result has another layout if a further program has no plan in
+    that one, or if another one has a shorter expected step time. ``constraints``: the user's constraints. ``find``: a
+    function that returns the best plan of a job. ``programs``: the requested programs. ``time_limit_s``: seconds after
+    which no further search is started; ``None``: no limit.
+
+    Raise the error of the further program that has no plan in the best layout if there is no layout that all programs
+    can have; :class:`ConstraintError` if the plan cannot have further programs at all.
+    """
+    plan = partial(plan_to_fit, find=find, estimate_only=False, time_limit_s=time_limit_s)
+    reason: PartitionError | None = None
+    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    together: set[str] = set()
+    while True:
+        chosen = choose_expected_layout(first, constraints, plan)
+        try:
+            return chosen, plan_further_programs(chosen, programs)
+        except (NoFurtherPlanError, CapacityError) as error:
+            reason = reason or error
+            if time.monotonic() >= deadline:
+                raise reason from None
+            job = _exclude_layout(chosen, error, together)
+        try:
+            first = replace(first, job=job, found=plan(job), note=_NOTE)
+        except PartitionError:
+            raise reason from None
+
+
+def _exclude_layout(first: FirstProgram, error: PartitionError, together: set[str]) -> Job:
+    """Return the planning problem of the first program, changed such that its next layout is another one.
+
+    The first time that a further program has no plan, the layouts of both programs are decided together. If it is
+    repeated, the candidate (mesh sizes, microbatch size, schedule and ZeRO stage) is refused, and after several
+    candidates of a mesh the mesh. ``error``: why the further program has no plan in the layout of ``first``.
+    ``together``: the names of the programs that are sharded together with the first one, to which this function adds.
+    """
+    job, candidate = first.job, first.found.chosen.candidate
+    if isinstance(error, NoFurtherPlanError) and error.companions and error.name not in together:
+        together.add(error.name)
+        return replace(job, companions=(*job.companions, *error.companions))
+    before = sum(isinstance(each, MeshCandidate) and each.axes == candidate.axes for each in job.unfollowed)
+    refused = candidate if before + 1 < _OF_ONE_MESH else candidate.axes
+    return replace(job, unfollowed={**job.unfollowed, refused: error})

@@ -22,6 +22,7 @@ from partitioner.cost.call.block_profile import fan_out, learned_nodes, node_ope
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.expert_parallel import expert_region
 from partitioner.cost.call.fp8 import first_readers, least_in_fp8, products_in_fp8
+from partitioner.cost.call.fused_regions import can_merge
 from partitioner.cost.call.operators import (
     VIEWS,
     Kernel,
@@ -134,7 +135,8 @@ class Works:
     whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
     product's operand in fp8, so that no separate cast is needed. ``how``: what selective recomputation may run again in
     the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take little time) or
-    ``"alternate"`` (also every second matrix product); ``None``: nothing.
+    ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: a compiler merges
+    operators; what those that it can merge take is then left out.
     """
 
     blocks: Mapping[str, Block]
@@ -144,6 +146,7 @@ class Works:
     fp8: bool
     fused_casts: bool
     how: Remade | None
+    fused_kernels: bool = False
 
     @cached_property
     def best(self) -> dict[str, BlockWork]:
@@ -157,7 +160,7 @@ class Works:
         """Return, for each block name, lower bounds on the seconds and bytes of one call on ``device``. A block is a
         piece of the model, such as a layer.
         """
-        how = self.fp8, self.how, self.fused_casts
+        how = self.fp8, self.how, self.fused_casts, self.fused_kernels
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 
 
@@ -171,30 +174,40 @@ def block_work(
     fp8: bool = False,
     how: Remade | None = None,
     fused_casts: bool = False,
+    fused_kernels: bool = False,
 ) -> BlockWork:
     """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
     graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
     weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8,
-    so that no separate cast is needed.
+    so that no separate cast is needed. ``fused_kernels``: a compiler merges operators; what those that it can merge
+    take is then left out, because it depends on the sharding what is merged.
 
     ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
     product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
     recomputation takes no time.
     """
-    found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
+    options = device, train, fp8, how, fused_casts, fused_kernels
+    found = _block_work(_copy_block_graph(block), *options)
     once = _copy_block_graph(block)
     if not read_heads_once(once):
         return found
-    return replace(found, over_ranks=_block_work(once, device, train, fp8, how, fused_casts))
+    return replace(found, over_ranks=_block_work(once, *options))
 
 
 def _block_work(
-    block: Block, device: DeviceType, train: bool, fp8: bool, how: Remade | None, fused_casts: bool
+    block: Block,
+    device: DeviceType,
+    train: bool,
+    fp8: bool,
+    how: Remade | None,
+    fused_casts: bool,
+    fused_kernels: bool,
 ) -> BlockWork:
     """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
     graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
     weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8.
+    ``fused_kernels``: operators that a compiler can merge are left out.
 
     ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
@@ -210,6 +223,8 @@ def _block_work(
         if node.op != "call_function":
             continue
         is_view = operator_name(node) in VIEWS
+        if fused_kernels and (is_view or can_merge(node)):
+            continue
         operands, results = node_operands(node, states, learned, copied=True)  # a sharded graph may not need the copies
         kernels = forward_kernels(node, operands, results)
         if any(o.repeats > 1 for o in operands):
@@ -228,7 +243,7 @@ def _block_work(
                 kernels = least_in_fp8(kernels, operands, results, True, device, fused_casts)
             for kernel in kernels:
                 (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
-            back += fan_out(node)
+            back += [] if fused_kernels else fan_out(node)
     inputs = {n.name: n.meta["val"] for n in block.placeholders}
     if train:
         for n in block.placeholders:

@@ -127,6 +127,39 @@ class FusedRegions:
         return total + sum(size_of(value) for value in saved) + sum(written.values()), over_rows
 
 
+def find_least_traffic(block: Block, train: bool) -> dict[fx.Node, tuple[float, float]]:
+    """Return the bytes that each operator of ``block`` that can be merged moves at least, forward and backward, however
+    operators are merged. ``block``: a piece of the model, such as a layer. ``train``: whether it has a backward.
+
+    Values between operators that can be merged count nothing, unless they are saved for backward. Each other value is
+    counted once, at its first operator. Parameters and buffers are left out.
+    """
+    states, outputs = set(block.states), {_find_source(node) for node in block.outputs}
+    nodes = [n for n in block.graph.nodes if n.op == "call_function"]
+    marked = [n for n in nodes if train and needs_gradient(n)]
+    needed = {value[0] for node in marked for value in find_needed_values(node)}
+    read, saved, written = set[fx.Node](), set[Value](), set[fx.Node]()
+    found: dict[fx.Node, tuple[float, float]] = {}
+    for node in filter(can_merge, nodes):
+        forward = backward = 0.0
+        sources = [s for s in map(_find_source, _tensors_of(node)) if s.name not in states and not can_merge(s)]
+        apart = [reader for reader, _ in _list_readers(node) if not can_merge(reader)]
+        forward += sum(_count_bytes(s.meta["val"]) for s in {*sources} - read)
+        read.update(sources)
+        if node in needed or node in outputs or apart:
+            forward += _count_bytes(node.meta["val"])
+        if train and needs_gradient(node):
+            needs = {value for value in find_needed_values(node) if value[0].name not in states} - saved
+            into = {s for s in sources if needs_gradient(s)} - written
+            backward += sum(size_of(value) for value in needs)
+            backward += sum(_count_bytes(s.meta["val"]) for s in into)
+            backward += _count_bytes(node.meta["val"]) if any(map(needs_gradient, apart)) else 0
+            saved |= needs
+            written |= into
+        found[node] = forward, backward
+    return found
+
+
 def _find_regions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return the regions of merged operators of ``graph``, operator -> number of its region."""
     levels: dict[fx.Node, int] = {}

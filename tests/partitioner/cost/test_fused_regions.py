@@ -17,6 +17,7 @@ from partitioner.cost.call.fused_regions import FusedRegions
 from partitioner.execution_profile import OURS
 from partitioner.passes.ir.model import Block
 from partitioner.runtime.program.analysis import load_block
+from partitioner.solve.bounds.block_work import block_work
 from tests.helpers.cost_devices import DEVICE, block
 from tests.helpers.models import CASES
 
@@ -149,7 +150,6 @@ def test_kernels_never_move_more_than_operators_one_by_one():
     for case in ("llama", "t5", "gpt2"):
         model, batch = CASES[case].build(), CASES[case].inputs(4)
         program = partition(model, Topology.local(1), batch, loss=CASES[case].loss).program
-        assert program is not None
         for name in program.blocks:
             here = load_block(program, name)
             eager, fused = asked_by(here, True), asked_by(here, True, fused_kernels=True)
@@ -165,3 +165,18 @@ def test_costs_of_a_call_count_merged_kernels_and_keep_saved_bytes():
     assert fused.forward_s < eager.forward_s and fused.backward_s < eager.backward_s
     assert (fused.saved_bytes, fused.flops, fused.state_bytes) == (eager.saved_bytes, eager.flops, eager.state_bytes)
     assert work.cost(DEVICE, {}) == eager
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "bert"])
+def test_bounds_are_below_the_costs_of_calls(name: str):
+    """Of a block on one rank, in whichever regions: most of the cost, and never more."""
+    case = CASES[name]
+    program = partition(case.build(), Topology.local(1), case.inputs(4), loss=case.loss).program
+    device = DEVICE.model_copy(update={"launch": 0.0})
+    for block_name in program.blocks:
+        here = load_block(program, block_name)
+        cost = CallWork(here).cost(device, {}, replace(Spread(), profile=FUSED))
+        bound = block_work(here, device, fused_kernels=True).at(1.0, 1)
+        assert bound.forward_s <= cost.forward_s * (1 + 1e-9), block_name
+        assert bound.backward_s <= cost.backward_s * (1 + 1e-9), block_name
+        assert bound.forward_s > 0.3 * cost.forward_s or cost.forward_s < 1e-9, block_name

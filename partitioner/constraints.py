@@ -188,8 +188,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         default="eager",
         description='How ranks execute instructions, if the engine is not told: "eager", operator by operator; '
         '"compiled", as compiled functions between two collectives; "graph", a recorded step that is replayed, on GPUs '
-        "as CUDA graphs. The estimates of graph leave out the host's time for all operators but those of experts. The "
-        "estimates of kernels and memory are those of eager in all cases.",
+        "as CUDA graphs of compiled functions. The estimates of compiled, and of graph on GPUs, merge operators as a "
+        "compiler does; those of graph leave out the host's time for all operators but those of experts. The estimates "
+        "of memory are those of eager.",
     )
 
     # Search

@@ -102,6 +102,12 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         "for each product.",
     )
 
+    fused_kernels: bool = Field(
+        default=False,
+        description="A compiler merges pointwise operators, norms and losses between products and collectives, so that "
+        "each tensor is read and written once.",
+    )
+
     current_scaling: bool = Field(
         default=False,
         description="In fp8, each tensor is cast by its own largest number; else by earlier ones, or block by block.",
@@ -156,19 +162,27 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
             raise ConstraintError(f"profile must be a name or an ExecutionProfile, got {kind}; {', '.join(PROFILES)}")
         return profile
 
-    def record_graphs(self) -> ExecutionProfile:
-        """Return the profile of the runtime of this project if it replays steps as CUDA graphs: the host issues the
-        operators of experts alone. A profile of another framework says itself what is recorded, and is returned as it
-        is.
+    def executed(self, execution: str, device: str) -> ExecutionProfile:
+        """Return the profile of the runtime of this project if it executes instructions in the mode ``execution`` on
+        devices of torch's type ``device``, such as ``cuda``. A profile of another framework says itself what is
+        compiled and recorded, and is returned as it is.
+
+        ``compiled``: operators are merged. ``graph``: on GPUs, they are merged, and steps are replayed as CUDA graphs,
+        so that the host issues the operators of experts alone; on CPUs as ``eager``.
         """
-        return self.model_copy(update={"graphs": "part"}) if self == OURS else self
+        if self != OURS or execution == "eager" or (execution == "graph" and device != "cuda"):
+            return self
+        graphs = {"graphs": "part"} if execution == "graph" else {}
+        return self.model_copy(update={"fused_kernels": True, **graphs})
 
     @property
     def differences(self) -> tuple[str, ...]:
         """Return the fields in which the profile differs from what the runtime of this project can execute, as texts
         ``field=value``.
         """
-        executed = {"name", "graphs"} if self.name == OURS.name and self.graphs == "part" else {"name"}
+        executed = {"name"}
+        if self.name == OURS.name:
+            executed |= {"fused_kernels", "graphs"} if self.graphs == "part" else {"fused_kernels"}
         facts = ((name, getattr(self, name)) for name in type(self).model_fields if name not in executed)
         return tuple(f"{name}={value}" for name, value in facts if value != getattr(OURS, name))
 

@@ -139,6 +139,7 @@ _OPTIONS: dict[str, str] = {
     _profile("regather={value}"): "regather",
     _profile("gather={value}"): "gather",
     _profile("fused_casts={value}"): "fused_casts",
+    _profile("fused_kernels={value}"): "fused_kernels",
     _profile("short_gradients=True") + "; else gradients of short types are added up in float32": "grad_dtype "
     "grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 accumulate_grad_in_fp32 main_grads_dtype "
     "grad_accum_dtype short_gradients",

@@ -167,13 +167,13 @@ def profile_of(
     profile: ExecutionProfile | str | None, constraints: Constraints | None, topology: Topology
 ) -> ExecutionProfile:
     """Return the execution profile of a request: ``profile``, an argument of ``partition``; for the runtime of this
-    project with recorded graphs if ``constraints`` have ``execution="graph"`` and the cluster ``topology`` has GPUs.
+    project with merged operators and recorded graphs as ``constraints.execution`` says for the devices of ``topology``.
 
     Raise :class:`ConstraintError` for an unknown profile.
     """
     found = ExecutionProfile.resolve(profile)
-    recorded = isinstance(constraints, Constraints) and constraints.execution == "graph"
-    return found.record_graphs() if recorded and torch_device(topology) == "cuda" else found
+    execution = constraints.execution if isinstance(constraints, Constraints) else "eager"
+    return found.executed(execution, torch_device(topology))
 
 
 def torch_device(topology: Topology) -> str:

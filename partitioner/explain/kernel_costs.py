@@ -107,7 +107,7 @@ def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
     the stage.
     """
     train = plan.program.objective == "train"
-    here, of_devices = plan.program.stages[stage], []
+    here, of_devices, fused = plan.program.stages[stage], [], durations.machine.profile.fused_kernels
     for kind, speed in {(seat.kind, seat.speed) for seat in durations.machine.seats[stage]}:
         device = plan.topology.paced_type(kind, speed)
         of_block: dict[str, tuple[Seconds, Seconds]] = {}
@@ -117,7 +117,7 @@ def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
                 continue
             if call.block not in of_block:
                 cost = durations.costs[stage][call.block]
-                of_block[call.block] = _of_call(durations.blocks[call.block], cost, device, train)
+                of_block[call.block] = _of_call(durations.blocks[call.block], cost, device, train, fused)
             ahead, back = of_block[call.block]
             again = [ahead] if train and i in here.checkpoint_calls else []
             for kind, took in chain(*(part.items() for part in (ahead, back, *again))):
@@ -126,13 +126,15 @@ def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
     return max(of_devices, key=_sum_kind_seconds)
 
 
-def _of_call(block: Block, cost: CallCost, device: DeviceType, train: bool) -> tuple[Seconds, Seconds]:
+def _of_call(
+    block: Block, cost: CallCost, device: DeviceType, train: bool, fused: bool = False
+) -> tuple[Seconds, Seconds]:
     """Return two dicts, kind of operator -> seconds, for the forward and the backward of one call of ``block``, a piece
     of the model such as a decoder layer. ``cost``: the predicted seconds of the whole call on ``device``. What exceeds
     the sum of the operators is time in which the device waits for the host to launch them, listed as a kind of its own.
-    ``train``: whether there is a backward.
+    ``train``: whether there is a backward. ``fused``: whether a compiler merges operators.
     """
-    asked = asked_by(block, train).kernels
+    asked = asked_by(block, train, fused_kernels=fused).kernels
     found: tuple[Seconds, Seconds] = defaultdict(float), defaultdict(float)
     for kind, way, took in zip(asked.kind, asked.way, kernel_times(asked, device), strict=True):
         found[way][_WORDS.get(asked.kinds[kind], asked.kinds[kind])] += float(took)

@@ -13,9 +13,11 @@ from partitioner.cost.call.block_profile import (
     KernelTable,
     fan_out,
     learned_nodes,
+    merge_rows,
     node_operands,
     operand_needs,
 )
+from partitioner.cost.call.fused_regions import FusedRegions
 from partitioner.cost.call.operators import backward_kernels, forward_kernels, operator_name
 from partitioner.cost.call.roofline import kernel_times
 from partitioner.passes.rules.strategies import needs_gradient
@@ -75,7 +77,9 @@ def list_operator_costs(plan: Plan) -> list[OperatorCost]:
         seat = min(durations.machine.seats[stages[name][0]], key=lambda seat: seat.speed)
         device = durations.topology.paced_type(seat.kind, seat.speed)
         where = _format_stages(stages[name])
-        found += _list_block_costs(plan, durations.blocks[name], device, train, OperatorCost(where, name, "", count))
+        block, common = durations.blocks[name], OperatorCost(where, name, "", count)
+        merged = FusedRegions(block, train) if durations.machine.profile.fused_kernels else None
+        found += _list_block_costs(plan, block, device, train, common, merged)
     return sorted(found, key=lambda cost: -sum(cost.seconds))
 
 
@@ -87,16 +91,18 @@ def _format_stages(numbers: list[int]) -> str:
 
 
 def _list_block_costs(
-    plan: Plan, block: Block, device: DeviceType, train: bool, common: OperatorCost
+    plan: Plan, block: Block, device: DeviceType, train: bool, common: OperatorCost, merged: FusedRegions | None
 ) -> Iterator[OperatorCost]:
     """Yield the predicted cost of each operator of ``block``, a piece of the model in ``plan`` such as a decoder layer,
     on ``device``. ``train``: whether backward is included. ``common``: an entry whose ``stages``, ``block`` and
-    ``calls`` all results have.
+    ``calls`` all results have. ``merged``: the regions of operators that a compiler merges; each has its share of its
+    region.
     """
     paths = {node["name"]: node.get("path", "") for node in plan.program.blocks[block.name].nodes}
     names, learned = set(block.states), learned_nodes(block)
     rows: list[KernelRow] = []
     keys: list[tuple[str, str]] = []
+    regions: list[int | None] = []
     for node in block.graph.nodes:
         if node.op != "call_function":
             continue
@@ -106,9 +112,12 @@ def _list_block_costs(
             back = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             kernels += [(1, kernel) for kernel in back]
         rows += [KernelRow(kernel, way) for way, kernel in kernels]
+        regions += [None if merged is None else merged.region.get(node)] * len(kernels)
         keys += [(str(paths.get(node.name, "")), operator_name(node))] * len(kernels)
     if not rows:
         return
+    if merged is not None:
+        merge_rows(rows, regions, merged)
     costs: dict[tuple[str, str], OperatorCost] = {}
     for key, row, seconds in zip(keys, rows, kernel_times(KernelTable.of(rows), device), strict=True):
         if key not in costs:

@@ -199,8 +199,7 @@ class PlanDurations:
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
         self.topology = rate_cluster(plan.topology, precision)
-        recorded = plan.constraints.execution == "graph" and torch_device(plan.topology) == "cuda"
-        how = OURS.record_graphs() if recorded else OURS
+        how = OURS.executed(plan.constraints.execution, torch_device(plan.topology))
         self.machine = PlacedMesh(
             self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp, profile=how
         )

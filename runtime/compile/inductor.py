@@ -1,20 +1,23 @@
 """Compile a graph of ATen operators by Inductor, without Dynamo and without autograd around it.
 
 The graphs of blocks are traced and differentiated already. Handing them to Inductor saves what ``torch.compile`` adds:
-a second trace by Dynamo, the guards that it checks at every call, and the wrappers of AOTAutograd. Inductor keeps
-compiled kernels on disk, in the folder of ``TORCHINDUCTOR_CACHE_DIR``. On a CPU the code that calls them is kept there,
-too, by a hash of the graph, so that other processes and later runs neither trace nor generate code.
+a second trace by Dynamo, the guards that it checks at every call, and the wrappers of AOTAutograd. On a CPU the result
+is kept on disk, by a hash of the graph, in a folder inside that of ``TORCHINDUCTOR_CACHE_DIR``. Other processes and
+later runs load it without importing Inductor (``kept_code.py``). Inductor's own files are not read again: it does not
+notice damage. On a GPU, Inductor keeps its kernels itself.
 
 Shapes and strides are fixed. The compiled function checks those of its arguments.
 """
 
 from __future__ import annotations
 
-import fcntl
+import getpass
 import hashlib
 import operator
 import os
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -25,11 +28,11 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.passes.ops import cpu_products, cross_entropy
-from partitioner.runtime.files import find_foreign_access, write_bytes
+from partitioner.runtime.compile.kept_code import BoxedFunction, load_code, pack_code
+from partitioner.runtime.file_cache import FileCache, open_cache
 
-BoxedFunction = Callable[[list[Any]], Sequence[Any]]  # it empties the list of its arguments
-
-_FORMAT = 1  # raise it when the code that is generated for a graph changes
+_FORMAT = 2  # raise it when the code that is generated for a graph changes
+_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _multiply = torch.ops.partition.multiply.default
 
 
@@ -42,39 +45,54 @@ def compile_graph_module(module: fx.GraphModule, arguments: Sequence[Tensor], de
     device. The function takes a list of arguments, which it empties, and returns a sequence of results with the strides
     that the operators of the graph give them. It raises ``AssertionError`` for arguments of other shapes or strides.
     """
-    from torch._inductor import config
-
-    with config.patch(_settings(device)):
-        code = _find_folder() if device.type == "cpu" else None
-        if code is not None:
-            code /= f"{describe_module(module, arguments, device)}.py"
-            if code.exists():
-                return _load_code(code.read_text())
+    if device.type != "cpu":
+        found: BoxedFunction = _compile_by_inductor(module, arguments, device).current_callable
+        return found
+    kept, name = find_cache(), f"{describe_module(module, arguments, device)}.code"
+    content = kept.read(name)
+    if content is not None:
+        try:
+            return load_code(content)
+        except (ImportError, OSError) as error:
+            kept.discard(name, str(error))
+    with _use_empty_folder():
         compiled = _compile_by_inductor(module, arguments, device)
-        if code is not None and not compiled.constants:
-            write_bytes(code, compiled.source_code.encode(), durable=False)
-    function: BoxedFunction = compiled.current_callable
+        function: BoxedFunction = compiled.current_callable
+        if not compiled.constants:
+            values = getattr(getattr(function, "__func__", function), "__globals__", {})
+            packed = pack_code(compiled.source_code, values)
+            if packed is not None:
+                kept.write(name, packed)
     return function
 
 
-def _load_code(source: str) -> BoxedFunction:
-    """Load ``source``, Python code that Inductor has generated for a graph, with its kernels. Return the function that
-    it defines, which takes a list of arguments.
+@contextmanager
+def _use_empty_folder() -> Iterator[None]:
+    """Let Inductor keep its files in an empty folder, which is removed in the end, so that it reads no damaged ones.
+
+    What it has loaded by then stays usable.
     """
-    from torch._inductor.codecache import PyCodeCache
-
-    _make_product_kernel()  # the code may call it
-    function: BoxedFunction = PyCodeCache.load(source).call
-    return function
+    before = os.environ.get(_FOLDER)
+    with tempfile.TemporaryDirectory(prefix="partitioner-", ignore_cleanup_errors=True) as folder:
+        os.environ[_FOLDER] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_FOLDER]
+            else:
+                os.environ[_FOLDER] = before
 
 
 def _settings(device: torch.device) -> dict[str, Any]:
     """Return Inductor's options for ``device`` as a dict of option name -> value; empty if its defaults are used. On a
-    CPU whose AVX2 or AVX512 instructions torch itself uses, the options switch off Inductor's test of them, which takes
-    seconds.
+    CPU Inductor keeps no graphs, because this project does. If the CPU has AVX2 or AVX512 instructions that torch
+    itself uses, the options switch off Inductor's test of them, which takes seconds.
     """
-    known = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return {"cpp.vec_isa_ok": True} if known and not torch.cpu._is_amx_tile_supported() else {}
+    if device.type != "cpu":
+        return {}
+    known = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not torch.cpu._is_amx_tile_supported()
+    return {"fx_graph_cache": False, **({"cpp.vec_isa_ok": True} if known else {})}
 
 
 def _compile_by_inductor(module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device) -> Any:
@@ -84,6 +102,7 @@ def _compile_by_inductor(module: fx.GraphModule, arguments: Sequence[Tensor], de
     ``arguments``: tensors with the shapes, strides and types for which it is compiled. ``device``: where the function
     runs.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.utils import BoxedBool
@@ -93,7 +112,7 @@ def _compile_by_inductor(module: fx.GraphModule, arguments: Sequence[Tensor], de
 
     _register_lowerings()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.no_grad(), V.set_fake_mode(mode):
+    with config.patch(_settings(device)), torch.no_grad(), V.set_fake_mode(mode):
         with mode:
             given = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device) for a in arguments]
             traced = make_fx(module, decomposition_table=_decompositions())(*given)
@@ -117,40 +136,25 @@ def describe_module(module: fx.GraphModule, arguments: Sequence[Tensor], device:
     return hashlib.sha256(repr((*parts, sys.version_info[:2])).encode()).hexdigest()[:32]
 
 
-def _find_folder() -> Path | None:
-    """Return the folder for compiled code: the folder ``partitioner`` inside Inductor's cache folder, which is created
-    if it does not exist. Return ``None`` if this process cannot write to it, or if another user can.
+def find_cache() -> FileCache:
+    """Return the files of this project that the processes of this machine and later runs share, in a folder beside
+    Inductor's.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    return _open_cache(os.environ.get(_FOLDER) or _find_default_folder())
 
-    folder = Path(cache_dir()) / "partitioner"
+
+@cache
+def _open_cache(folder: str) -> FileCache:
+    return open_cache(Path(folder).absolute() / "partitioner")
+
+
+def _find_default_folder() -> str:
+    """Return the folder of Inductor's files where the user names none, without importing Inductor."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return None if find_foreign_access(folder) or not os.access(folder, os.W_OK) else folder
-
-
-@contextmanager
-def hold_compile_lock(key: str, wait: bool = True) -> Iterator[bool]:
-    """Yield whether this process holds the lock for compiling one graph, so that only one process of the machine
-    compiles it.
-
-    ``key``: the hash of the graph. ``wait``: if another process holds the lock, wait until it is free; otherwise
-    ``False`` is yielded at once. The lock is a file in the folder for compiled code. If there is no such folder, there
-    is no lock, and ``True`` is yielded.
-    """
-    folder = _find_folder()
-    if folder is None:
-        yield True
-        return
-    with (folder / f"{key}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    return str(Path(tempfile.gettempdir()) / f"torchinductor_{re.sub(r'[^A-Za-z0-9._-]', '_', user)}")
 
 
 def _use_faster_products(graph: fx.Graph) -> None:
@@ -177,24 +181,13 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 @cache
-def _make_product_kernel() -> Any:
-    """Register :func:`~partitioner.passes.ops.cpu_products.multiply`, a matrix product by oneDNN, as a kernel that code
-    of Inductor calls directly. Return Inductor's object for this kernel.
-    """
-    from torch._inductor.select_algorithm import ExternKernelChoice
-
-    return ExternKernelChoice(cpu_products.multiply, name="partition_multiply", has_out_variant=False)
-
-
-@cache
 def _register_lowerings() -> None:
-    """Register with Inductor how to generate code for the operator ``partition::multiply``, a matrix product by oneDNN:
-    as a call of the project's kernel.
-    """
+    """Let code of Inductor call ``partition::multiply`` as a Python function, without torch's dispatcher."""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
+    from torch._inductor.select_algorithm import ExternKernelChoice
 
-    kernel = _make_product_kernel()
+    kernel = ExternKernelChoice(cpu_products.multiply, name="partition_multiply", has_out_variant=False)
 
     @register_lowering(_multiply, type_promotion_kind=None)
     def multiply(a: Any, b: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import operator
+import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -23,13 +24,8 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.passes.ir.collectives import collective_name
-from partitioner.runtime.compile.inductor import (
-    BoxedFunction,
-    compile_graph_module,
-    describe_module,
-    hold_compile_lock,
-    is_fixed,
-)
+from partitioner.runtime.compile.inductor import compile_graph_module, describe_module, find_cache, is_fixed
+from partitioner.runtime.compile.kept_code import BoxedFunction
 from partitioner.runtime.errors import LaunchError
 
 META = torch.device("meta")
@@ -145,7 +141,7 @@ class FixedSegment:
         or loaded. ``wait``: if another process of the machine compiles it at the moment, wait and load its result;
         otherwise return ``False`` then.
         """
-        with hold_compile_lock(describe_module(self.module, arguments, self.device), wait) as held:
+        with find_cache().hold_lock(describe_module(self.module, arguments, self.device), wait) as held:
             if held:
                 self._variants[_list_strides(arguments)] = made = self._compile_for(arguments)
                 self._only = made if len(self._variants) == 1 else None
@@ -244,10 +240,8 @@ def _find_missing_compiler(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return "" if importlib.util.find_spec("triton") else "triton"
-    from torch._inductor import config
-
-    named = config.cpp.cxx if isinstance(config.cpp.cxx, tuple | list) else (config.cpp.cxx,)
-    found = any(shutil.which(c) for c in (*named, *_COMPILERS) if c)
+    named = os.environ.get("CXX"), *_COMPILERS  # Inductor reads the same variable; importing it takes seconds
+    found = any(shutil.which(c) for c in named if c)
     return "" if found else "a C++ compiler"
 
 

@@ -10,27 +10,30 @@ fewer cores than ranks, tracing in each rank would take most of the time of a sh
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from partitioner import passes
 from partitioner.passes.ir.collectives import CONTEXT, ROUTED, collective_name
-from partitioner.passes.ir.model import Block, TensorSpec
+from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.ir.serialize import block_from_data, target_of
 from partitioner.passes.ops.attention import band_of
 from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.storage import give_back, share_memory
+from partitioner.runtime.compile.inductor import find_cache
 from partitioner.runtime.compile.segments import (
+    META,
     FixedSegment,
     Segment,
     backend_of,
@@ -51,11 +54,13 @@ from partitioner.runtime.execute.codegen import (
     compile_graph,
 )
 from partitioner.runtime.execute.collective_ops import ContextAttention, ContextDocumentAttention
-from partitioner.runtime.files import find_foreign_access, write_bytes
+from partitioner.runtime.file_cache import FileCache
+from partitioner.runtime.files import find_foreign_access
 from partitioner.runtime.program.analysis import differentiate_for_cpu
 from partitioner.runtime.program.program import BlockGraph, CallData, Program, RankProgram
 
 _KEPT = ("path", "source")
+_FORMAT = 1  # of graphs in files
 
 
 class SharedDerivatives:
@@ -66,7 +71,7 @@ class SharedDerivatives:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.files = FileCache(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if foreign := find_foreign_access(folder):
@@ -81,13 +86,16 @@ class SharedDerivatives:
         ``make`` and stores the result; the others wait. If that process fails or is killed, the next one calls
         ``make``.
         """
-        path = self.folder / hashlib.sha256(repr(key).encode()).hexdigest()
-        with path.with_suffix(".lock").open("w") as turn:
-            fcntl.flock(turn, fcntl.LOCK_EX)  # until it is closed, however this process ends
-            if path.exists():
-                return _from_data(pickle.loads(path.read_bytes()))
+        name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.graphs"
+        with self.files.hold_lock(name):
+            content = self.files.read(name)
+            if content is not None:
+                try:
+                    return _from_data(pickle.loads(content))
+                except Exception as error:
+                    self.files.discard(name, str(error))
             made = make()
-            write_bytes(path, pickle.dumps(_to_data(made)), durable=False)
+            self.files.write(name, pickle.dumps(_to_data(made)))
             return made
 
 
@@ -117,20 +125,20 @@ class _Node(str):
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
     """Yield, for each node of ``graph``, a tuple of plain data: kind, name, operator, arguments, keyword arguments,
-    shape and type of its tensor, and position in the model.
+    shape, strides and type of its tensor, and position in the model.
     """
     for node in graph.nodes:
         target = node.target
         operator = str(target) if isinstance(target, torch._ops.OpOverload) else target
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Node(n.name))
         value = node.meta.get("val")
-        spec = TensorSpec.of(value) if isinstance(value, Tensor) else None
+        spec = (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else None
         yield node.op, node.name, operator, args, kwargs, spec, {k: node.meta[k] for k in _KEPT if k in node.meta}
 
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
     """Return the FX graph that ``nodes`` describe: for each node a tuple with kind, name, operator, arguments, keyword
-    arguments, shape and type of its tensor, and position in the model.
+    arguments, shape, strides and type of its tensor, and position in the model.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -141,7 +149,8 @@ def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
         assert node.name == name, f"{node.name} is not {name}"
         node.meta.update(place)
         if spec is not None:
-            node.meta["val"] = spec.meta()
+            shape, strides, dtype = spec
+            node.meta["val"] = torch.empty_strided(shape, strides, dtype=dtype, device=META)
     return graph
 
 
@@ -178,16 +187,18 @@ class Library:
     first use.
 
     Threads may share it. ``compile``: whether to use ``torch.compile``, or the name of its backend. ``shared``: a
-    folder through which the ranks on this machine share backward graphs; ``None``: they do not.
+    folder through which the ranks on this machine share backward graphs; ``None``: that of compiled code, or none
+    without compilation.
     """
 
     def __init__(
         self, program: Program, device: torch.device, compile: bool | str = False, shared: Path | None = None
     ) -> None:
         self.program = program
-        self._shared = None if shared is None else SharedDerivatives(shared)
         self.device = device
         self.backend = backend_of(compile, device)
+        shared = find_cache().folder if shared is None and self.backend == "inductor" else shared
+        self._shared = None if shared is None else SharedDerivatives(shared)
         self._segments: dict[tuple[str, GradientNeeds | None, str, int], Segment | FixedSegment] = {}
         self._blocks: dict[str, Block] = {}
         self._derivatives: dict[tuple[str, GradientNeeds], Differentiated] = {}
@@ -210,8 +221,18 @@ class Library:
             key = name, needs
             if key not in self._derivatives:
                 make, shared = partial(self._differentiate, name, needs), self._shared
-                self._derivatives[key] = make() if shared is None else shared.get((*key, str(self.device)), make)
+                self._derivatives[key] = make() if shared is None else shared.get(self._describe(name, needs), make)
             return self._derivatives[key]
+
+    def _describe(self, name: str, needs: GradientNeeds) -> tuple[Any, ...]:
+        """Return all that the derivatives of a block depend on. ``name``: the block. ``needs``: which gradients
+        backward computes.
+        """
+        block = self.program.blocks[name]
+        again = tuple(block.again) if needs.slim else ()
+        graph = json.dumps(block.nodes), tuple(block.states), tuple(block.inputs), again
+        version = _FORMAT, torch.__version__, torch.version.git_version, _hash_passes()
+        return name, needs, graph, str(self.device), *version
 
     def _differentiate(self, name: str, needs: GradientNeeds) -> Differentiated:
         """Trace the forward and backward graphs of a block (a piece of the model, such as a layer), and return them.
@@ -254,6 +275,13 @@ class Library:
             return
         routed = {name for name, block in self.program.blocks.items() if _has_routing(block)}
         compile_in_turns([s for key, s in self._segments.items() if key[0] not in routed], start)
+
+
+@cache
+def _hash_passes() -> str:
+    """Return a hash of the source files of the package that differentiates graphs."""
+    files = sorted(Path(passes.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 
 def _has_routing(block: BlockGraph) -> bool:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
+import pickle
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +26,7 @@ from partitioner.runtime.execute.bind import Library, gradient_needs
 from partitioner.runtime.program.program import Program
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.models import CASES, float64
+from tests.helpers.paths import ROOT
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
 CPU = torch.device("cpu")
@@ -127,7 +133,7 @@ def test_compiled_code_is_read_from_disk_and_fits_other_strides_and_shapes(
     assert first.compile()
     (expected,) = module.forward(x)
     torch.testing.assert_close(first(x)[0], expected)
-    assert len(list((tmp_path / "partitioner").glob("*.py"))) == 1
+    assert len(list((tmp_path / "partitioner").glob("*.code"))) == 1
 
     with monkeypatch.context() as patch:
         patch.setattr(inductor, "_compile_by_inductor", None)
@@ -144,15 +150,96 @@ def test_compiled_code_is_read_from_disk_and_fits_other_strides_and_shapes(
     assert not first.falls_back
 
 
-def test_one_process_at_a_time_compiles_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND != "inductor", reason="Inductor needs a C++ compiler")
+def test_damaged_files_are_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Files of this project, of which each holds functions and shared objects, and files of Inductor."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with inductor.hold_compile_lock("graph") as held:
-        with inductor.hold_compile_lock("graph", wait=False) as twice:
-            assert held and not twice
-        with inductor.hold_compile_lock("other", wait=False) as other:
-            assert other
-    with inductor.hold_compile_lock("graph", wait=False) as later:
-        assert later
+    module, x = scaled_norm(), torch.randn(4, 8, dtype=torch.float64)
+    (expected,) = FixedSegment("part", module, CPU)(x)
+    (path,) = (tmp_path / "partitioner").glob("*.code")
+    whole = path.read_bytes()
+    assert b"\x7fELF" in whole
+    middle = whole.index(b"\x7fELF") + 5000
+    noise = bytes(b ^ 85 for b in whole[middle : middle + 500])
+    for damaged in (whole[:middle], whole[: len(whole) // 50], b"", whole[:middle] + noise + whole[middle + 500 :]):
+        path.write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            segment = FixedSegment("part", module, CPU)
+            assert torch.equal(segment(x)[0], expected)
+        assert caplog.text.count(f"{path} is damaged") == 1
+        assert not segment.falls_back
+        assert inductor.find_cache().read(path.name) is not None
+    assert [p for p in tmp_path.iterdir() if p.name != "partitioner"] == [], "files that Inductor would read"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND != "inductor", reason="Inductor needs a C++ compiler")
+def test_a_shared_object_that_cannot_be_loaded_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Such as one of another machine that shares the folder: its checksum is right."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    module, x = scaled_norm(), torch.randn(4, 8, dtype=torch.float64)
+    (expected,) = FixedSegment("part", module, CPU)(x)
+    kept, (path,) = inductor.find_cache(), (tmp_path / "partitioner").glob("*.code")
+    content = kept.read(path.name)
+    assert content is not None
+    data = pickle.loads(content)
+    kept.write(path.name, pickle.dumps({**data, "kernels": dict.fromkeys(data["kernels"], b"no object")}))
+    with caplog.at_level(logging.WARNING):
+        segment = FixedSegment("part", module, CPU)
+        assert torch.equal(segment(x)[0], expected)
+    assert f"{path} is damaged" in caplog.text
+    assert not segment.falls_back and kept.read(path.name) == content
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND != "inductor", reason="Inductor needs a C++ compiler")
+def test_without_a_folder_graphs_are_compiled_at_each_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    module, x = scaled_norm(), torch.randn(4, 8, dtype=torch.float64)
+    with caplog.at_level(logging.WARNING):
+        first, second = FixedSegment("part", module, CPU), FixedSegment("part", module, CPU)
+        assert torch.equal(first(x)[0], second(x)[0])
+    assert not first.falls_back and not second.falls_back
+    assert "is not used to keep files" in caplog.text
+
+
+_WARM = """
+import json, logging, sys
+from partitioner import Engine
+from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
+logging.basicConfig(level=logging.WARNING)
+engine = Engine(program_of_net(num_layers=2), Net(), compile=True)
+engine.step(net_inputs())
+heavy = [m for m in sys.modules if m in ("torch._inductor.graph", "torch._inductor.select_algorithm")]
+gradients = {n: p.grad.double().sum().item() for n, p in engine.named_parameters()}
+print(json.dumps([heavy, gradients]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND != "inductor", reason="Inductor needs a C++ compiler")
+def test_a_warm_start_imports_no_compiler(tmp_path: Path):
+    """A second process computes the same bit by bit, and traces nothing."""
+
+    def start() -> Any:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", _WARM]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+        return json.loads(ran.stdout.splitlines()[-1])
+
+    (cold, first), (warm, second) = start(), start()
+    assert "torch._inductor.graph" in cold
+    assert warm == []
+    assert first == second
 
 
 def test_a_graph_has_a_hash_of_its_own_for_other_strides_and_operators():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
 from partitioner.cost.call.fp8 import first_readers, in_fp8, products_in_fp8, skip_views
+from partitioner.cost.call.fused_regions import FusedRegions
 from partitioner.cost.call.operators import (
     Kernel,
     Operand,
@@ -225,6 +226,7 @@ def asked_by(
     fused_casts: bool = False,
     expert_kernels: str = "grouped",
     current_scaling: bool = False,
+    fused_kernels: bool = False,
 ) -> BlockProfile:
     """Return the kernels and collectives of one call of ``block``, and the parameters and buffers that it reads.
     ``block``: a piece of the model, such as a layer, as the graph that one rank runs, with its collectives.
@@ -233,8 +235,10 @@ def asked_by(
     preceding kernels write their operands in fp8. ``again``: the nodes that selective recomputation runs a second time.
     ``expert_kernels``: how the matrix products of experts run: ``grouped`` (one kernel for all experts), ``each`` (one
     kernel per expert) or ``fused``. ``current_scaling``: the fp8 scale of a tensor comes from its own maximum.
+    ``fused_kernels``: a compiler merges operators between products and collectives.
     """
-    return _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling).read()
+    profiler = _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling)
+    return profiler.read(FusedRegions(block, train) if fused_kernels else None)
 
 
 class _BlockProfiler:
@@ -272,14 +276,24 @@ class _BlockProfiler:
         self.modules = module_operators(block, self.region) if expert_kernels == "each" else {}
         self.fused = find_nodes_between(self.region.products) if expert_kernels == "fused" else frozenset[fx.Node]()
         self.routing, self.among_experts = 0, False
+        self.merged: dict[fx.Node, int] = {}
+        self.compiled = False
 
-    def read(self) -> BlockProfile:
+    def read(self, merged: FusedRegions | None = None) -> BlockProfile:
         """Collect the kernels and collectives of every operator of the block (such as a layer), and return them with
-        the parameters and buffers that the block reads.
+        the parameters and buffers that the block reads. ``merged``: the regions of operators that a compiler merges.
         """
+        if merged is not None:
+            self.merged = {n: number for n, number in merged.region.items() if n not in self.fused}
+            self.compiled = True
+        regions: list[int | None] = []  # of each kernel
         for node in self.block.graph.nodes:
             if node.op == "call_function":
                 self._profile_operator(node)
+                regions += [self.merged.get(node)] * (len(self.rows) - len(regions))
+        if merged is not None:
+            for way, launches in enumerate(merge_rows(self.rows, regions, merged)):
+                self.issued[way] += launches
         placeholders = {n.name: n for n in self.block.placeholders}
         experts = self.region.states
         for node in self.block.placeholders if self.train else ():
@@ -387,9 +401,12 @@ class _BlockProfiler:
 
     def _is_issued(self, node: fx.Node) -> bool:
         """Return whether the host launches an operator for ``node``. It does not if a fused kernel does the work of
-        ``node``. If each expert's products are launched separately, of several products with the same operand only the
-        first counts, because their weights lie together in memory and form one product.
+        ``node``, nor for views in compiled code; the kernels of merged operators are counted elsewhere. If each
+        expert's products are launched separately, of several products with the same operand only the first counts,
+        because their weights lie together in memory and form one product.
         """
+        if node in self.merged or (self.compiled and is_view(node)):
+            return False
         return node not in self.fused and (not self._runs_each(node) or node in self.first)
 
     def _casts_apart(self, node: fx.Node) -> bool:
@@ -449,6 +466,28 @@ class _BlockProfiler:
         back = _transpose_collective(node)
         if backward and back:
             self.exchanges.append(common(way=1, op=back))
+
+
+def merge_rows(rows: list[KernelRow], regions: Sequence[int | None], merged: FusedRegions) -> tuple[int, int]:
+    """Change the kernels ``rows`` of merged operators in place, to parts of one kernel for each region, forward and
+    backward, which has its bytes and launches. Return the launches of these kernels, forward and backward.
+
+    ``regions``: for each of ``rows`` the number of its region among ``merged``; ``None``: it runs by itself.
+    """
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, region in enumerate(regions):
+        if region is not None:
+            places.setdefault((region, rows[place].way), []).append(place)
+    issued, traffic = [0, 0], merged.traffic()
+    for (region, way), here in places.items():
+        moved = traffic[region].backward if way else traffic[region].forward
+        parts = _fuse_kernels([rows[place].kernel for place in here], moved)
+        launches = min(1 + way * traffic[region].over_rows, sum(rows[place].kernel.launches for place in here))
+        parts[0] = parts[0]._replace(launches=launches)
+        issued[way] += launches
+        for place, kernel in zip(here, parts, strict=True):
+            rows[place] = replace(rows[place], kernel=kernel)
+    return issued[0], issued[1]
 
 
 def find_nodes_between(products: Collection[fx.Node]) -> frozenset[fx.Node]:

@@ -218,7 +218,7 @@ class CallWork:
 
     def __init__(self, block: Block, train: bool = True, again: Again = find_selectively_recomputed) -> None:
         self.block, self.train, self._again = block, train, again
-        self._asked: dict[tuple[bool, bool, str, bool], BlockProfile] = {}
+        self._asked: dict[tuple[bool, bool, str, bool, bool], BlockProfile] = {}
         self._kept: dict[tuple[bool, bool, bool], SavedBytes] = {}
         self._computed: dict[tuple[object, ...], _Computed] = {}
 
@@ -227,7 +227,7 @@ class CallWork:
         ``profile``: how the training framework runs casts and experts. A block is a piece of the model, such as a
         layer.
         """
-        key = fp8, profile.fused_casts, profile.expert_kernels, profile.current_scaling
+        key = fp8, profile.fused_casts, profile.expert_kernels, profile.current_scaling, profile.fused_kernels
         if key not in self._asked:
             self._asked[key] = asked_by(self.block, self.train, fp8, self.again, *key[1:])
         return self._asked[key]

@@ -22,6 +22,7 @@ from partitioner.cost.call.block_profile import fan_out, learned_nodes, node_ope
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.expert_parallel import expert_region
 from partitioner.cost.call.fp8 import first_readers, least_in_fp8, products_in_fp8
+from partitioner.cost.call.fused_regions import find_least_traffic
 from partitioner.cost.call.operators import (
     VIEWS,
     Kernel,
@@ -134,7 +135,8 @@ class Works:
     whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
     product's operand in fp8, so that no separate cast is needed. ``how``: what selective recomputation may run again in
     the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take little time) or
-    ``"alternate"`` (also every second matrix product); ``None``: nothing.
+    ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: a compiler merges
+    operators; of those that it can merge, only the traffic that is certain counts.
     """
 
     blocks: Mapping[str, Block]
@@ -144,6 +146,7 @@ class Works:
     fp8: bool
     fused_casts: bool
     how: Remade | None
+    fused_kernels: bool = False
 
     @cached_property
     def best(self) -> dict[str, BlockWork]:
@@ -157,10 +160,11 @@ class Works:
         """Return, for each block name, lower bounds on the seconds and bytes of one call on ``device``. A block is a
         piece of the model, such as a layer.
         """
-        how = self.fp8, self.how, self.fused_casts
+        how = self.fp8, self.how, self.fused_casts, self.fused_kernels
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 
 
+_MERGED = "merged"  # kind of the kernels of merged operators, which have kernels of several kinds
 _ROUNDED = 1e-9  # of a call: a ratio this near to a whole number is taken for it
 
 
@@ -171,30 +175,40 @@ def block_work(
     fp8: bool = False,
     how: Remade | None = None,
     fused_casts: bool = False,
+    fused_kernels: bool = False,
 ) -> BlockWork:
     """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
     graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
     weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8,
-    so that no separate cast is needed.
+    so that no separate cast is needed. ``fused_kernels``: a compiler merges operators; of those that it can merge,
+    only the traffic that is certain counts, because it depends on the sharding what is merged.
 
     ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
     product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
     recomputation takes no time.
     """
-    found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
+    options = device, train, fp8, how, fused_casts, fused_kernels
+    found = _block_work(_copy_block_graph(block), *options)
     once = _copy_block_graph(block)
     if not read_heads_once(once):
         return found
-    return replace(found, over_ranks=_block_work(once, device, train, fp8, how, fused_casts))
+    return replace(found, over_ranks=_block_work(once, *options))
 
 
 def _block_work(
-    block: Block, device: DeviceType, train: bool, fp8: bool, how: Remade | None, fused_casts: bool
+    block: Block,
+    device: DeviceType,
+    train: bool,
+    fp8: bool,
+    how: Remade | None,
+    fused_casts: bool,
+    fused_kernels: bool,
 ) -> BlockWork:
     """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
     graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
     weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8.
+    ``fused_kernels``: of operators that a compiler can merge, only the traffic that is certain counts.
 
     ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
@@ -206,12 +220,21 @@ def _block_work(
     short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()
     casting = first_readers(fused, short)
     ahead, back, spared_ahead, spared_back = (list[Kernel]() for _ in range(4))
+    least = find_least_traffic(fused, train) if fused_kernels else {}
     for node in fused.graph.nodes:
         if node.op != "call_function":
             continue
         is_view = operator_name(node) in VIEWS
+        if fused_kernels and is_view:
+            continue
         operands, results = node_operands(node, states, learned, copied=True)  # a sharded graph may not need the copies
         kernels = forward_kernels(node, operands, results)
+        if node in least:
+            ahead += _take_bytes(kernels, least[node][0])
+            if train and needs_gradient(node):
+                kernels = backward_kernels(node, operands, results, operand_needs(node))
+                back += _take_bytes([k for k in kernels if k.kind != "reduction"], least[node][1])
+            continue
         if any(o.repeats > 1 for o in operands):
             spared_ahead += _subtract_least_traffic(
                 forward_kernels(node, *node_operands(node, states, learned)), kernels
@@ -228,7 +251,7 @@ def _block_work(
                 kernels = least_in_fp8(kernels, operands, results, True, device, fused_casts)
             for kernel in kernels:
                 (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
-            back += fan_out(node)
+            back += [] if fused_kernels else fan_out(node)
     inputs = {n.name: n.meta["val"] for n in block.placeholders}
     if train:
         for n in block.placeholders:
@@ -244,6 +267,15 @@ def _block_work(
         output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
         output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
     )
+
+
+def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
+    """Return what is certain of ``kernels``, those of an operator that is merged with others: ``num_bytes`` bytes, or
+    theirs if these are fewer, at the rate of the fastest kind of kernel. Weights are left out, and launches, which
+    merged operators share.
+    """
+    moved = min(num_bytes, sum(k.num_bytes - k.state_bytes for k in kernels))
+    return [Kernel(_MERGED, moved, launches=0, learned=all(k.learned for k in kernels))] if moved else []
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
@@ -290,8 +322,9 @@ def _bound_kernel_seconds(kernels: Sequence[Kernel], spared: Sequence[Kernel], d
     grows with the batch, and reading and writing of weights. ``spared``: the kernels of copies and sums that a sharded
     graph may not need."""
     batch = weights = 0.0
+    best = device.memory_bandwidth * max(device.memory_efficiency.values(), default=1.0)
     for kernel in kernels:
-        rate = memory_rate(kernel.kind, device)
+        rate = best if kernel.kind == _MERGED else memory_rate(kernel.kind, device)
         weights += kernel.state_bytes / rate
         batch += (kernel.num_bytes - kernel.state_bytes) / rate
         batch += kernel.flops / product_rate(kernel, device) if kernel.flops else 0.0

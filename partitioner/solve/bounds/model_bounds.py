@@ -134,7 +134,7 @@ class ModelBounds:
         if job.profile.graphs != "none":  # recorded graphs need no dispatch
             types = [kind.model_copy(update={"dispatch": 0.0}) for kind in types]
         self.device = best_type(types)
-        how = job.train, job.precision == "fp8", job.profile.fused_casts, job.made_again
+        how = job.train, job.precision == "fp8", job.profile.fused_casts, job.made_again, job.profile.fused_kernels
         works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], *how)
         self._kinds = DeviceKinds(
             works, self._calls_by_block, job.samples, np.bincount(of_device, minlength=len(paces))

@@ -1,0 +1,121 @@
+"""Keep results in files that the processes of a machine and later runs share, such as compiled code.
+
+A file has a checksum. A file that is cut off or changed is noticed when it is read, and its content is made again.
+Where files cannot be written or locked, everything works without them, after one warning.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from partitioner.runtime.files import find_foreign_access, write_bytes
+
+_log = logging.getLogger(__name__)
+_MARK = b"partitioner file 1\n"
+_DIGEST = hashlib.sha256().digest_size
+_warned: set[str] = set()
+
+
+class FileCache:
+    """A folder of files with checksums. ``folder``: where they are; ``None``: nothing is kept, and nothing is locked.
+
+    The folder is trusted: what is read from it is executed or unpickled. :func:`open_cache` checks who can write to it.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content that is kept under ``name``; ``None`` if there is none.
+
+        A damaged file is removed with a warning, and ``None`` is returned.
+        """
+        if self.folder is None:
+            return None
+        path = self.folder / name
+        try:
+            found = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _warn_once(f"{path} cannot be read ({error}); its content is made again at each start")
+            return None
+        content = found[len(_MARK) + _DIGEST :]
+        if found[: len(_MARK) + _DIGEST] == _MARK + hashlib.sha256(content).digest():
+            return content
+        self.discard(name, "it is cut off or was changed")
+        return None
+
+    def discard(self, name: str, why: str) -> None:
+        """Remove what is kept under ``name``, because it cannot be used. ``why``: the reason, for the warning."""
+        if self.folder is not None:
+            _log.warning("%s is damaged (%s); its content is made again", self.folder / name, why)
+            try:
+                (self.folder / name).unlink(missing_ok=True)
+            except OSError as error:
+                _warn_once(f"{self.folder / name} cannot be removed ({error}); its content is made at each start")
+
+    def write(self, name: str, content: bytes) -> bool:
+        """Keep ``content`` under ``name``, and return whether that was possible. Other processes see the whole file or
+        none.
+        """
+        if self.folder is None:
+            return False
+        try:
+            write_bytes(self.folder / name, _MARK + hashlib.sha256(content).digest() + content, durable=False)
+        except OSError as error:
+            _warn_once(f"files cannot be kept in {self.folder} ({error}); their content is made again at each start")
+            return False
+        return True
+
+    @contextmanager
+    def hold_lock(self, name: str, wait: bool = True) -> Iterator[bool]:
+        """Hold the lock under which the content of ``name`` is made, and yield whether this process holds it.
+
+        ``wait``: wait until no other process holds the lock; otherwise ``False`` is yielded if one does. The system
+        frees the lock when the process ends, however it ends. Where there can be no lock, ``True`` is yielded.
+        """
+        try:
+            file = None if self.folder is None else (self.folder / f"{name}.lock").open("w")
+        except OSError:  # a full or read-only disk; a warning comes when the content is to be written
+            file = None
+        if file is None:
+            yield True
+            return
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError:  # a file system without locks
+                pass
+            yield True
+
+
+def open_cache(folder: Path) -> FileCache:
+    """Return the cache in ``folder``, which is made if it is missing.
+
+    Nothing is kept, after a warning, if the folder cannot be made, or if another user of this machine can write to it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        why = find_foreign_access(folder)
+    except OSError as error:
+        why = str(error)
+    if not why:
+        return FileCache(folder)
+    _warn_once(f"{folder} is not used to keep files ({why}); their content is made again at each start")
+    return FileCache(None)
+
+
+def _warn_once(text: str) -> None:
+    """Log the warning ``text``, unless this process has done so."""
+    if text not in _warned:
+        _warned.add(text)
+        _log.warning("%s", text)

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
+from partitioner.cli.console import build_output_console, show_spinner
 from partitioner.option_text import read_options
 from partitioner.user_function import TargetError, blame_user_code, find_user_function, import_user_module
 
@@ -78,8 +80,8 @@ TaskName = Annotated[
     str | None,
     typer.Option(
         "--task",
-        help="Of a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio` or `contrastive`; default: as it "
-        "says.",
+        help="Of a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio` or `contrastive`; default: as its "
+        "`architectures` says, or its type.",
         show_default=False,
     ),
 ]
@@ -204,6 +206,23 @@ class SampleOptions:
             values=self.values,
         )
         return TargetModel(found.model, found.inputs, pretrained=found)
+
+
+def announce_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:
+    """Return the model that ``text`` names, as :func:`load_target` does. For the model of a configuration, print its
+    class, its task, why it has these, and the shapes of its inputs.
+    """
+    with show_spinner(f"Loading {text}"):
+        target = load_target(text, meta=meta, asked=asked)
+    if (found := target.pretrained) is not None:
+        console = build_output_console()
+        sizes = [(name, getattr(value, "shape", None)) for name, value in found.inputs.items()]
+        inputs = ", ".join(name if size is None else f"{name} {'×'.join(map(str, size))}" for name, size in sizes)
+        console.print(
+            Text.assemble(("model: ", "dim"), f"{target.name}, task {found.task} ({found.why})"), soft_wrap=True
+        )
+        console.print(Text.assemble(("inputs: ", "dim"), inputs), soft_wrap=True)
+    return target
 
 
 def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:

@@ -197,9 +197,21 @@ def _parse_configuration(
                 _complete(part)
     except Exception as error:
         raise build_error(error, f"{source}: transformers does not accept the configuration of a {kind}") from None
-    named = data.get("architectures")
-    architectures = tuple(n for n in named if isinstance(n, str)) if isinstance(named, list) else ()
-    return Configuration(config, source, folder, architectures, preprocessor, tuple(notes))
+    return Configuration(config, source, folder, _read_architectures(data, source), preprocessor, tuple(notes))
+
+
+def _read_architectures(data: Mapping[str, Any], source: str) -> tuple[str, ...]:
+    """Return the class names in the field ``architectures`` of ``data``, the content of a configuration file; empty if
+    it has none. ``source``: its path or name, for the message. Raise :class:`PretrainedError` if they are no list of
+    names.
+    """
+    named = data.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise PretrainedError(
+            f"{source}: architectures is {str(named)[:80]!r}; expected a list of class names of transformers, such as "
+            '["LlamaForCausalLM"]'
+        )
+    return tuple(named)
 
 
 def _complete(config: Any) -> None:

@@ -174,6 +174,7 @@ class SampleOptions:
     class of the model. ``lora``: options of LoRA adapters as text. ``objective``: ``train`` or ``infer``. ``values``:
     whether tensors have values or are on the meta device. ``devices``: number of devices, from which the default number
     of samples follows. ``plan``: an existing plan of the model; sizes that are not given are those of its batch.
+    ``tokens``: length of a sample of tokens if ``seq`` is not given; without effect on samples of other kinds.
     """
 
     seq: int | None = None
@@ -184,6 +185,7 @@ class SampleOptions:
     values: bool = False
     devices: int = 64
     plan: Plan | None = None
+    tokens: int | None = None
 
     def load(self, source: str) -> TargetModel:
         """Return the model of a Hugging Face configuration with inputs for it. ``source``: path or name of the
@@ -196,15 +198,22 @@ class SampleOptions:
             batch = batch or plan.global_batch or None
             shapes = [] if plan.written is None else [i.shape for i in plan.written.inputs if len(i.shape) == 2]
             seq = seq or (shapes[0][1] if shapes else None)
-        found = load_pretrained(
-            source,
-            seq=seq,
-            batch=choose_samples(self.devices) if batch is None else batch,
-            task=self.task,  # type: ignore[arg-type]  # load_pretrained says what it may be
-            lora=self.lora,
-            objective=self.objective if plan is None else plan.objective,  # type: ignore[arg-type]
-            values=self.values,
-        )
+
+        def load(length: int | None) -> PretrainedModel:
+            return load_pretrained(
+                source,
+                seq=length,
+                batch=choose_samples(self.devices) if batch is None else batch,
+                task=self.task,  # type: ignore[arg-type]  # load_pretrained says what it may be
+                lora=self.lora,
+                objective=self.objective if plan is None else plan.objective,  # type: ignore[arg-type]
+                values=self.values,
+            )
+
+        found = load(seq)
+        ids = found.inputs.get("input_ids")
+        if seq is None and self.tokens is not None and ids is not None and ids.shape[1] != self.tokens:
+            found = load(self.tokens)
         return TargetModel(found.model, found.inputs, pretrained=found)
 
 

@@ -122,7 +122,8 @@ def predict(
     layout = layout.replace(**changes)
     where = Topology.parse(topology)
     layout.at(where.num_devices)  # what contradicts is told before the model is loaded
-    sample = SampleOptions(seq, layout.global_batch, task, lora, devices=where.num_devices)
+    length = layout.seq_length
+    sample = SampleOptions(seq, layout.global_batch, task, lora, devices=where.num_devices, tokens=length)
     target = announce_target(function, meta=meta, asked=sample)
     from partitioner import predict_layout
     from partitioner.interop.predict import prediction_parts

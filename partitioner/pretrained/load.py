@@ -245,8 +245,10 @@ def _choose_class(found: Configuration, asked: str | None) -> ModelChoice:
         notes = (*_note_other_classes(of_task), *_note_attention(found, name, task, every))
         return ModelChoice(name, labels, task, "as the task says", notes)
     (name, labels, task), why = _follow_type(found, of_task)
-    about = f"names {stated}, whose task is not known here" if stated else "has no architectures"
-    note = f"The configuration {about}. The plan is for {name} (task {task}): {why}."
+    if stated:
+        why = f"architectures names {stated}, whose task is not known here; {why}"
+    about = "" if stated else "The configuration has no architectures. "
+    note = f"{about}The plan is for {name} (task {task}): {why}."
     same = [each for each in of_task if each[2] == task]
     return ModelChoice(name, labels, task, why, (note, *_note_other_classes(same)))
 

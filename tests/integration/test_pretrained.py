@@ -39,7 +39,7 @@ from partitioner import (
 )
 from partitioner.plans.verify import TOLERANCE, compare
 from partitioner.pretrained.adapters import AdaptedLinear
-from partitioner.pretrained.configuration import Configuration
+from partitioner.pretrained.configuration import Configuration, read_configuration
 from partitioner.pretrained.load import _choose_class, _list_classes
 from tests.helpers.command_line import invoke
 
@@ -225,6 +225,19 @@ def test_commands_say_class_and_task_first(tmp_path: Path, command: str) -> None
     assert refused.exit_code == 2 and "--task causal or --task contrastive" in " ".join(refused.output.split())
 
 
+def test_predict_takes_the_length_of_samples_from_the_other_configuration(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "llama")
+    layout = "--micro-batch-size 1 --global-batch-size 4 --seq-length 32 --bf16"
+
+    def inputs(*more: Any) -> str:
+        result = invoke("predict", config, "--topology", "local:2", "--alone", "--megatron", layout, *more)
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()[1]
+
+    assert inputs() == "inputs: input_ids 4×32, labels 4×32"
+    assert inputs("--seq", 16) == "inputs: input_ids 4×16, labels 4×16"
+
+
 def test_inputs_have_the_sizes_of_the_fields(tmp_path: Path) -> None:
     shapes = {}
     for model_type, fields in {
@@ -254,6 +267,55 @@ def test_batches_of_inference_have_no_labels(tmp_path: Path) -> None:
     assert set(load_pretrained(write_config(tmp_path, "llama"), batch=2, objective="infer").inputs) == {"input_ids"}
     inputs = load_pretrained(write_config(tmp_path, "t5"), batch=2, objective="infer").inputs
     assert set(inputs) == {"input_ids", "decoder_input_ids"}
+
+
+def test_numbers_that_json_does_not_have_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    fields = dict(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=16, n_groups=2
+    )
+    config = transformers.Mamba2Config(**fields)
+    assert config.time_step_limit[1] == float("inf")
+    config.save_pretrained(tmp_path)
+    assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
+    read = load_pretrained(tmp_path, seq=16, batch=2).model.config
+    assert list(read.time_step_limit) == [0.0, float("inf")]
+
+
+def test_sizes_that_the_type_decides_and_misspelt_fields_are_told(tmp_path: Path) -> None:
+    def notes(**fields: Any) -> tuple[str, ...]:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **fields}))
+        return load_pretrained(tmp_path, seq=16, batch=2).notes
+
+    sizes = dict(model_type="gpt2", vocab_size=96, n_embd=32, n_layer=2, n_head=2)
+    assert notes(**sizes) == ()
+    assert notes(**sizes, torch_dtype="bfloat16", _name_or_path="x", my_own_field=3) == ()  # others' fields
+    missing, misspelt = notes(model_type="gpt2", vocab_size=96, n_embd=32, n_head=2, n_layers=2)
+    assert missing == ("The configuration leaves sizes of the gpt2 model to the defaults of the type: n_layer=12.")
+    assert misspelt == "The configuration has a field n_layers, which the type gpt2 does not have; n_layer is meant?"
+    tiny_config("clip").save_pretrained(tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    del data["text_config"]
+    data["vision_config"].pop("hidden_size")
+    (tmp_path / "config.json").write_text(json.dumps(data | {"architectures": ["CLIPModel"]}))
+    assert read_configuration(tmp_path).notes == (
+        "The configuration has no text_config: the sizes there are the defaults of the type.",
+        "The configuration leaves sizes of the clip_vision_model model to the defaults of the type: hidden_size=768.",
+    )
+
+
+def test_saved_configurations_of_all_types_are_complete(tmp_path: Path) -> None:
+    """What transformers saves leaves no size open, and has no misspelt field."""
+    checked = 0
+    for number, model_type in enumerate(sorted(transformers.CONFIG_MAPPING)):
+        if number % 8:
+            continue
+        try:
+            tiny_config(model_type).save_pretrained(tmp_path / model_type)
+        except Exception:  # a type without a small configuration
+            continue
+        checked += 1
+        assert read_configuration(tmp_path / model_type).notes == (), model_type
+    assert checked > 50
 
 
 def test_types_are_those_of_the_configuration(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Compare two ways to predict published runs: ``python benchmarks/predict_accuracy.py [--rows FILE] [--most N]``.
+"""Compare two ways to predict published runs: ``python benchmarks/predict_accuracy.py [--rows FILE...] [--docs FILE]``.
 
 Of each run of Megatron that states its layout, the command line is written, read by ``read_layout`` and priced by
 ``predict_layout``, as ``partitioner predict --megatron`` does. The other way is that of ``accuracy.py``, which pins
 what the row states. A table has, for each family of runs, the mean absolute error of the step time by both, and how
 many of the predictions are equal. What a row says of software, and no option of the command line does, is only known to
-the second way.
+the second way. ``--docs docs/accuracy.md`` writes the table into that page.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import re
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,12 @@ from rich.table import Table
 from partitioner import predict_layout, read_layout, write_layout
 from partitioner.interop.layout import TrainingLayout
 from partitioner.passes.errors import PartitionError
+from partitioner.runtime.files import write_text
+from partitioner.units import format_plural
 
-_FRAMEWORKS = ("Megatron-LM", "Megatron-Core", "NeMo/Megatron-Core")
+_FRAMEWORKS = ("Megatron-LM", "Megatron-Core", "NeMo/Megatron-Core", "NeMo/Megatron-Bridge", "Megatron/FlagScale")
 _SAME = 0.01  # relative difference of two predictions that count as equal
+_BEGIN, _END = "<!-- table: written by benchmarks/predict_accuracy.py -->", "<!-- end of table -->"
 _SHARED = """
     pp dp cp tp ep etp dp_shard microbatch_size schedule virtual_stages zero sequence_parallel context recompute
     """.split()
@@ -83,6 +86,7 @@ def predict_by_configuration(row: Row) -> float:
         write_layout(layout, "megatron", path)
         path.write_text(" ".join([path.read_text(), *_list_flags(layout)]))
         read = read_layout(path, "megatron")
+    read = read.replace(optimizer=job.optimizer)  # "none" for a layer that was measured without its update
     read = read.replace(**{name: None for name in ("recompute", "etp", "context") if getattr(pins, name) is None})
     model, inputs, *_ = build(job.shape, job.length, _TYPES[job.precision])
     return predict_layout(read, model, job.topology, inputs, compare=False).step_time
@@ -90,12 +94,18 @@ def predict_by_configuration(row: Row) -> float:
 
 def _list_flags(layout: TrainingLayout) -> list[str]:
     """Return the options for how the framework of a row executes ``layout``, which an export of a plan lacks."""
-    how = layout.profile
+    how, experts = layout.profile, layout.ep > 1
     flags = {
         "--tp-comm-overlap": how.overlap_tensor and layout.tp > 1,
         "--grad-reduce-in-bf16": how.short_gradients and layout.precision in ("bf16", "fp8"),
         "--no-scatter-gather-tensors-in-pipeline": how.sends == "whole" and layout.pp > 1,
-        "--moe-use-legacy-grouped-gemm": how.expert_kernels == "grouped" and layout.ep > 1,
+        "--moe-use-legacy-grouped-gemm": how.expert_kernels == "grouped" and experts,
+        "--moe-token-dispatcher-type flex --moe-enable-deepep": how.dispatch == "once" and experts,
+        "--overlap-moe-expert-parallel-comm": how.overlap_experts and experts,
+        "--moe-router-force-load-balancing": how.even_experts == "routed" and experts,
+        "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0": how.even_experts == "padded" and experts,
+        "--enable-cuda-graph --cuda-graph-scope full": how.graphs == "all",
+        "--enable-cuda-graph --cuda-graph-scope attn": how.graphs == "part",
     }
     return [flag for flag, given in flags.items() if given]
 
@@ -138,34 +148,65 @@ def _mean_error(pairs: Sequence[tuple[float, float]]) -> float | None:
     return statistics.mean(abs(seconds / measured - 1) for seconds, measured in pairs) if pairs else None
 
 
+def insert_table(page: str, summary: Sequence[dict[str, Any]], reasons: Mapping[str, int]) -> str:
+    """Return the text ``page`` with the table between the two markers written again. ``summary``: what ``summarize``
+    returned. ``reasons``: why runs have no prediction by their command line, with the number of runs.
+    """
+    if _BEGIN not in page or _END not in page:
+        raise SystemExit(f"the page has no lines {_BEGIN!r} and {_END!r}; expected both, around the table")
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    rows = ["| runs | priced | error by command line | error by row | equal within 1 % |", "|---|---|---|---|---|"]
+    for line in summary:
+        name = "**all**" if line["family"] == "all" else line["family"]
+        errors = (_format_error(line[key]) for key in ("error_by_configuration", "error_by_row"))
+        rows.append(f"| {name} | {line['priced']} of {line['runs']} | {' | '.join(errors)} | {line['equal']} |")
+    lacking = [f"- Without a prediction: {format_plural(count, 'run')}, {why}." for why, count in reasons.items()]
+    return f"{before}{_BEGIN}\n\n" + "\n".join([*rows, *(["", *lacking] if lacking else [])]) + f"\n\n{_END}{after}"
+
+
+def count_reasons(found: Sequence[Compared]) -> dict[str, int]:
+    """Return why runs have no prediction by their command line -> how many, the most frequent reason first."""
+    reasons = (each.why.partition(": ")[2].partition(";")[0] for each in found if each.why)
+    return dict(Counter(reasons).most_common())
+
+
+def _format_error(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:.1f} %"
+
+
+def _differs(found: Compared) -> bool:
+    """Return whether a run lacks one of its predictions, or has two that are not equal."""
+    first, second = found.by_configuration, found.by_row
+    return not first or not second or abs(first / second - 1) > _SAME
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=Path, default=ROWS, help="the published runs, a JSON object in each line")
+    parser.add_argument(
+        "--rows", type=Path, nargs="+", default=[ROWS], help="the published runs: files with a JSON object in each line"
+    )
     parser.add_argument("--most", type=int, default=1_000, metavar="N", help="runs to compare")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="write the table into this page, between its markers")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.rows.read_text().splitlines() if line]
+    rows = [json.loads(line) for path in options.rows for line in path.read_text().splitlines() if line]
     found = []
     for row in choose_rows(rows, options.most):
-        found.append(compare(row))
-        last = found[-1]
-        if (
-            last.why
-            or not last.by_configuration
-            or not last.by_row
-            or abs(last.by_configuration / last.by_row - 1) > _SAME
-        ):
-            print(
-                f"{row['id']}: {last.by_configuration} by configuration, {last.by_row} by row {last.why[:200]}",
-                file=sys.stderr,
-            )
+        last = compare(row)
+        found.append(last)
+        if _differs(last):
+            way = f"{last.by_configuration} by configuration, {last.by_row} by row"
+            print(f"{row['id']}: {way} {last.why[:200]}", file=sys.stderr, flush=True)
     summary = summarize(found)
+    if options.docs is not None:
+        write_text(options.docs, insert_table(options.docs.read_text(), summary, count_reasons(found)))
     if options.json:
         print(json.dumps(summary))
         return
     table = Table("family", "runs", "priced", "error by configuration", "error by row", "equal within 1 %")
     for line in summary:
-        errors = (f"{line[k]:.1%}" if line[k] is not None else "" for k in ("error_by_configuration", "error_by_row"))
+        errors = (_format_error(line[key]) for key in ("error_by_configuration", "error_by_row"))
         table.add_row(line["family"], str(line["runs"]), str(line["priced"]), *errors, str(line["equal"]))
     Console(width=120).print(table)
 

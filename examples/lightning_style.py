@@ -102,6 +102,7 @@ class Planned(L.LightningModule):
         super().__init__()
         self.path, self.steps, self.mesh, self.precision = path, steps, mesh, precision
         self.automatic_optimization = False
+        self.trusted = False
         self.prepare_data_per_node = False  # one process plans
 
     def prepare_data(self) -> None:
@@ -127,6 +128,9 @@ class Planned(L.LightningModule):
         return Rest(self.loader, self.steps - self.engine.steps)
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> None:
+        if not self.trusted:
+            self.engine.trust_optimizer(self.optimizers())  # Lightning's wrapper: all it does is step the optimizer
+            self.trusted = True
         loss = self.engine.step(batch, local=True)
         norm = self.engine.clip_grad_norm_(CLIP)
         self.optimizers().step()

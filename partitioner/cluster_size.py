@@ -271,7 +271,7 @@ class Largest:
         of: what was enlarged: ``microbatch`` or ``sequence``.
         size: the largest size that has a plan, in samples or tokens.
         plan: the plan of this size.
-        too_large: the next size that was tried, which has no plan; ``None`` if no limit was found.
+        too_large: the next size that was tried, which has no plan; ``None`` if nothing larger was tried.
         reason: why the next size has no plan.
     """
 
@@ -289,7 +289,7 @@ class Largest:
             f"{seconds_text(self.plan.estimate.step_time)} a step"
         )
         if self.too_large is None:
-            return f"{fits}; no limit was found"
+            return f"{fits}; nothing larger was tried"
         return f"{fits}; {_WHAT[self.of].format(self.too_large)} does not: {self.reason}"
 
 

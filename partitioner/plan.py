@@ -167,6 +167,10 @@ class Limits(Data):
     further_positions: tuple[int, ...] = Field(
         default=(), description="Positions of a sample in further programs; cp is searched where it divides them."
     )
+    tokens: int = Field(
+        default=0,
+        description="Tokens of a sample, as length, also if attention was not recognized; 0 without token ids.",
+    )
 
 
 class Certificate(Data):
@@ -346,11 +350,16 @@ class Plan(Data):
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the number of tokens of a step, if all samples are as long as the planned ones; 0 if the model has no
-        attention, or reads images alone.
+        """Return the number of tokens of a step, if all samples are as long as the planned ones; 0 if the model reads
+        no sequences, such as images alone.
         """
+        return self.global_batch * self.tokens_per_sample
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Return the length of a planned sample in tokens; 0 if the model reads no sequences."""
         limits = self.certificate.limits
-        return self.global_batch * limits.length if limits is not None else 0
+        return 0 if limits is None else limits.length or limits.tokens
 
     @property
     def data_shares(self) -> tuple[int, ...]:

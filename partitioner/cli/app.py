@@ -44,8 +44,8 @@ from partitioner.cli.options import (
     Seq,
     TaskName,
     all_constraints,
+    announce_target,
     format_examples,
-    load_target,
 )
 from partitioner.cli.predict import add_predict_commands
 from partitioner.cli.run import add_launch_commands, add_watch_commands
@@ -170,9 +170,8 @@ def plan(
     constraints = Constraints(**all_constraints(given, more))
     check_outputs(out, svg, timeline, memory, html)
     where = Topology.parse(topology)
-    with show_spinner(f"Loading {function}"):
-        sample = SampleOptions(seq, global_batch, task, lora, objective, devices=where.num_devices)
-        target = load_target(function, meta=meta, asked=sample)
+    sample = SampleOptions(seq, global_batch, task, lora, objective, devices=where.num_devices)
+    target = announce_target(function, meta=meta, asked=sample)
     from partitioner import partition  # the search and PyTorch: what is named wrong is told before they are loaded
 
     doing = f"Planning {target.name} for {format_plural(where.num_devices, 'device')}"
@@ -263,7 +262,7 @@ def explain(
         return
     asked = read_options(why_not)
     sample = SampleOptions(task=task, lora=lora, plan=loaded)
-    target = load_target(model, meta=meta, asked=sample) if model is not None else None
+    target = announce_target(model, meta=meta, asked=sample) if model is not None else None
     with show_spinner(f"Looking for a plan with {why_not}"):
         answer = (
             loaded.why_not(**asked)
@@ -309,7 +308,7 @@ def verify(
     from partitioner import Plan
 
     loaded = Plan.load(plan_file)
-    target = load_target(function, asked=SampleOptions(task=task, lora=lora, values=True, plan=loaded))
+    target = announce_target(function, asked=SampleOptions(task=task, lora=lora, values=True, plan=loaded))
     with show_spinner(f"Running {loaded.program.world_size} ranks and the model"):
         result = loaded.verify(target.model, target.inputs, target.loss)
     worst = sorted(result.errors.items(), key=lambda item: -item[1])[:rows]
@@ -386,7 +385,7 @@ def run(
 
     loaded = Plan.load(plan_file)
     console = build_output_console()
-    target = load_target(function, asked=SampleOptions(task=task, lora=lora, values=True, plan=loaded))
+    target = announce_target(function, asked=SampleOptions(task=task, lora=lora, values=True, plan=loaded))
     for step, loss in enumerate(train_on_target(loaded, target, steps, lr)):
         console.print(f"step {step:>4}  loss {loss:.6f}")
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
+from partitioner.cli.console import build_output_console, show_spinner
 from partitioner.option_text import read_options
 from partitioner.user_function import TargetError, blame_user_code, find_user_function, import_user_module
 
@@ -78,8 +80,8 @@ TaskName = Annotated[
     str | None,
     typer.Option(
         "--task",
-        help="Of a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio` or `contrastive`; default: as it "
-        "says.",
+        help="Of a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio` or `contrastive`; default: as its "
+        "`architectures` says, or its type.",
         show_default=False,
     ),
 ]
@@ -172,6 +174,7 @@ class SampleOptions:
     class of the model. ``lora``: options of LoRA adapters as text. ``objective``: ``train`` or ``infer``. ``values``:
     whether tensors have values or are on the meta device. ``devices``: number of devices, from which the default number
     of samples follows. ``plan``: an existing plan of the model; sizes that are not given are those of its batch.
+    ``tokens``: length of a sample of tokens if ``seq`` is not given; without effect on samples of other kinds.
     """
 
     seq: int | None = None
@@ -182,6 +185,7 @@ class SampleOptions:
     values: bool = False
     devices: int = 64
     plan: Plan | None = None
+    tokens: int | None = None
 
     def load(self, source: str) -> TargetModel:
         """Return the model of a Hugging Face configuration with inputs for it. ``source``: path or name of the
@@ -194,16 +198,40 @@ class SampleOptions:
             batch = batch or plan.global_batch or None
             shapes = [] if plan.written is None else [i.shape for i in plan.written.inputs if len(i.shape) == 2]
             seq = seq or (shapes[0][1] if shapes else None)
-        found = load_pretrained(
-            source,
-            seq=seq,
-            batch=choose_samples(self.devices) if batch is None else batch,
-            task=self.task,  # type: ignore[arg-type]  # load_pretrained says what it may be
-            lora=self.lora,
-            objective=self.objective if plan is None else plan.objective,  # type: ignore[arg-type]
-            values=self.values,
-        )
+
+        def load(length: int | None) -> PretrainedModel:
+            return load_pretrained(
+                source,
+                seq=length,
+                batch=choose_samples(self.devices) if batch is None else batch,
+                task=self.task,  # type: ignore[arg-type]  # load_pretrained says what it may be
+                lora=self.lora,
+                objective=self.objective if plan is None else plan.objective,  # type: ignore[arg-type]
+                values=self.values,
+            )
+
+        found = load(seq)
+        ids = found.inputs.get("input_ids")
+        if seq is None and self.tokens is not None and ids is not None and ids.shape[1] != self.tokens:
+            found = load(self.tokens)
         return TargetModel(found.model, found.inputs, pretrained=found)
+
+
+def announce_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:
+    """Return the model that ``text`` names, as :func:`load_target` does. For the model of a configuration, print its
+    class, its task, why it has these, and the shapes of its inputs.
+    """
+    with show_spinner(f"Loading {text}"):
+        target = load_target(text, meta=meta, asked=asked)
+    if (found := target.pretrained) is not None:
+        console = build_output_console()
+        sizes = [(name, getattr(value, "shape", None)) for name, value in found.inputs.items()]
+        inputs = ", ".join(name if size is None else f"{name} {'×'.join(map(str, size))}" for name, size in sizes)
+        console.print(
+            Text.assemble(("model: ", "dim"), f"{target.name}, task {found.task} ({found.why})"), soft_wrap=True
+        )
+        console.print(Text.assemble(("inputs: ", "dim"), inputs), soft_wrap=True)
+    return target
 
 
 def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:

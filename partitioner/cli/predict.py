@@ -20,8 +20,8 @@ from partitioner.cli.options import (
     SampleOptions,
     Seq,
     TaskName,
+    announce_target,
     format_examples,
-    load_target,
 )
 from partitioner.option_text import read_options
 from partitioner.user_function import TargetError
@@ -122,9 +122,9 @@ def predict(
     layout = layout.replace(**changes)
     where = Topology.parse(topology)
     layout.at(where.num_devices)  # what contradicts is told before the model is loaded
-    with show_spinner(f"Loading {function}"):
-        sample = SampleOptions(seq, layout.global_batch, task, lora, devices=where.num_devices)
-        target = load_target(function, meta=meta, asked=sample)
+    length = layout.seq_length
+    sample = SampleOptions(seq, layout.global_batch, task, lora, devices=where.num_devices, tokens=length)
+    target = announce_target(function, meta=meta, asked=sample)
     from partitioner import predict_layout
     from partitioner.interop.predict import prediction_parts
 

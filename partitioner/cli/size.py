@@ -25,8 +25,8 @@ from partitioner.cli.options import (
     SampleOptions,
     Seq,
     TaskName,
+    announce_target,
     format_examples,
-    load_target,
 )
 from partitioner.user_function import TargetError
 
@@ -84,8 +84,7 @@ def size(
     sizes = _parse_node_counts(nodes)
     pins = Constraints.parse(constraints or "")
     check_outputs(out, svg, html)
-    with show_spinner(f"Loading {function}"):
-        target = load_target(function, meta=meta, asked=SampleOptions(seq, global_batch, task, lora))
+    target = announce_target(function, meta=meta, asked=SampleOptions(seq, global_batch, task, lora))
     with show_spinner(f"Planning {target.name} for {nodes} nodes of {machine}"):
         try:
             found = size_cluster(
@@ -193,9 +192,8 @@ def largest(
 
     pins = Constraints.parse(constraints or "")
     where = Topology.parse(topology)
-    with show_spinner(f"Loading {function}"):
-        sample = SampleOptions(seq, global_batch, task, lora, devices=where.num_devices)
-        target = load_target(function, meta=meta, asked=sample)
+    sample = SampleOptions(seq, global_batch, task, lora, devices=where.num_devices)
+    target = announce_target(function, meta=meta, asked=sample)
     with show_spinner(f"Planning {target.name} with larger and larger sizes"):
         found = largest_that_fits(
             target.model,
@@ -255,9 +253,8 @@ def fit(
     pins = Constraints.parse(constraints or "")
     count = None if tokens is None else parse_count(tokens)
     where = Topology.parse(topology)
-    with show_spinner(f"Loading {function}"):
-        sample = SampleOptions(seq, global_batch, task, lora, devices=where.num_devices)
-        target = load_target(function, meta=meta, asked=sample)
+    sample = SampleOptions(seq, global_batch, task, lora, devices=where.num_devices)
+    target = announce_target(function, meta=meta, asked=sample)
     with show_spinner(f"Planning {target.name} with larger and larger sizes"):
         found = check_fit(
             target.model,

@@ -81,6 +81,11 @@ def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collec
             Options(flat, where).reject_unknown(list_known_names("deepspeed") | {name})
             if name in ("zero_optimization", "bf16", "fp16", "tensor_parallel"):
                 raise Options(flat, where).wrong_value(name, "a section with options")
+    if isinstance(flat.get("zero_optimization"), bool):  # an old form: true is stage 1
+        flat["zero_optimization.stage"] = int(flat.pop("zero_optimization"))
+    for name in ("bf16", "bfloat16", "fp16"):
+        if isinstance(flat.get(name), bool):
+            raise Options(flat, where).wrong_value(name, 'a section such as {"enabled": true}')
     options = Options(flat, where, ignore=ignore)
     lax = {name for name in flat if name.startswith(tuple(f"{section}." for section in _LAX))}
     misspelt = lax - list_known_names("deepspeed")

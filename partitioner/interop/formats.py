@@ -92,6 +92,16 @@ FORMATS: dict[str, Format] = {
 }
 
 
+_SYNTAXES = frozenset((".py", ".toml", ".json", ".yaml", ".yml"))
+_ENDINGS = {
+    "megatron": (".sh", ".txt", ".yaml", ".yml"),
+    "torchtitan": (".py", ".toml"),
+    "deepspeed": (".json",),
+    "accelerate": (".yaml", ".yml"),
+    "transformers": (".json",),
+}
+
+
 @typed_errors("read_layout()")
 def read_layout(
     source: str | os.PathLike[str], format: str | None = None, *, ignore: Iterable[str] = ()
@@ -129,6 +139,18 @@ def find_format(name: str, others: Iterable[str] = ()) -> Format:
     return FORMATS[name]
 
 
+def _check_ending(format_name: str, path: Path) -> None:
+    """Raise :class:`LayoutError` if the ending of ``path`` is that of another syntax than the format ``format_name`` is
+    written in, such as ``.json`` for YAML. Other endings, and none, are accepted.
+    """
+    own = _ENDINGS[format_name]
+    if path.suffix.lower() in _SYNTAXES - {*own}:
+        raise LayoutError(
+            f"{path}: a configuration of {format_name} is not written as {path.suffix}; expected a file whose name "
+            f"ends in {' or '.join(own)}"
+        )
+
+
 def _load_source(source: str | os.PathLike[str]) -> _Source:
     """Return the text of a configuration with its origin. ``source``: a path, ``FILE.py:FUNCTION``, or a command line.
     Raise :class:`LayoutError` if a file cannot be read.
@@ -136,6 +158,8 @@ def _load_source(source: str | os.PathLike[str]) -> _Source:
     text = os.fspath(source)
     if not isinstance(text, str):
         raise LayoutError("expected the path of a configuration as text, got bytes")
+    if not text.strip():
+        raise LayoutError("the configuration is empty; expected the path of a file, or options such as --bf16")
     place, colon, function = text.rpartition(":")
     if colon and place.endswith(".py") and function.isidentifier():
         return _Source(read_text_file(Path(place)), Path(place), function)
@@ -154,6 +178,9 @@ def _detect_format(source: _Source) -> str:
         nested = parse_mapping(source.text, "json with comments", str(source.path))
         if {"parallelism", "training"} <= {*nested}:
             return "torchtitan"
+        for name, what in (("model_type", "the configuration of a model"), ("program", "a plan of this project")):
+            if name in nested and not {"fsdp", "tp_size"} & {*nested}:
+                raise LayoutError(f"{source.path} is {what}; expected a configuration of a training framework")
         keys = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
         return "deepspeed" if keys & {*nested} else "transformers"
     if source.ending in (".yaml", ".yml"):
@@ -173,9 +200,10 @@ def write_layout(layout: TrainingLayout, format: str, path: str | os.PathLike[st
 
     The ending of the file decides between several forms of a format: torchtitan ``.toml`` (up to version 0.2) or a
     Python module; Megatron ``.yaml`` (Megatron-Bridge) or a command line. Raise :class:`LayoutError` for an unknown
-    format.
+    format, and for the ending of another syntax, such as ``.json`` for YAML.
     """
-    target = Path(path)
-    text, missing = find_format(format).write(layout, target)
+    target, writer = Path(path), find_format(format)
+    _check_ending(format, target)
+    text, missing = writer.write(layout, target)
     write_text(target, text)
     return missing

@@ -220,7 +220,7 @@ class Options:
         text = str(value).lower() if isinstance(value, str | int) else ""
         if text not in folded:
             meant = format_suggestion(text, [*choices]) if text else ""
-            raise self.wrong_value(option, f"{meant}one of {', '.join(choices)}")
+            raise self.wrong_value(option, f"one of {', '.join(choices)}", meant)
         return folded[text]
 
     def take_text(self, option: str, default: Any = None) -> Any:
@@ -232,13 +232,15 @@ class Options:
             raise self.wrong_value(option, "text")
         return value
 
-    def wrong_value(self, option: str, expected: str) -> OptionValueError:
+    def wrong_value(self, option: str, expected: str, meant: str = "") -> OptionValueError:
         """Return the error that says that ``option`` has a wrong value. ``expected``: a description of the right
-        values.
+        values. ``meant``: a question with a blank after it, such as "did you mean full? ".
         """
         got = repr(self.given.get(option))
         got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
-        return OptionValueError(f"{self.where}: {self.name(option)}: expected {expected}, got {got}; correct the value")
+        return OptionValueError(
+            f"{self.where}: {self.name(option)}: {meant}expected {expected}, got {got}; correct the value"
+        )
 
     def note(self, option: str, reason: str) -> None:
         """Record that ``option`` has no effect or cannot be expressed, if the configuration gives it. ``reason``: a

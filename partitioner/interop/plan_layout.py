@@ -38,7 +38,6 @@ def describe_plan_layout(plan: Plan) -> tuple[TrainingLayout, tuple[UnusedOption
         if getattr(plan.constraints, name):
             missing.append(_lose(name, getattr(plan.constraints, name), "is a property of this project's runtime"))
     context = Counter(way.algorithm for way in plan.context for _ in range(way.calls)).most_common(1)
-    limits = plan.certificate.limits
     sharded = bool(chosen.zero)
     layout = TrainingLayout(
         framework="partitioner",
@@ -60,7 +59,7 @@ def describe_plan_layout(plan: Plan) -> tuple[TrainingLayout, tuple[UnusedOption
         offload=tuple(kind for kind in _FORMAT_OFFLOADS if kind in plan.offload),
         precision=_find_precision(plan, missing),
         optimizer=plan.optimizer,
-        seq_length=limits.length if limits is not None and limits.length else None,
+        seq_length=plan.tokens_per_sample or None,
         profile=plan.profile,
     )  # fmt: skip
     return layout, tuple(missing)

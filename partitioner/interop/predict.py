@@ -28,6 +28,20 @@ from partitioner.units import bytes_text, format_percent, format_plain_text, for
 _GROWTH = (4.0, 32.0, 1024.0)  # times the memory, on which a layout that does not fit is priced
 _SMALL = 0.05  # of the memory: what is left is little
 
+# Option that describes a model -> the fields of a configuration of transformers with the same meaning.
+_MODEL_FIELDS: dict[str, tuple[str, ...]] = {
+    "num-layers": ("num_hidden_layers",),
+    "hidden-size": ("hidden_size",),
+    "ffn-hidden-size": ("intermediate_size",),
+    "num-attention-heads": ("num_attention_heads",),
+    "num-query-groups": ("num_key_value_heads",),
+    "kv-channels": ("head_dim",),
+    "num-experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "num-moe-experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "moe-router-topk": ("num_experts_per_tok",),
+    "moe-ffn-hidden-size": ("moe_intermediate_size",),
+}
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -96,12 +110,13 @@ def predict_layout(
     given: dict[str, Any] = {"global_batch": placed.global_batch, "loss": loss, "precision": placed.precision}
     given |= {"optimizer": placed.optimizer or "adamw", "time_limit_s": time_limit_s}
     plan, missing = _price_layout(placed, model, topology, inputs, (pins, given, notes))
-    limits = plan.certificate.limits
-    if placed.seq_length and limits is not None and limits.length not in (0, placed.seq_length):
+    length = plan.tokens_per_sample
+    if placed.seq_length and length not in (0, placed.seq_length):
         notes.append(
-            f"The configuration has samples of {placed.seq_length} tokens, the inputs have {limits.length}: the "
+            f"The configuration has samples of {placed.seq_length} tokens, the inputs have {length}: the "
             "inputs count. Make inputs of that length to predict the configuration."
         )
+    notes += _note_other_model(placed, model)
     ours = None
     if compare:
         try:
@@ -184,6 +199,28 @@ def _add_cuts(layout: TrainingLayout, model: nn.Module, notes: list[str]) -> Con
         update["virtual_stages"] = chunks
         update["schedule"] = "1f1b" if chunks == 1 and layout.schedule == "interleaved" else layout.schedule
     return Constraints(**(pins.given | update))
+
+
+def _note_other_model(layout: TrainingLayout, model: nn.Module) -> list[str]:
+    """Return a sentence for each option of the configuration that describes another model than ``model``: another
+    number of layers, or another size than that in the configuration of a model of transformers.
+    """
+    config = getattr(unwrap_model(model)[0], "config", None)
+    notes = []
+    for option in layout.unused:
+        name = option.option.lstrip("-").rpartition(".")[2].replace("_", "-")
+        if name not in _MODEL_FIELDS or not option.value.isdecimal():
+            continue
+        known = {value for field in _MODEL_FIELDS[name] if isinstance(value := getattr(config, field, None), int)}
+        if name == "num-layers":
+            known |= {len(paths) for paths in _list_layers(model)}
+        if known and int(option.value) not in known:
+            have = " or ".join(f"{number:,}" for number in sorted(known))
+            notes.append(
+                f"The configuration is of another model: {option.option} is {int(option.value):,}, and the given model "
+                f"has {have}. The prediction is for the given model."
+            )
+    return notes
 
 
 def _list_layers(model: nn.Module) -> list[list[str]]:

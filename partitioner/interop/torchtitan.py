@@ -132,10 +132,9 @@ def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[st
             options.note(name, "is not known without running the module")
             options.given[name] = None
     take, flag = options.take_number, options.take_flag
-    pp, tp = take("parallelism.pipeline_parallel_degree", 1), take("parallelism.tensor_parallel_degree", 1)
-    pp = take("experimental.pipeline_parallel_degree", pp)
-    tp = take("training.tensor_parallel_degree", tp)
-    cp = take("parallelism.context_parallel_degree", take("experimental.context_parallel_degree", 1))
+    pp = _take_renamed(options, "parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree", 1)
+    tp = _take_renamed(options, "parallelism.tensor_parallel_degree", "training.tensor_parallel_degree", 1)
+    cp = _take_renamed(options, "parallelism.context_parallel_degree", "experimental.context_parallel_degree", 1)
     ep, etp = take("parallelism.expert_parallel_degree", 1), take("parallelism.expert_tensor_parallel_degree")
     graphs = new and not flag("training.disable_cuda_graphs")
     if graphs and pp > 1:
@@ -200,11 +199,24 @@ def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
     return found
 
 
+def _take_renamed(options: Options, name: str, older: str, default: int) -> int:
+    """Return the value of the option ``name``, or of ``older``, its name in older versions; ``default`` without both.
+    ``options``: the options of the configuration. Raise :class:`ContradictionError` if both are given, and differ.
+    """
+    value, former = options.take_number(name), options.take_number(older)
+    if None not in (value, former) and value != former:
+        raise ContradictionError(
+            f"torchtitan: {name}={value}, but {older}={former}, which is its name in older versions; expected one of "
+            "them"
+        )
+    return int(next((number for number in (value, former) if number is not None), default))
+
+
 def _read_batch(options: Options, pp: int) -> dict[str, Any]:
     """Return microbatch size and either the number of microbatches or the global batch, as fields of a training layout
     (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of the configuration.
     """
-    local = options.take_number("training.local_batch_size", options.take_number("training.batch_size", 8))
+    local = _take_renamed(options, "training.local_batch_size", "training.batch_size", 8)
     batch = options.take_number("training.global_batch_size", -1, least=-1)
     size = options.take_number("parallelism.pipeline_parallel_microbatch_size", 1)
     if pp > 1 and local % size:
@@ -380,7 +392,9 @@ def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[
         _add_stages(layout, parallelism, leave_out)
     unit = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     training["seq_len"] = -(-(layout.seq_length or _SAMPLE) // unit) * unit
-    if training["seq_len"] != layout.seq_length:
+    if layout.seq_length is None:
+        leave_out("seq_length", f"the plan has no samples of tokens; {training['seq_len']} is written")
+    elif training["seq_len"] != layout.seq_length:
         leave_out("seq_length", f"a multiple of tp x 2 cp = {unit} is needed; {training['seq_len']} is written")
     if layout.offload and {*layout.offload} != {*_BOTH}:
         leave_out("offload", "parameters and states of the optimizer are offloaded together, or nothing")

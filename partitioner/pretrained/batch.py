@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any, Literal
@@ -31,6 +31,7 @@ _TEXT = 64  # tokens of a transcript that is scored position by position
 _MOST_TRIALS = 40
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _MELS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size", "input_dim")
+_KINDS = {"images": ("pixel_values",), "audio": ("input_features", "input_values", "audio_values", "input_audio")}
 _FRAMES = ("max_source_positions", "max_length")
 
 
@@ -198,6 +199,17 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
 def reads_images(model: nn.Module) -> bool:
     """Return whether ``model`` reads text with images."""
     return {"input_ids", "pixel_values"} <= inspect.signature(model.forward).parameters.keys()
+
+
+def list_left_out(model: nn.Module, inputs: Collection[str]) -> list[str]:
+    """Return the kinds of input, ``images`` and ``audio``, that ``model`` reads with text, and that ``inputs``, the
+    names of a batch's inputs, do not have.
+    """
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" not in inputs:
+        return []
+    read = {kind: [name for name in names if name.startswith(starts)] for kind, starts in _KINDS.items()}
+    return [kind for kind, found in read.items() if found and not any(name in inputs for name in found)]
 
 
 def _list_pairs(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,9 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Fields that choose kernels or wrappers. Some of them make transformers load code, and none changes what is computed.
 _IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 _REMOTE = ("auto_map", "trust_remote_code")
+# Fields without which a model has the size that its type has by default.
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 # Words in the name of a field -> its largest value: above it, building the model would take all memory.
 _LIMITS = (
     (re.compile(r"(layers?|depths?|num_blocks|experts|stages)$"), 10_000),
@@ -189,7 +193,7 @@ def _parse_configuration(
     notes = []
     if data.get("quantization_config") is not None:
         notes.append("The model is planned without the quantisation of its configuration.")
-    data = _leave_out(data, (*_IMPLEMENTATIONS, "quantization_config"))
+    data = _decode_floats(_leave_out(data, (*_IMPLEMENTATIONS, "quantization_config")))
     try:
         with quiet_transformers():
             config = transformers.CONFIG_MAPPING[kind].from_dict(data)
@@ -197,9 +201,58 @@ def _parse_configuration(
                 _complete(part)
     except Exception as error:
         raise build_error(error, f"{source}: transformers does not accept the configuration of a {kind}") from None
-    named = data.get("architectures")
-    architectures = tuple(n for n in named if isinstance(n, str)) if isinstance(named, list) else ()
-    return Configuration(config, source, folder, architectures, preprocessor, tuple(notes))
+    notes += _note_defaults(data, config)
+    return Configuration(config, source, folder, _read_architectures(data, source), preprocessor, tuple(notes))
+
+
+def _note_defaults(data: Mapping[str, Any], config: Any) -> list[str]:
+    """Return sentences for the user on sizes that ``data``, the content of a configuration file, leaves to the defaults
+    of the type, and on fields of it that look like misspelt ones. ``config``: the configuration that was made of it.
+    """
+    notes = []
+    inner = import_transformers().PreTrainedConfig
+    parts = [(config, data)]
+    sections = {name: value for name, value in vars(config).items() if isinstance(value, inner)}
+    for name, value in sections.items():
+        if isinstance(given := data.get(name), Mapping):
+            parts.append((value, given))
+    if left_out := [name for name in sections if not data.get(name)]:
+        notes.append(f"The configuration has no {', '.join(left_out)}: the sizes there are the defaults of the type.")
+    for part, given in parts:
+        kind, other = part.model_type, dict(part.attribute_map or {})
+        missing = [
+            f"{other.get(name, name)}={value:,}"
+            for name in (_SIZES if part is not config or not sections else ())  # those beside sections have no effect
+            if isinstance(value := vars(part).get(other.get(name, name)), int)
+            and not {name, other.get(name, name)} & given.keys()
+        ]
+        if missing:
+            notes.append(
+                f"The configuration leaves sizes of the {kind} model to the defaults of the type: {', '.join(missing)}."
+            )
+        fields = getattr(type(part), "__dataclass_fields__", {}).keys() | {*other} | {*other.values()}
+        absent = sorted(field for field in fields - given.keys() if not field.startswith("_"))
+        for name in sorted(given.keys() - fields - {*dir(type(part))}):
+            close = [] if name.endswith("token_id") else get_close_matches(name, absent, 1, 0.85)
+            if close:
+                notes.append(
+                    f"The configuration has a field {name}, which the type {kind} does not have; {close[0]} is meant?"
+                )
+    return notes
+
+
+def _read_architectures(data: Mapping[str, Any], source: str) -> tuple[str, ...]:
+    """Return the class names in the field ``architectures`` of ``data``, the content of a configuration file; empty if
+    it has none. ``source``: its path or name, for the message. Raise :class:`PretrainedError` if they are no list of
+    names.
+    """
+    named = data.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise PretrainedError(
+            f"{source}: architectures is {str(named)[:80]!r}; expected a list of class names of transformers, such as "
+            '["LlamaForCausalLM"]'
+        )
+    return tuple(named)
 
 
 def _complete(config: Any) -> None:
@@ -252,6 +305,17 @@ def _leave_out(data: Any, names: tuple[str, ...]) -> Any:
     if isinstance(data, dict):
         return {key: _leave_out(value, names) for key, value in data.items() if key not in names}
     return [_leave_out(value, names) for value in data] if isinstance(data, list) else data
+
+
+def _decode_floats(data: Any) -> Any:
+    """Return a copy of ``data``, parsed JSON, with numbers in place of objects such as ``{"__float__": "Infinity"}``,
+    as which transformers writes the numbers that JSON does not have.
+    """
+    if isinstance(data, dict):
+        if {*data} == {"__float__"} and (value := _FLOATS.get(str(data["__float__"]))) is not None:
+            return value
+        return {key: _decode_floats(value) for key, value in data.items()}
+    return [_decode_floats(value) for value in data] if isinstance(data, list) else data
 
 
 def list_parts(config: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from partitioner.passes.errors import PartitionError
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
 from partitioner.pretrained.adapters import Lora, add_adapters
-from partitioner.pretrained.batch import BatchRequest, Labels, choose_batch, longest_sample, make_batch, reads_images
+from partitioner.pretrained.batch import BatchRequest, Labels, choose_batch, list_left_out, longest_sample, make_batch
 from partitioner.pretrained.configuration import (
     Configuration,
     PretrainedError,
@@ -67,6 +67,7 @@ class PretrainedModel:
         longest: the longest sample in tokens, from the number of positions of the model; ``None`` if it has no limit,
             or if samples are no sequences of tokens.
         notes: sentences for the user about what was left out or chosen.
+        why: why the model has this class and task: a clause for the user.
     """
 
     model: nn.Module = field(repr=False)
@@ -75,6 +76,7 @@ class PretrainedModel:
     weights: Path | None = None
     longest: int | None = None
     notes: tuple[str, ...] = ()
+    why: str = ""
 
     def describe(self, plan: Plan) -> Plan:
         """Return a copy of ``plan``, a plan of this model, with the model's notes added, and with the path of
@@ -101,21 +103,23 @@ def load_pretrained(
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of the batch.
-        task: what the model is trained for; ``None``: as the configuration's ``architectures`` say, else as its type is
-            usually trained.
+        task: what the model is trained for; ``None``: as the class in the configuration's ``architectures``, else as
+            follows from its type, ``is_encoder_decoder`` and ``is_decoder``.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         objective: ``train``: the batch has labels; ``infer``: it has none.
         values: give the model real weights: those of the safetensors files beside ``config.json`` if there are any,
             else random ones. Without, the model is on the meta device and needs no memory.
 
-    Raises :class:`PretrainedError`, or one of its subclasses, for a configuration or option that cannot be used.
+    Raises :class:`PretrainedError`, or one of its subclasses, for a configuration or option that cannot be used, and if
+    neither ``task`` nor the configuration says which of several tasks the model is for.
     """
     for name, number in (("seq", seq), ("batch", batch)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise PretrainedError(f"{name} must be a whole number, 1 or more; got {number!r}")
     adapters = None if lora is None else Lora.parse(lora)
     found = read_configuration(source)
-    name, labels, chosen, notes = _choose_class(found, task)
+    choice = _choose_class(found, task)
+    name, labels, notes = choice.name, choice.labels, choice.notes
     model = _build_model(found, name)
     if adapters is not None:
         add_adapters(model, adapters)
@@ -135,13 +139,17 @@ def load_pretrained(
     inputs = make_batch(specs, "cpu" if values else "meta")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inputs = {n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in inputs.items()}
-    if labels == "tokens" and reads_images(model) and "pixel_values" not in specs:
-        notes = (*notes, "The plan is for text alone: images of this model have no fixed shape. Give FILE.py:FUNCTION.")
+    if left_out := list_left_out(model, specs):
+        notes = (
+            *notes,
+            f"The batch has no {' and no '.join(left_out)}, which the model reads with text: the configuration does "
+            "not say the shape. For a plan with all inputs, give FILE.py:FUNCTION.",
+        )
     longest = longest_sample(found.config) if labels == "tokens" else None
     weights = found.weights if adapters is None else None
     if adapters is not None and found.weights is not None:
         notes = (*notes, f"{found.weights} has no weights of the adapters: give the ranks those of a loaded model.")
-    return PretrainedModel(model, inputs, chosen, weights, longest, (*found.notes, *notes))
+    return PretrainedModel(model, inputs, choice.task, weights, longest, (*found.notes, *notes), choice.why)
 
 
 def partition_pretrained(
@@ -165,8 +173,8 @@ def partition_pretrained(
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of a step; ``None``: eight for each device.
-        task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or ``contrastive``; ``None``: as the
-            configuration says.
+        task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or ``contrastive``; ``None``: as for
+            :func:`load_pretrained`.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``.
         more: further arguments of :func:`partitioner.partition`.
 
@@ -187,17 +195,43 @@ def choose_samples(devices: int) -> int:
 # --- the class of the model -------------------------------------------------------------------------------------------
 
 
-def _choose_class(found: Configuration, asked: str | None) -> tuple[str, Labels, str, tuple[str, ...]]:
-    """Return four values: the name of the model's class in transformers, the kind of its labels (such as ``tokens``),
-    its task (such as ``causal``), and sentences for the user about the choice. ``found``: the model's configuration,
-    with the class names that its file has. ``asked``: the task that the user chose; ``None``: that of the class which
-    the configuration names, or else the usual one."""
+@dataclass(frozen=True)
+class ModelChoice:
+    """The class that was chosen for a configuration.
+
+    Attributes:
+        name: name of the class in transformers.
+        labels: kind of its labels, such as ``tokens``.
+        task: what it is trained for, such as ``causal``.
+        why: why it was chosen: a clause for the user.
+        notes: sentences for the user about a choice that the configuration leaves open.
+    """
+
+    name: str
+    labels: Labels
+    task: str
+    why: str
+    notes: tuple[str, ...] = ()
+
+
+def _choose_class(found: Configuration, asked: str | None) -> ModelChoice:
+    """Return the class of the model for the configuration ``found``. ``asked``: the task that the user chose; ``None``:
+    that of the class which the configuration names, or else the one that follows from the type of the model.
+
+    Raise :class:`PretrainedError` if there is no class for the task, or if no task was chosen and several are possible.
+    """
     if asked is not None and asked not in _TASKS:
         raise PretrainedError(f"there is no task {asked!r}; expected one of {', '.join(_TASKS)}")
     every = _list_classes(found.config)
+    stated = found.architectures[0] if found.architectures else None
     named = [each for each in every if each[0] in found.architectures and asked in (None, each[2])]
     if named:
-        return *named[0], ()
+        name, labels, task = named[0]
+        others = [each[2] for each in named[1:] if each[2] != task]
+        if others and asked is None:
+            task = _follow_type(found, named)[0][2]
+            labels = next(each[1] for each in named if each[2] == task)
+        return ModelChoice(name, labels, task, "as architectures says", _note_attention(found, name, task, every))
     of_task = [each for each in every if each[2] == (asked or each[2])]
     if not of_task:
         have = ", ".join(dict.fromkeys(task for _, _, task in every)) or "none"
@@ -206,14 +240,75 @@ def _choose_class(found: Configuration, asked: str | None) -> tuple[str, Labels,
             f"{found.source}: transformers has no {found.config.model_type} model {what} (it has: {have}); give "
             "another --task, or FILE.py:FUNCTION"
         )
-    chosen = of_task[0]
-    notes: tuple[str, ...] = ()
-    if asked is None and found.architectures:
-        notes = (
-            f"The configuration names {found.architectures[0]}, whose task is not known here: the plan is for "
-            f"{chosen[0]} (task {chosen[2]}).",
-        )
-    return *chosen, notes
+    if asked is not None:
+        name, labels, task = of_task[0]
+        notes = (*_note_other_classes(of_task), *_note_attention(found, name, task, every))
+        return ModelChoice(name, labels, task, "as the task says", notes)
+    (name, labels, task), why = _follow_type(found, of_task)
+    if stated:
+        why = f"architectures names {stated}, whose task is not known here; {why}"
+    about = "" if stated else "The configuration has no architectures. "
+    note = f"{about}The plan is for {name} (task {task}): {why}."
+    same = [each for each in of_task if each[2] == task]
+    return ModelChoice(name, labels, task, why, (note, *_note_other_classes(same)))
+
+
+def _follow_type(found: Configuration, every: list[tuple[str, Labels, str]]) -> tuple[tuple[str, Labels, str], str]:
+    """Return that one of ``every``, classes with labels and task, which follows from the type of the model, and why as
+    a clause. ``found``: the configuration. Raise :class:`PretrainedError`, with the tasks to choose from, if none does.
+    """
+    from transformers.models.auto import modeling_auto
+
+    config, kind = found.config, found.config.model_type
+    tasks = list(dict.fromkeys(task for _, _, task in every))
+    if len(tasks) == 1:
+        return every[0], f"{tasks[0]} is the only task that is known here for the type {kind}"
+    if getattr(config, "is_encoder_decoder", False):
+        whole = [each for each in every if each[2] == "seq2seq" or each[1] == "text"]
+        if len({each[0] for each in whole}) == 1:
+            return whole[0], "is_encoder_decoder is true"
+    elif {*tasks} == {"masked", "causal"}:
+        decodes = bool(getattr(config, "is_decoder", False))
+        task = "causal" if decodes else "masked"
+        return next(each for each in every if each[2] == task), f"is_decoder is {'' if decodes else 'not '}true"
+    if len({name for name, _, _ in every}) == 1:
+        return every[0], f"{every[0][0]} is the only class of the type {kind}"
+    whole = [each for each in every if each[1] != "class"]  # all others put a classifier on a part of the model
+    base = modeling_auto.MODEL_MAPPING_NAMES.get(kind)
+    if len(whole) == 1 and whole[0][0] == base:
+        return whole[0], f"{base} is the class of the type {kind}, and the others are classifiers on a part of it"
+    choices = ", ".join(f"{task} ({', '.join(dict.fromkeys(n for n, _, t in every if t == task))})" for task in tasks)
+    raise PretrainedError(
+        f"{found.source} does not say what the {kind} model is trained for: transformers has classes for {choices}; "
+        f"give --task {' or --task '.join(tasks)} (task= in Python), or name the class in the field architectures"
+    )
+
+
+def _note_other_classes(same: Sequence[tuple[str, Labels, str]]) -> tuple[str, ...]:
+    """Return a sentence on the classes of one task that were not chosen, if there are any. ``same``: all classes of the
+    task, the chosen one first."""
+    others = [name for name in dict.fromkeys(name for name, _, _ in same) if name != same[0][0]]
+    if not others:
+        return ()
+    return (
+        f"For the task {same[0][2]}, transformers has {', '.join(others)}, too: to plan for such a class, name it in "
+        "the field architectures of the configuration.",
+    )
+
+
+def _note_attention(
+    found: Configuration, name: str, task: str, every: Sequence[tuple[str, Labels, str]]
+) -> tuple[str, ...]:
+    """Return a sentence if the class ``name`` is to predict the next token, but attends to it. ``found``: the
+    configuration. ``task``: the task of the class. ``every``: all classes of the type."""
+    config = found.config
+    encodes = "masked" in {each[2] for each in every} and not getattr(config, "is_encoder_decoder", False)
+    if task != "causal" or not encodes or getattr(config, "is_decoder", None) is not False:
+        return ()
+    return (
+        f"is_decoder is false in the configuration: {name} attends to later tokens, too. To train it for the next "
+        "token, set is_decoder to true.",
+    )
 
 
 def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:

@@ -672,14 +672,17 @@ class _OptimizerMirror:
         return made
 
     def _copy_object(self, value: Any) -> Any:
-        """Return a copy of ``value`` whose attributes are copied, too. Objects of torch become placeholders that refuse
-        any use.
+        """Return a copy of ``value`` whose attributes are copied, too. Objects of torch, and those of classes that give
+        no empty object, such as a ``weakref.proxy``, become placeholders that refuse any use.
         """
         if type(value).__module__.startswith("torch") or not hasattr(value, "__dict__"):
             with contextlib.suppress(Exception):
                 return copy.deepcopy(value) if not hasattr(value, "__dict__") else _Withheld(type(value).__name__)
             return _Withheld(type(value).__name__)
-        made = object.__new__(type(value))
+        try:
+            made = object.__new__(type(value))
+        except TypeError:
+            return _Withheld(value.__class__.__name__)  # of a proxy, the class of the object behind it
         self._made[id(value)] = made
         for name, item in vars(value).items():
             made.__dict__[name] = self.copy_value(item)

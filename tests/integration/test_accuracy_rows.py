@@ -97,4 +97,12 @@ def test_a_published_run_is_predicted_equally_from_its_command_line(changes: dic
     assert found.why == ""
     assert found.by_configuration == pytest.approx(found.by_row, rel=1e-6)
     (family, everything) = predict_accuracy.summarize([found])
+    page = f"before\n{predict_accuracy._BEGIN}\nold\n{predict_accuracy._END}\nafter\n"
+    written = predict_accuracy.insert_table(page, [family, everything], {"no layers": 2})
+    error = f"{100 * family['error_by_row']:.1f} %"
+    assert f"| {SC21['family']} | 1 of 1 | {error} | {error} | 1 |" in written.splitlines()
+    assert "- Without a prediction: 2 runs, no layers." in written.splitlines()
+    assert written.startswith("before\n") and written.endswith("after\n") and "old" not in written
+    with pytest.raises(SystemExit, match="the page has no lines"):
+        predict_accuracy.insert_table("before\nafter\n", [family], {})
     assert everything["equal"] == 1 and family["error_by_row"] == pytest.approx(family["error_by_configuration"])

@@ -39,6 +39,8 @@ from partitioner import (
 )
 from partitioner.plans.verify import TOLERANCE, compare
 from partitioner.pretrained.adapters import AdaptedLinear
+from partitioner.pretrained.configuration import Configuration, read_configuration
+from partitioner.pretrained.load import _choose_class, _list_classes
 from tests.helpers.command_line import invoke
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -103,6 +105,139 @@ def test_the_class_is_that_of_the_architectures_or_of_the_task(tmp_path: Path) -
     assert "BertForTokenClassification" in note and "BertForMaskedLM" in note
 
 
+# Type of a configuration without architectures -> class and task that follow, or the tasks that an error names. clip to
+# metaclip_2 are pairs of encoders, blip and blip-2 both pairs and captioners, seamless_m4t reads text or speech.
+FOLLOWS = {
+    "clip": ("CLIPModel", "contrastive"),
+    "siglip": ("SiglipModel", "contrastive"),
+    "metaclip_2": ("MetaClip2Model", "contrastive"),
+    "altclip": ("AltCLIPModel", "contrastive"),
+    "bart": ("BartForConditionalGeneration", "seq2seq"),
+    "whisper": ("WhisperForConditionalGeneration", "audio"),
+    "roberta": ("RobertaForMaskedLM", "masked"),
+    "xlm": ("XLMWithLMHeadModel", "masked"),
+    "voxtral": ("VoxtralForConditionalGeneration", "seq2seq"),
+    "llama": ("LlamaForCausalLM", "causal"),
+}
+OPEN = {
+    "blip": ("causal", "contrastive"),
+    "blip-2": ("causal", "contrastive"),
+    "perceiver": ("masked", "image"),
+    "shieldgemma2": ("causal", "image"),
+    "seamless_m4t": ("seq2seq", "audio"),
+}
+
+
+@pytest.mark.parametrize(("model_type", "chosen"), FOLLOWS.items(), ids=FOLLOWS)
+def test_without_architectures_the_task_follows_from_the_type_and_is_said(
+    tmp_path: Path, model_type: str, chosen: tuple[str, str]
+) -> None:
+    found = load_pretrained(write_config(tmp_path, model_type, architectures=None), batch=2)
+    assert (type(found.model).__name__, found.task) == chosen
+    assert found.notes[0].startswith(
+        f"The configuration has no architectures. The plan is for {chosen[0]} (task {chosen[1]}): {found.why}"
+    )
+
+
+@pytest.mark.parametrize(("model_type", "tasks"), OPEN.items(), ids=OPEN)
+def test_a_type_with_several_tasks_asks_for_one(tmp_path: Path, model_type: str, tasks: tuple[str, ...]) -> None:
+    config = write_config(tmp_path, model_type, architectures=None)
+    with pytest.raises(PretrainedError) as error:
+        load_pretrained(config, batch=2)
+    assert f"give --task {' or --task '.join(tasks)} (task= in Python)" in str(error.value)
+    assert "or name the class in the field architectures" in str(error.value)
+    assert load_pretrained(config, task=tasks[0], batch=2).task == tasks[0]  # type: ignore[arg-type]
+
+
+def test_every_type_of_transformers_has_one_task_or_an_error_that_names_the_choices() -> None:
+    """Of all types that have classes for several tasks, none is decided by the order of a table."""
+    several = 0
+    for model_type in transformers.CONFIG_MAPPING:
+        try:
+            config = transformers.CONFIG_MAPPING[model_type]()
+        except Exception:  # a type without default fields
+            continue
+        every = _list_classes(config)
+        tasks = {task for _, _, task in every}
+        if len(tasks) < 2:
+            continue
+        several += 1
+        found = Configuration(config, "config.json", None, (), {}, ())
+        choice, refused = None, ""
+        try:
+            choice = _choose_class(found, None)
+        except PretrainedError as error:
+            refused = str(error)
+        if choice is None:
+            assert all(f"--task {task}" in refused for task in tasks), model_type
+            continue
+        said = ("is_encoder_decoder is true", "is_decoder is ", "is the only class", "is the class of the type")
+        assert any(words in choice.why for words in said), (model_type, choice.why)
+        assert choice.labels != "class", model_type  # a classifier on a part of the model
+    assert several > 40
+
+
+def test_architectures_in_a_class_of_several_tasks_are_as_the_type_says(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "bart", architectures=["BartForConditionalGeneration"])
+    found = load_pretrained(config, batch=2)
+    assert (found.task, found.why, found.notes) == ("seq2seq", "as architectures says", ())
+    write_config(tmp_path, "clip", architectures=["CLIPForImageClassification"])
+    assert load_pretrained(tmp_path, batch=2).task == "image"
+
+
+def test_architectures_that_are_no_list_are_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "llama", architectures="LlamaForCausalLM")
+    with pytest.raises(PretrainedError, match=r"architectures is 'LlamaForCausalLM'; expected a list of class names"):
+        load_pretrained(config, batch=2)
+
+
+def test_other_classes_of_a_task_are_named(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "wav2vec2", architectures=None)
+    (_, note) = load_pretrained(config, batch=2).notes
+    assert note.startswith("For the task audio, transformers has Wav2Vec2ForCTC, too")
+    (note,) = load_pretrained(config, task="audio", batch=2).notes
+    assert "Wav2Vec2ForCTC" in note
+
+
+def test_an_encoder_that_is_to_predict_the_next_token_is_told(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "bert")
+    (note,) = load_pretrained(config, task="causal", batch=2).notes
+    assert "BertLMHeadModel attends to later tokens" in note and "set is_decoder to true" in note
+    assert load_pretrained(write_config(tmp_path, "bert", is_decoder=True), task="causal", batch=2).notes == ()
+
+
+def test_inputs_that_a_batch_leaves_out_are_told(tmp_path: Path) -> None:
+    found = load_pretrained(write_config(tmp_path, "voxtral"), task="audio", batch=2)
+    assert "input_features" not in found.inputs
+    assert any("The batch has no audio, which the model reads with text" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_commands_say_class_and_task_first(tmp_path: Path, command: str) -> None:
+    write_config(tmp_path, "clip", architectures=None)
+    result = invoke(command, tmp_path, "--topology", "local:1", "--batch", 2)
+    assert result.exit_code == 0, result.output
+    model, inputs, *_ = result.stdout.splitlines()
+    assert model.startswith("model: CLIPModel, task contrastive (CLIPModel is the class of the type clip")
+    assert inputs == "inputs: input_ids 2×64, pixel_values 2×3×64×64, return_loss"
+    write_config(tmp_path, "blip", architectures=None)
+    refused = invoke(command, tmp_path, "--topology", "local:1", "--batch", 2)
+    assert refused.exit_code == 2 and "--task causal or --task contrastive" in " ".join(refused.output.split())
+
+
+def test_predict_takes_the_length_of_samples_from_the_other_configuration(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "llama")
+    layout = "--micro-batch-size 1 --global-batch-size 4 --seq-length 32 --bf16"
+
+    def inputs(*more: Any) -> str:
+        result = invoke("predict", config, "--topology", "local:2", "--alone", "--megatron", layout, *more)
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()[1]
+
+    assert inputs() == "inputs: input_ids 4×32, labels 4×32"
+    assert inputs("--seq", 16) == "inputs: input_ids 4×16, labels 4×16"
+
+
 def test_inputs_have_the_sizes_of_the_fields(tmp_path: Path) -> None:
     shapes = {}
     for model_type, fields in {
@@ -132,6 +267,55 @@ def test_batches_of_inference_have_no_labels(tmp_path: Path) -> None:
     assert set(load_pretrained(write_config(tmp_path, "llama"), batch=2, objective="infer").inputs) == {"input_ids"}
     inputs = load_pretrained(write_config(tmp_path, "t5"), batch=2, objective="infer").inputs
     assert set(inputs) == {"input_ids", "decoder_input_ids"}
+
+
+def test_numbers_that_json_does_not_have_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    fields = dict(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=16, n_groups=2
+    )
+    config = transformers.Mamba2Config(**fields)
+    assert config.time_step_limit[1] == float("inf")
+    config.save_pretrained(tmp_path)
+    assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
+    read = load_pretrained(tmp_path, seq=16, batch=2).model.config
+    assert list(read.time_step_limit) == [0.0, float("inf")]
+
+
+def test_sizes_that_the_type_decides_and_misspelt_fields_are_told(tmp_path: Path) -> None:
+    def notes(**fields: Any) -> tuple[str, ...]:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **fields}))
+        return load_pretrained(tmp_path, seq=16, batch=2).notes
+
+    sizes = dict(model_type="gpt2", vocab_size=96, n_embd=32, n_layer=2, n_head=2)
+    assert notes(**sizes) == ()
+    assert notes(**sizes, torch_dtype="bfloat16", _name_or_path="x", my_own_field=3) == ()  # others' fields
+    missing, misspelt = notes(model_type="gpt2", vocab_size=96, n_embd=32, n_head=2, n_layers=2)
+    assert missing == ("The configuration leaves sizes of the gpt2 model to the defaults of the type: n_layer=12.")
+    assert misspelt == "The configuration has a field n_layers, which the type gpt2 does not have; n_layer is meant?"
+    tiny_config("clip").save_pretrained(tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    del data["text_config"]
+    data["vision_config"].pop("hidden_size")
+    (tmp_path / "config.json").write_text(json.dumps(data | {"architectures": ["CLIPModel"]}))
+    assert read_configuration(tmp_path).notes == (
+        "The configuration has no text_config: the sizes there are the defaults of the type.",
+        "The configuration leaves sizes of the clip_vision_model model to the defaults of the type: hidden_size=768.",
+    )
+
+
+def test_saved_configurations_of_all_types_are_complete(tmp_path: Path) -> None:
+    """What transformers saves leaves no size open, and has no misspelt field."""
+    checked = 0
+    for number, model_type in enumerate(sorted(transformers.CONFIG_MAPPING)):
+        if number % 8:
+            continue
+        try:
+            tiny_config(model_type).save_pretrained(tmp_path / model_type)
+        except Exception:  # a type without a small configuration
+            continue
+        checked += 1
+        assert read_configuration(tmp_path / model_type).notes == (), model_type
+    assert checked > 50
 
 
 def test_types_are_those_of_the_configuration(tmp_path: Path) -> None:
@@ -186,7 +370,7 @@ def test_commands_take_a_folder_in_place_of_a_function(saved: Path, tmp_path: Pa
     verified = invoke("verify", file, saved)
     assert verified.exit_code == 0 and "Equal:" in verified.stdout, verified.output
     trained = invoke("run", file, saved, "--steps", 2, "--lr", 0.01)
-    losses = [float(line.split()[-1]) for line in trained.stdout.splitlines()]
+    losses = [float(line.split()[-1]) for line in trained.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 2 and losses[1] < losses[0]
     why = invoke("explain", file, "--why-not", "tp=1,microbatch_size=2", "--model", saved)
     assert why.exit_code == 0, why.output
@@ -429,9 +613,18 @@ IMAGE_TEXTS: dict[str, dict[str, Any]] = {
 }
 
 
+IMAGE_TEXT_CLASSES = {
+    "clip": "CLIPModel",
+    "siglip": "SiglipModel",
+    "llava": "LlavaForConditionalGeneration",
+    "paligemma": "PaliGemmaForConditionalGeneration",
+    "blip": "BlipForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+}
+
+
 def write_image_text(folder: Path, model_type: str, **changes: Any) -> Path:
-    names = {"clip": "CLIPModel", "siglip": "SiglipModel"}
-    fields = IMAGE_TEXTS[model_type] | ({"architectures": [names[model_type]]} if model_type in names else {})
+    fields = IMAGE_TEXTS[model_type] | {"architectures": [IMAGE_TEXT_CLASSES[model_type]]}
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **fields, **changes}))
     return folder
 
@@ -457,7 +650,7 @@ def test_images_with_text_are_planned_from_a_configuration(tmp_path: Path, model
 def test_text_with_images_of_no_fixed_shape_is_planned_alone(tmp_path: Path) -> None:
     found = load_pretrained(write_image_text(tmp_path, "qwen2_vl"), seq=32, batch=4)
     assert {*found.inputs} == {"input_ids", "labels"}
-    assert any("The plan is for text alone" in note for note in found.notes)
+    assert any("The batch has no images" in note for note in found.notes)
 
 
 def test_a_text_needs_room_for_the_features_of_an_image(tmp_path: Path) -> None:

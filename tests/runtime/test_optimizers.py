@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -479,6 +480,47 @@ def test_what_cannot_be_tried_is_refused_unless_it_is_trusted():
     assert on_ranks(program_of_net(tp=2), trained(made, trust=True)) == [True, True]
     assert on_ranks(program_of_net(tp=2), trained(WHOLE["lamb"], trust=True)) == [True, True]
     assert on_ranks(program_of_net(dp=2), trained(made)) == [True, True]  # whole: nothing to try
+
+
+class Delegating:
+    """A wrapper as Lightning's: it has the class of the optimizer, its attributes are those of the optimizer, and its
+    step is that of an ``owner``, which it has behind a weak reference.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, owner: Any) -> None:
+        self.optimizer = optimizer
+        self.owner = weakref.proxy(owner)
+        self.__class__ = type("Delegating", (Delegating, type(optimizer)), {})  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.owner.step(self.optimizer)
+
+
+class Owner:
+    def step(self, optimizer: optim.Optimizer) -> Any:
+        return optimizer.step()
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_wrapper_that_has_its_owner_behind_a_weak_reference_can_be_trusted(trust: bool):
+    owner = Owner()
+
+    def work(engine: Engine) -> bool:
+        wrapper: Any = Delegating(optim.AdamW(engine.parameters()), owner)
+        if trust:
+            engine.trust_optimizer(wrapper)
+        engine.step(net_inputs())
+        wrapper.step()
+        return True
+
+    found = on_ranks(program_of_net(tp=2), work)
+    if trust:
+        assert found == [True, True]
+    else:
+        assert all("could not be tried: it uses a Owner, of which a trial has no copy" in str(e) for e in found)
 
 
 def test_a_schedule_that_replaces_step_is_looked_through():

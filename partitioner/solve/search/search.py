@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
+import torch
+
 from partitioner.background import Future
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.operators import is_attention
@@ -109,6 +111,8 @@ def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     # an image has channels where a text has tokens
     lengths = [i.spec.shape[1] for i in job.model.inputs if 1 < len(i.spec.shape) < 4]
+    ids = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) == 2 and _is_integer(i.spec.dtype)]
+    length = max(lengths, default=0) if attends else 0  # without attention there is no sequence to spread
     often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
     return SearchSpace(
         job.topology,
@@ -118,13 +122,18 @@ def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
         job.constraints,
         job.train,
         experts=job.common_experts,
-        length=max(lengths, default=0) if attends else 0,  # without attention there is no sequence to spread
+        length=length,
         repeated=sum(times for times in often.values() if times > 1),
         even=bool(job.model.updates or job.further_samples),
         any_etp=job.profile.expert_tensor == "any",
         further_samples=job.further_samples,
         further_positions=job.further_positions,
+        tokens=length or max(ids, default=0),
     )
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def search_for_plan(
@@ -413,6 +422,7 @@ def _space_to_limits(space: SearchSpace) -> Limits:
         even=space.even,
         further_samples=space.further_samples,
         further_positions=space.further_positions,
+        tokens=space.tokens,
     )
 
 

@@ -141,7 +141,8 @@ class SearchSpace:
     """The data from which the candidates of a search are listed.
 
     - ``global_batch``: number of samples of a step. ``length``: tokens of a sample; 0 if the model has no sequence to
-      share.
+      share. ``tokens``: the same for the throughput, also of models whose attention was not recognized; 0 without
+      token ids.
     - ``num_calls``: number of block calls that can be distributed over pipeline stages. ``repeated``: how many of them
       are of blocks that occur several times, such as decoder layers; 0 stands for all.
     - ``dims``: all dim sizes of the parameters. ``tp`` must divide one of them.
@@ -167,6 +168,7 @@ class SearchSpace:
     any_etp: bool = False
     further_samples: tuple[int, ...] = ()
     further_positions: tuple[int, ...] = ()
+    tokens: int = 0
 
     @property
     def world_size(self) -> int:

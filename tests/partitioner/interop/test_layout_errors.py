@@ -59,6 +59,13 @@ def test_megatron_errors(text: str, kind: type[LayoutError], words: str) -> None
         ("a.toml", "[training]\nlocal_batch_size = 'x'", OptionValueError, "whole number"),
         ("a.toml", "[training]\nlocal_batch_size = 3\nglobal_batch_size = 8", ContradictionError, "multiple"),
         ("a.toml", "[parallelism\n", LayoutError, "TOML"),
+        ("a.toml", "[training]\nbatch_size = 8\nlocal_batch_size = 4", ContradictionError, "name in older versions"),
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = 4\n[training]\ntensor_parallel_degree = 2",
+         ContradictionError, "training.tensor_parallel_degree=2"),
+        ("a.toml", "[activation_checkpoint]\nmode = 'ful'", OptionValueError, "did you mean full. expected one of"),
+        ("a.json", '{"train_batch_size": 4, "bf16": true}', OptionValueError, "a section such as"),
+        ("a.json", '{"model_type": "llama", "hidden_size": 64}', LayoutError, "is the configuration of a model"),
+        ("a.json", '{"format": "partitioner-plan", "program": {}}', LayoutError, "is a plan of this project"),
         ("a.py", "def f() -> Trainer.Config:\n  return Trainer.Config(parallelism=ParallelismConfig("
          "pipeline_parallel_degree=2))", ContradictionError, "disable_cuda_graphs"),
         ("a.py", "import os\n", LayoutError, "0 functions"),
@@ -94,6 +101,8 @@ def test_errors_of_files(tmp_path: Path, name: str, text: str, kind: type[Layout
 def test_sources_that_are_no_configurations(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="cannot read"):
         read_layout(tmp_path / "none.json")
+    with pytest.raises(LayoutError, match="the configuration is empty"):
+        read_layout(" ")
     with pytest.raises(LayoutError, match="expected one of megatron"):
         read_layout("--lr 1", "megatrn")
     with pytest.raises(LayoutError, match="int"):

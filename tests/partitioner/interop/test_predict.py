@@ -1,7 +1,9 @@
 """Predictions of layouts, and exports of plans."""
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from partitioner import (
     partition,
     predict_layout,
     read_layout,
+    write_layout,
 )
 from partitioner.interop.plan_layout import describe_plan_layout
 from tests.helpers.command_line import invoke
@@ -118,6 +121,25 @@ def test_a_different_length_of_samples_is_noted() -> None:
     assert any("64 tokens" in note and "32" in note for note in found.notes)
 
 
+def test_a_configuration_of_another_model_is_noted() -> None:
+    """Against the layers of the model, and against its configuration if it has one."""
+    model, topology = Tower(), Topology.preset("dgx-h100")
+    layers = len(model.layers)
+    model.config = SimpleNamespace(hidden_size=64)  # type: ignore[assignment]
+
+    def notes(text: str) -> list[str]:
+        found = predict_layout(read_layout(MEGATRON + text), model, topology, INPUTS, compare=False)
+        return [note for note in found.notes if "another model" in note]
+
+    assert notes(f"--num-layers {layers} --hidden-size 64 --num-experts 8") == []
+    assert notes(f"--num-layers {layers + 1} --hidden-size 4096") == [
+        "The configuration is of another model: --hidden-size is 4,096, and the given model has 64. The prediction is "
+        "for the given model.",
+        f"The configuration is of another model: --num-layers is {layers + 1}, and the given model has {layers}. The "
+        "prediction is for the given model.",
+    ]
+
+
 def test_a_plan_is_exported_and_read_back(tmp_path: Path) -> None:
     pins = Constraints.parse("pp=2,tp=2,dp=2,microbatch_size=2,zero=1,schedule=1f1b,recompute=none")
     plan = partition(Tower(), Topology.preset("dgx-h100"), INPUTS, constraints=pins, precision="bf16")
@@ -132,6 +154,25 @@ def test_a_plan_is_exported_and_read_back(tmp_path: Path) -> None:
     lost = {each.option for each in plan.export("torchtitan", tmp_path / "planned.py")}
     assert {"zero", "stage_layers"} <= lost
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("format_name", "name", "expected"),
+    [
+        ("torchtitan", "planned.json", ".py or .toml"),
+        ("deepspeed", "ds.yaml", ".json"),
+        ("accelerate", "accelerate.json", ".yaml or .yml"),
+        ("transformers", "distributed.toml", ".json"),
+        ("megatron", "arguments.json", ".sh or .txt or .yaml or .yml"),
+    ],
+)
+def test_the_ending_of_another_syntax_is_refused(tmp_path: Path, format_name: str, name: str, expected: str) -> None:
+    """A framework that goes by the ending could not read the file."""
+    layout = read_layout(MEGATRON)
+    with pytest.raises(LayoutError, match=re.escape(f"expected a file whose name ends in {expected}")):
+        write_layout(layout, format_name, tmp_path / name)
+    assert not any(tmp_path.iterdir())
+    write_layout(layout, format_name, tmp_path / "without_an_ending")
 
 
 def test_plans_that_cannot_be_exported(tmp_path: Path) -> None:

@@ -231,6 +231,15 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert {"gradient_clipping", "optimizer.params"} <= unused_of(layout).keys()
 
 
+@pytest.mark.parametrize(("old", "zero"), [("true", 1), ("false", 0)])
+def test_deepspeed_reads_the_old_form_of_zero(tmp_path: Path, old: str, zero: int) -> None:
+    """``zero_optimization: true`` is stage 1; it was read as no ZeRO, and listed as an option without effect."""
+    file = tmp_path / "ds.json"
+    file.write_text(f'{{"zero_optimization": {old}, "train_micro_batch_size_per_gpu": 2}}')
+    found = read_layout(file)
+    assert (found.zero, found.unused) == (zero, ())
+
+
 def test_deepspeed_axes_and_automatic_values(tmp_path: Path) -> None:
     given = {
         "train_micro_batch_size_per_gpu": "auto",

@@ -49,7 +49,7 @@ def test_the_next_microbatch_does_not_fit() -> None:
     assert abs(64 * found.size - tokens) <= 64  # it is the tokens that take memory, of one sample or of several
     few = largest_that_fits(model, cluster(6, 1), inputs, "microbatch", constraints=PINS, most=2)
     assert (few.size, few.too_large) == (2, None)
-    assert str(few).endswith("; no limit was found")
+    assert str(few).endswith("; nothing larger was tried")
 
 
 def test_sequences_are_repeated() -> None:

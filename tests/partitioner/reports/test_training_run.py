@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from partitioner import Plan, PlanError, Topology, partition
 from partitioner.cli.app import app
 from partitioner.explain.tables import throughput_text
+from partitioner.interop.plan_layout import describe_plan_layout
 from partitioner.passes.errors import InputsError
 from partitioner.plan import Limits
 from partitioner.plans.training_run import parse_count
@@ -31,6 +34,26 @@ def plan() -> Plan:
 def test_tokens_of_a_second(plan: Plan) -> None:
     assert plan.tokens_per_step == 8 * 2**20
     assert throughput_text(plan) == "1.05 M tokens/s, 65.5 k per device"
+
+
+def test_token_ids_have_tokens_also_where_attention_is_not_recognized() -> None:
+    """As in a model that mixes tokens by a recurrence or by plain products: reports had no tokens, and a budget of
+    tokens was refused."""
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.mix = nn.Embedding(32, 8), nn.Linear(16, 16)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.mix(self.embedding(tokens).transpose(1, 2)).square().mean()
+
+    plan = partition(Mixer(), Topology.local(2), {"tokens": torch.zeros(4, 16, dtype=torch.long)}, estimate_only=True)
+    assert (plan.tokens_per_sample, plan.tokens_per_step) == (16, 64)
+    assert plan.training_run(tokens=640).steps == 10
+    assert "tokens/s" in throughput_text(plan)
+    layout, _ = describe_plan_layout(plan)
+    assert layout.seq_length == 16
 
 
 def test_images_have_no_tokens() -> None:

@@ -41,7 +41,6 @@ SMALL_MODULES = {  # module -> why it is one of its own although a single module
     "partitioner/solve/pairwise/improve.py": "a search of its own: the exact solver calls it where time is short",
     "partitioner/solve/stages/split_for_step.py": "an integer program of its own",
     "partitioner/topology/network_cards.py": "one kind of link",
-    "runtime/prove/instruction_fields.py": "one table: which fields each kind of instruction has",
 }
 # What describes programs, and what plans them, run no ranks: of the runtime they know the program and its proof.
 PLANNING = ("topology", "schedules", "emit", "cost", "solve", "simulate")

@@ -478,8 +478,8 @@ def draw_card(parent: ET.Element, card: Card, x: float, y: float, width: float) 
 
 
 def _draw_row(parent: ET.Element, row: CardRow, x: float, base: float) -> None:
-    """Draw the swatch, the bar and the texts of ``row``, but not its columns, into ``parent``. ``x``: the left edge.
-    ``base``: the y coordinate of the text's baseline.
+    """Draw ``row``, one line of a card, into ``parent``: its swatch, its bar and its texts, but not the texts that are
+    aligned in columns. ``x``: the left edge. ``base``: the y coordinate of the text's baseline.
     """
     if row.swatch:
         draw_rectangle(

@@ -335,7 +335,8 @@ class _TopologyScene:
         return f"stage_{number % NUM_STAGE_COLOURS}"
 
     def cluster_equal_nodes(self) -> list[NodeCluster]:
-        """Return the nodes in groups of equal nodes, of which only the first node is drawn. There are at most 40
+        """Return the nodes of the topology in groups whose nodes look the same in the picture: equal devices, links and
+        bandwidth, and corresponding pipeline stages. Only the first node of a group is drawn. There are at most 40
         groups; one further entry without devices lists the nodes of all other groups.
         """
         firsts = np.flatnonzero(self.topology.place_of == 0)

@@ -65,8 +65,8 @@ Seats = tuple[RankProfile, ...]  # the distinct profiles of ranks that wait for 
 
 @dataclass(frozen=True)
 class PlacedMesh:
-    """A topology with a device mesh laid over it: the devices and links that a program runs on. Variables of this type
-    are named ``machine``.
+    """A topology with a device mesh laid over it: the devices and links that a program runs on. Values of this type
+    are also called placements.
 
     - ``mesh``: size of each axis. The sizes, without ``ep``, multiply to the number of ranks. ``devices``: the device
       index of every rank; ``None``: rank ``i`` runs on device ``i``.

@@ -78,9 +78,9 @@ def split_of(
     schedule.
 
     ``proven``: whether to compute a tight lower bound too. ``improved``: whether to search also for cuts that fill the
-    pipeline better. Both matter only for schedules that are simulated. ``cutoff_s``: cuts that take at least this many
-    seconds are of no interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises
-    :class:`CapacityError` or :class:`PlanError` if there is no cut.
+    pipeline better. Both matter only for schedules without a formula for the step time, which are simulated.
+    ``cutoff_s``: cuts that take at least this many seconds are of no interest. ``candidate``: mesh sizes, microbatch
+    size, schedule and ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if there is no cut.
     """
     if is_formula(candidate.schedule):
         return solve_stages(problem)
@@ -309,9 +309,10 @@ class PlacementEvaluator:
         return max(quick, first * left)
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on a step under a simulated schedule on the placement ``machine`` (a topology
-        with the mesh laid over it), if the ranks of ``dp`` have the numbers of microbatches ``shares``; infinite if no
-        cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is tight enough.
+        """Return a lower bound in seconds on a step on the placement ``machine`` (a topology with the mesh laid over
+        it), for a schedule without a formula for its step time, if the ranks of ``dp`` have the numbers of microbatches
+        ``shares``; infinite if no cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is tight
+        enough.
         """
         problem, held, _ = self._build_stage_problem(machine, shares)
         try:

@@ -105,10 +105,10 @@ class CandidateEvaluator:
         (assignment of ranks to devices) is searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
         stage.
 
-        ``proven``: whether to compute a tight lower bound on the cut into stages too, which doubles the time under
-        simulated schedules. ``improved``: whether, under simulated schedules, to search also for cuts that fill the
-        pipeline better. ``cutoff_s``: plans that take at least this many seconds per step are of no interest, and
-        bounds need not be tighter.
+        ``proven``: whether to compute a tight lower bound on the cut into stages too, which doubles the time for
+        schedules without a formula for the step time, which are simulated. ``improved``: whether, for these schedules,
+        to search also for cuts that fill the pipeline better. ``cutoff_s``: plans that take at least this many seconds
+        per step are of no interest, and bounds need not be tighter.
 
         Raises :class:`PlanError` (:class:`CapacityError` if memory does not suffice) or
         :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.

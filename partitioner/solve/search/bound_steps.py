@@ -422,8 +422,9 @@ class BoundCascade:
 
     def _own_staged(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages, with the costs of the
-        sharding solved for it; 0 for schedules that have to be simulated with several stages on a rank. ``cutoff_s``: a
-        bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        sharding solved for it; 0 for schedules with several virtual stages on a rank, whose step time has no formula.
+        ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
         """
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0

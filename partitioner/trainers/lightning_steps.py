@@ -30,7 +30,7 @@ _METHODS = """
 
 @dataclass
 class StepRecords:
-    """What the steps log and return, other than tensors.
+    """Records what ``training_step`` and ``validation_step`` of a LightningModule log and return, other than tensors.
 
     ``logged``: name of the step -> name of the logged value -> further arguments of ``self.log``. ``returned``: name of
     the step -> names of returned entries other than the loss; ``None``: it returns no dict.
@@ -40,7 +40,8 @@ class StepRecords:
     returned: dict[str, tuple[str, ...] | None] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepRecords:
-        """Return this object: copies of the model, which are traced, record in the same place."""
+        """Return this object itself, not a copy. The model is copied before it is traced, and the copy then records in
+        the same object. ``memo``: not used."""
         return self
 
 
@@ -88,7 +89,8 @@ class StepModel(nn.Module):
 
 
 class BatchIndex:
-    """Stands for the index of a batch while a step is traced. To compute with it raises :class:`TrainerError`."""
+    """Takes the place of the batch index, an argument of ``training_step``, while the step is traced. It has no value:
+    any computation with it raises :class:`TrainerError`."""
 
     def __init__(self, step: str) -> None:
         self.step = step
@@ -108,7 +110,8 @@ for _name in """
 
 
 def _make_view(module: nn.Module, records: StepRecords) -> nn.Module:
-    """Return an object with the attributes of ``module``, whose logging is recorded in ``records``."""
+    """Return an object that stands for the LightningModule ``module`` while its step is traced. It has the attributes
+    of ``module``, but what the step logs with ``self.log`` is recorded in ``records``."""
     kind = type(module)
     refused: dict[str, Any] = {name: property(_refuse_attribute(name)) for name in _OF_ONE_BATCH if hasattr(kind, name)}
     refused |= {name: _refuse_attribute(f"{name}()") for name in _METHODS if hasattr(kind, name)}
@@ -119,13 +122,17 @@ def _make_view(module: nn.Module, records: StepRecords) -> nn.Module:
 
 
 def _snapshot(view: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return (identity, size) of the attributes of ``view``, by name; the size is 0 if there is none."""
+    """Return, by name, the identity and the size of each attribute of ``view``, an object that stands for a
+    LightningModule. The size is 0 for attributes without a length. A later result that differs shows that the step has
+    changed an attribute."""
     own = {k: v for k, v in vars(view).items() if k not in ("_logged", "_record")}
     return {name: (id(value), len(value) if isinstance(value, Sized) else 0) for name, value in own.items()}
 
 
 def _check_unchanged(step: str, before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    """Raise :class:`TrainerError` if ``step`` has changed an attribute of the LightningModule."""
+    """Raise :class:`TrainerError` if the method ``step`` changed an attribute of the LightningModule while it was
+    traced, since a plan would not repeat the change in each step. ``before``, ``after``: identity and size of the
+    attributes by name, before and after the call."""
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if changed:
         raise TrainerError(
@@ -145,7 +152,10 @@ def _refuse_attribute(name: str) -> Callable[..., NoReturn]:
 
 
 def _record_log(self: Any, name: str, value: Any, *given: Any, **options: Any) -> None:
-    """Record ``self.log(name, value, ...)``."""
+    """Record the arguments of a call of ``self.log`` in a step that is traced, instead of logging them: the scalar
+    ``value`` under ``name``, with the further arguments in ``options``. Raise :class:`TrainerError` for positional
+    arguments after the value (``given``).
+    """
     if given:
         raise TrainerError(
             f"self.log({name!r}, ...) has positional arguments after the value: expected names, as prog_bar=True"
@@ -155,7 +165,8 @@ def _record_log(self: Any, name: str, value: Any, *given: Any, **options: Any) -
 
 
 def _record_log_dict(self: Any, dictionary: Mapping[str, Any], *given: Any, **options: Any) -> None:
-    """Record ``self.log_dict(dictionary, ...)``."""
+    """Record the arguments of a call of ``self.log_dict`` in a step that is traced, instead of logging them: each entry
+    of ``dictionary`` (name -> scalar), with the further arguments in ``given`` and ``options``."""
     for name, value in dictionary.items():
         _record_log(self, name, value, *given, **options)
 
@@ -163,7 +174,8 @@ def _record_log_dict(self: Any, dictionary: Mapping[str, Any], *given: Any, **op
 def _read_scalar(value: Any, what: str) -> Any:
     """Return ``value``, a number or a tensor with one element, as a number or a 0-dimensional tensor.
 
-    ``what``: begins the error message. Raise :class:`TrainerError` for other values, such as metrics with a state.
+    ``what``: names the value at the start of the error message. Raise :class:`TrainerError` for other values, such as
+    metric objects, which keep a state between batches.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
@@ -177,7 +189,8 @@ def _read_scalar(value: Any, what: str) -> Any:
 
 
 def _check_returned(returned: Any) -> None:
-    """Raise :class:`TrainerError` unless ``returned``, by ``training_step``, has a loss."""
+    """Raise :class:`TrainerError` unless ``returned``, the result of ``training_step``, is a loss or a dict with a
+    loss."""
     if returned is None or (isinstance(returned, Mapping) and returned.get(LOSS) is None):
         raise TrainerError(
             "training_step returns no loss: expected a scalar tensor, or a dict with the key 'loss', for every batch"

@@ -80,30 +80,34 @@ _REFUSED_CALLBACKS = (
 
 
 class EngineSteps:
-    """What a precision plugin of Lightning does under a plan: the engine has computed the gradients, and clips them.
-
-    Mixed into the class of the plugin by :func:`_adapt_precision`.
+    """Methods that replace those of a Lightning precision plugin if a plan divides the model over ranks: the engine has
+    computed the gradients already, and it clips them. :func:`_adapt_precision` mixes this class into the class of the
+    plugin.
     """
 
     engine: Engine
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine has run the backward with the forward."""
+        """Do nothing. Lightning calls this method for the backward, which the engine has run together with the forward.
+        The arguments are not used."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the step of the model in front of the optimizer's, which is given no closure."""
+        """Call ``closure``, which runs ``training_step`` on a global batch, and then step ``optimizer`` without a
+        closure."""
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         optimizer.step(**kwargs)
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip gradients by their norm over all ranks."""
+        """Scale all gradients so that their norm over all parameters on all ranks is at most ``clip_val``.
+        ``optimizer``: not used, because the engine holds the gradients."""
         self.engine.clip_grad_norm_(clip_val)
 
 
 def _adapt_precision(plugin: Any, engine: Engine) -> Any:
-    """Return a copy of ``plugin``, a precision plugin of Lightning, whose gradients are those of ``engine``."""
+    """Return a copy of ``plugin``, a precision plugin of Lightning, that leaves backward and gradient clipping to
+    ``engine``, the engine of this rank."""
     adapted = copy.copy(plugin)
     adapted.__class__ = type(type(plugin).__name__, (EngineSteps, type(plugin)), {})
     adapted.engine = engine
@@ -159,7 +163,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """Return the engine of this rank. Raise :class:`TrainerError` before ``fit``."""
+        """Return the engine, which runs this rank's part of the model by the plan. Raise :class:`TrainerError` before
+        ``fit``, which creates it."""
         if self._engine is None:
             raise TrainerError("the engine is made by trainer.fit: expected a call of it before")
         return self._engine
@@ -167,7 +172,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     # -- set up
 
     def setup_distributed(self) -> None:
-        """Make the process group. Random numbers stay as in one process if each rank runs the whole script."""
+        """Create the process group of all ranks. The state of the random generators is restored afterwards, so that
+        ranks that each run the whole script draw the same numbers as one process."""
         if self._start_method == "popen":
             with keep_generators():
                 super().setup_distributed()
@@ -175,7 +181,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             super().setup_distributed()
 
     def setup(self, trainer: Any) -> None:
-        """Plan the module and make the engine and the optimizer, for ``fit``; else place the whole module."""
+        """Prepare the run of ``trainer``. For ``fit``, search for a plan of the module and create the engine and the
+        optimizer; for other runs, such as ``test``, move the whole module to the device of this rank."""
         module = self.lightning_module
         assert self.accelerator is not None and isinstance(module, LightningModule)
         self.accelerator.setup(trainer)
@@ -210,7 +217,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         self.setup_optimizers(trainer)
 
     def _find_precision(self) -> str | None:
-        """Return the precision to plan for. Raise :class:`TrainerError` if Lightning's cannot be honoured."""
+        """Return the precision to plan for: the one that this strategy was given, or else that of the precision plugin
+        of the trainer. ``None``: the types of the parameters. Raise :class:`TrainerError` if a plan cannot have the
+        precision that the user chose."""
         plugin = self.precision_plugin
         kind = str(plugin.precision)
         if type(plugin) in (Precision, DoublePrecision):
@@ -252,7 +261,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         )
 
     def _check_last_batches(self, trainer: Any, module: Any) -> None:
-        """Raise :class:`TrainerError` if the last batch of a data loader is smaller, and cannot be padded."""
+        """Raise :class:`TrainerError` if the last batch of a data loader has fewer samples than the others, and the
+        plan cannot pad it without a change of the results."""
         assert self.plan is not None
         checks = [("train", trainer.fit_loop._data_source, self.plan.padding)]
         if _validates(trainer, module):
@@ -270,15 +280,16 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
                     )
 
     def _sample_batch(self, module: Any, loader: Any) -> Any:
-        """Return the first batch of ``loader`` as a step gets it."""
+        """Return the first batch of ``loader``, after the hooks of ``module`` that change batches, as ``training_step``
+        would get it. It serves as the example to plan with."""
         for batch, _, __ in loader:
             batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx=0)
             return _to_plain(module._apply_batch_transfer_handler(batch, torch.device("cpu"), 0))
         raise TrainerError("a data loader has no batch: expected at least one, for which the steps are planned")
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizer and schedules of ``configure_optimizers``, and give the optimizer this rank's parts of its
-        parameters.
+        """Create the optimizer and the learning-rate schedules that ``configure_optimizers`` of the module returns, and
+        replace the parameters of the optimizer by this rank's parts of them.
         """
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
@@ -310,13 +321,14 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             engine.trust_optimizer(wrapper)
 
     def model_to_device(self) -> None:
-        """Leave the module where it is: each rank copies its part to its device."""
+        """Do nothing. Lightning calls this method to move the whole module to the device; the engine instead copies
+        this rank's part there."""
 
     # -- data
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of global batches, the same on all ranks. Raise :class:`TrainerError` for a loader that gives
-        each rank other samples by itself.
+        """Return a data loader with the data of ``dataloader`` that yields the same global batches on all ranks. Raise
+        :class:`TrainerError` for a data loader that already gives each rank other samples.
         """
         if self._engine is not None and isinstance(getattr(dataloader, "sampler", None), DistributedSampler):
             raise TrainerError(
@@ -329,7 +341,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     # -- steps
 
     def training_step(self, batch: Any, *given: Any) -> dict[str, Any]:
-        """Run one global batch forward and backward; log what ``training_step`` logs, and return its loss."""
+        """Run forward and backward of one global batch on all ranks. Log what ``training_step`` of the module logs, and
+        return what it returns as a dict, with the loss of the global batch. ``batch``: the samples of the global batch,
+        or this rank's part of them. ``given``: not used."""
         trainer = self.lightning_module.trainer
         count = trainer.accumulate_grad_batches
         [loader] = trainer.fit_loop._combined_loader.flattened[:1]
@@ -342,7 +356,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return found
 
     def validation_step(self, batch: Any, *given: Any) -> Any:
-        """Evaluate one global batch; log what ``validation_step`` logs, and return its loss."""
+        """Run the forward of ``batch``, a global batch of validation data, on all ranks. Log what ``validation_step``
+        of the module logs, and return what it returns. ``given``: not used."""
         if self._engine is None:
             return super().validation_step(batch, *given)
         batch = _to_plain(batch)
@@ -351,11 +366,14 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             return self._finish_step(VALIDATION, loss, _count_samples(batch))
 
     def _collects(self, step: str) -> bool:
-        """Return whether results of ``step`` beside the loss are needed."""
+        """Return whether the method ``step`` of the module (``training_step`` or ``validation_step``) logs or returns
+        values other than the loss, which must then be collected from the ranks."""
         return bool(self._records.logged.get(step) or self._records.returned.get(step))
 
     def _finish_step(self, step: str, loss: Tensor | None, size: int) -> Any:
-        """Log what ``step`` logs for a global batch of ``size`` samples with ``loss``; return what it returns."""
+        """Log, for one global batch, the values that the method ``step`` of the module (``training_step`` or
+        ``validation_step``) logs, and return the result of ``step``. ``loss``: the loss of the batch. ``size``: number
+        of its samples, by which Lightning weights averages."""
         if loss is not None:
             loss = loss.detach().as_subclass(Tensor).clone()
         logged, returned = self._records.logged.get(step, {}), self._records.returned.get(step)
@@ -373,7 +391,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return found if step == TRAINING or returned else loss
 
     def _read_results(self, paths: list[str], loss: Tensor | None) -> dict[str, Any]:
-        """Return the results at ``paths`` of the last run, the same on all ranks, as path -> tensor or number."""
+        """Return the outputs of the model at ``paths`` for the last global batch, as a dict from path to tensor or
+        number. The parts of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the
+        batch."""
         if not paths:
             return {}
         found = self.engine.latest_outputs
@@ -398,18 +418,20 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return {path: values.get(path, joined[path]) for path in paths}
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the hooks around the backward, which the engine has run."""
+        """Call the hooks of Lightning that belong before and after a backward, and return the loss ``closure_loss``.
+        The backward itself was run by the engine together with the forward."""
         module, plugin = self.lightning_module, self.precision_plugin
         return plugin.post_backward(plugin.pre_backward(closure_loss, module), module)  # type: ignore[no-any-return]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the last batch of the step, and step the optimizer."""
+        """Call ``closure``, which runs the last global batch of this optimizer step, and step ``optimizer``."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._has_gradients = False
         return result
 
     def on_train_end(self) -> None:
-        """Copy the trained weights into the module, on all ranks."""
+        """Copy the trained weights of the whole model into the LightningModule, on every rank. Lightning calls this at
+        the end of ``fit``."""
         self._copy_weights(self.engine)
 
     def _copy_weights(self, engine: Engine) -> None:
@@ -431,15 +453,18 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return true: a checkpoint is loaded into the engine."""
+        """Return true, which tells Lightning to load a checkpoint only after :meth:`setup`, because it is loaded into
+        the engine that is created there."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: :meth:`save_checkpoint` writes the weights of all ranks."""
+        """Return an empty dict during ``fit``: Lightning would add the weights of the module to a checkpoint here, but
+        :meth:`save_checkpoint` writes the weights of all ranks. In other runs, return the weights of the module."""
         return {} if self._engine is not None else self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: :meth:`save_checkpoint` writes the states of all ranks."""
+        """Return an empty dict. Lightning would add the states of ``optimizer`` to a checkpoint here, but
+        :meth:`save_checkpoint` writes the states of all ranks."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -473,10 +498,12 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return {**held.state, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing: :meth:`load_checkpoint` has loaded the weights."""
+        """Do nothing. Lightning would load the weights into the module here, but :meth:`load_checkpoint` has loaded
+        them already."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: :meth:`load_checkpoint` has loaded the states."""
+        """Do nothing. Lightning would load the states of the optimizers here, but :meth:`load_checkpoint` has loaded
+        them already."""
 
 
 class EqualLoader:
@@ -541,7 +568,9 @@ _LOADER_OPTIONS = """
 
 
 class _OwnRows:
-    """Indices of a rank's samples of each batch of ``batches``, of whose ``count`` equal parts it reads ``parts``."""
+    """Iterates over ``batches``, lists of the indices of the samples of a batch, and yields of each list only the
+    indices that this rank reads. A batch is divided into ``count`` equal parts; ``parts``: the numbers of those that
+    the rank reads."""
 
     def __init__(self, batches: BatchSampler, parts: range, count: int) -> None:
         self.batches = batches
@@ -558,7 +587,8 @@ class _OwnRows:
 
 
 class _Held:
-    """A state for a checkpoint."""
+    """Holds a state of Lightning, such as that of its loops, so that the engine can write it to a checkpoint and read
+    it back."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -571,7 +601,8 @@ class _Held:
 
 
 def _check_trainer(trainer: Any, module: Any) -> None:
-    """Raise :class:`TrainerError` for what of ``trainer`` or ``module`` a plan cannot honour."""
+    """Raise :class:`TrainerError` if ``trainer``, a Lightning trainer, or ``module``, its LightningModule, uses an
+    option or method that cannot have its effect if a plan divides the model over ranks."""
     if not module.automatic_optimization:
         raise TrainerError(
             "the module has automatic_optimization=False, whose training_step runs backward itself: expected True"
@@ -592,7 +623,7 @@ def _check_trainer(trainer: Any, module: Any) -> None:
 
 
 def _validates(trainer: Any, module: Any) -> bool:
-    """Return whether ``fit`` evaluates the module."""
+    """Return whether ``fit`` of the Lightning ``trainer`` also evaluates ``module`` on validation data."""
     source = trainer.fit_loop.epoch_loop.val_loop._data_source
     return bool(is_overridden(VALIDATION, module) and source.is_defined() and trainer.limit_val_batches)
 
@@ -632,9 +663,11 @@ def _count_rest(loader: Any) -> int:
 
 
 def _keep_value(value: Any, *_: Any, **__: Any) -> Any:
-    """Stands for a reduction over ranks of a value that is the same on all of them."""
+    """Return ``value``. This function replaces a reduction over ranks of a value that is equal on all ranks already.
+    The other arguments are not used."""
     return value
 
 
 def _keep_gradients(set_to_none: bool = True) -> None:
-    """Stands for an optimizer's ``zero_grad``: the engine replaces gradients."""
+    """Do nothing. This function replaces ``zero_grad`` of an optimizer, because the engine replaces the gradients of
+    the step before. ``set_to_none``: not used."""

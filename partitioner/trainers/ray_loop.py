@@ -87,7 +87,7 @@ class PartitionedLoop:
     patience_s: float = 300.0
 
     def __call__(self, config: Mapping[str, Any]) -> None:
-        """Train on this worker. ``config``: fields to replace, by name."""
+        """Train on this worker of a Ray trainer. ``config``: name -> value of the fields of this object to replace."""
         loop = self._replace_fields(config)
         context = ray.train.get_context()
         loop._train(context.get_world_rank(), context.get_world_size(), context.get_node_rank())
@@ -158,8 +158,9 @@ class PartitionedLoop:
 
 
 def _report_end(metrics: dict[str, Any], folder: Path | None) -> None:
-    """Report ``metrics`` as those of Ray's result. Its checkpoint is a file that names ``folder``, of the first worker;
-    ``None`` on the others: the weights are not copied.
+    """Report ``metrics`` to Ray as the final metrics of this worker. ``folder``: on the first worker, the folder of the
+    run; the report then has a Ray checkpoint with a file that names the folder of the checkpoints, and the weights are
+    not copied. ``None`` on the other workers.
     """
     if folder is None:
         ray.train.report(metrics)
@@ -170,7 +171,9 @@ def _report_end(metrics: dict[str, Any], folder: Path | None) -> None:
 
 
 def _check_places(plan: Plan, rank: int, world_size: int, node: int) -> None:
-    """Raise :class:`TrainerError` on all workers if one is not where the plan has its device."""
+    """Raise :class:`TrainerError` on all workers if ``plan`` is for another number of workers, or if one of them runs
+    on another node than the one that has its device in ``plan``. ``rank``, ``node``: index of this worker, and of the
+    node on which it runs. ``world_size``: number of workers."""
     planned = plan.program.world_size
     if planned != world_size:
         raise TrainerError(

@@ -64,8 +64,8 @@ class BatchSharing:
     cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. A call is
     one execution of a block, such as a layer.
 
-    The argument ``machine`` of the methods is a placement: a topology with the mesh laid over it and the settings of
-    the candidate. Results are cached by the identity of this object.
+    The methods take a placement: a topology with the mesh laid over it and the settings of the candidate. Results are
+    cached by the identity of this object.
     """
 
     job: Job

@@ -169,10 +169,9 @@ class CandidateEvaluator:
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
-        """Return a function ``seconds(machine)`` that estimates how good a placement is (a topology with the mesh of
-        ``candidate`` laid over it): the seconds of a step there under the 1F1B schedule, which is quick to compute;
-        infinite if the candidate does not fit there. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
+        """Return a function that estimates how good a placement is (a topology with the mesh of ``candidate`` laid over
+        it). It returns the seconds of a step there under the 1F1B schedule, which is quick to compute; infinite if the
+        candidate does not fit there. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
 
         The estimate serves only to compare placements, which differ in devices, links and collectives. It is not the
         step time of the candidate, under whose own schedule gradient reductions start earlier.

@@ -231,21 +231,19 @@ class Engine:
 
     @typed_errors("Engine.step()", passing=is_of_ranks)
     def step(self, batch: Any, *, local: bool = False, accumulate: bool = False, weight: float = 1.0) -> Tensor | None:
-        """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks. All ranks call
-        this.
+        """Run forward and backward on a global batch; gradients are then reduced over all ranks. All ranks call this.
 
         ``batch`` is the whole global batch, the same on all ranks. If the plan has programs for several shapes
-        (``shapes=``), the one with the least estimated time among those that the batch fits runs, and a smaller batch
-        is padded without changing the result. With ``local``, each rank passes only its :attr:`share` of the batch (as
-        :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch, ...]``, or ``{}`` if it reads no
-        inputs; the batch then has the largest shape. The gradients of this batch replace those of the last step. With
-        ``accumulate`` they are added to those of earlier batches, as far as ``zero_grad`` has not cleared these; if the
-        gradients of one batch overflowed, the sum is lost (:attr:`overflowed`).
+        (``shapes=``), the fastest by estimate that the batch fits runs; a smaller batch is padded without changing the
+        result. With ``local``, each rank passes only its :attr:`share` of the batch (as :class:`partitioner.Loader`
+        does): ``[batch / dp, ...]`` for an input ``[batch, ...]``, or ``{}`` if it reads no inputs; the batch then has
+        the largest shape. The gradients of this batch replace those of the last step. With ``accumulate`` they are
+        added to those of earlier batches, unless ``zero_grad`` has cleared these; if the gradients of one batch
+        overflowed, the sum is lost (:attr:`overflowed`).
 
-        Accumulated gradients are a sum over batches: each batch adds ``weight`` times the gradients of its loss. With
-        ``weight=1 / k`` in each of ``k`` batches they are the mean over the batches. If the loss is a mean over targets
-        (such as tokens), and batches have different numbers of them, ``weight=n / N``, with ``n`` targets in this batch
-        and ``N`` in all, gives the mean over all targets. The default of 1 gives the sum.
+        Each batch adds ``weight`` times the gradients of its loss to the sum. With ``weight=1 / k`` in each of ``k``
+        batches the sum is the mean over the batches. If the loss is a mean over targets (such as tokens), whose number
+        differs, ``weight=n / N``, with ``n`` targets in this batch and ``N`` in all, gives the mean over all.
 
         Returns the loss of the whole batch, a 0-dimensional tensor without an autograd graph, the same on all ranks,
         not multiplied by ``weight``; ``None`` if the program has no loss.

@@ -61,7 +61,8 @@ def test_tables_are_read_by_programs_of_other_lengths(axes: dict[str, int]):
     plan.prove()
     batches, evaluated = list_batches(written), written(4, 6, seed=9)
     alone = train_alone(placed(), batches, evaluated)
-    runs = on_every_rank(plan.program, lambda ranks: train_rank(plan, placed(), batches, evaluated, ranks))
+    weights = placed()  # the threads of ranks share the random state
+    runs = on_every_rank(plan.program, lambda ranks: train_rank(plan, weights, batches, evaluated, ranks))
     for run in runs:
         assert run.losses == pytest.approx(alone.losses, rel=CLOSE)
         assert run.evaluations == pytest.approx(alone.evaluations, rel=CLOSE)

@@ -38,11 +38,7 @@ def check_request(
     ``"adamw"``. ``train``: whether the job trains. ``profile``: the framework that is to execute the plan.
     ``precision``: such as ``"bf16"``; ``None``: that of the parameters.
     """
-    if not isinstance(topology, Topology):
-        raise InputsError(
-            f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "
-            'Topology.preset("dgx-h100", nodes=2) or Topology.load("cluster.yaml")'
-        )
+    check_topology(topology)
     if not isinstance(constraints, Constraints):
         raise ConstraintError(f"constraints must be Constraints(...), got {type(constraints).__name__}")
     optimizer_bytes(1, 4, optimizer)
@@ -69,6 +65,15 @@ def check_request(
             "give the host of each group of nodes one, like disk: 30 TB, disk_bandwidth: 20 GB/s"
         )
     check_precision(topology, precision)
+
+
+def check_topology(topology: object) -> None:
+    """Raise :class:`InputsError` if ``topology``, the cluster of a request, is no :class:`Topology`."""
+    if not isinstance(topology, Topology):
+        raise InputsError(
+            f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "
+            'Topology.preset("dgx-h100", nodes=2) or Topology.load("cluster.yaml")'
+        )
 
 
 def check_precision(topology: Topology, precision: str | None) -> None:
@@ -169,8 +174,9 @@ def profile_of(
     """Return the execution profile of a request: ``profile``, an argument of ``partition``; for the runtime of this
     project with merged operators and recorded graphs as ``constraints.execution`` says for the devices of ``topology``.
 
-    Raise :class:`ConstraintError` for an unknown profile.
+    Raise :class:`ConstraintError` for an unknown profile, and :class:`InputsError` if ``topology`` is none.
     """
+    check_topology(topology)
     found = ExecutionProfile.resolve(profile)
     execution = constraints.execution if isinstance(constraints, Constraints) else "eager"
     return found.executed(execution, torch_device(topology))

@@ -469,7 +469,7 @@ def _plan_shapes(first: FirstProgram, shapes: Sequence[Shape]) -> dict[str, Furt
     if family is None or not shapes:
         return {}
     paddings = {shape: family.padding_at(shape) for shape in shapes}  # found once, before the process is forked
-    family.find_ends()
+    family.capture_ends()
 
     def plan(shape: Shape) -> FurtherProgram:
         return first.plan_program(name_shape(shape), first.evaluator_at(shape).job, "step", paddings[shape])

@@ -45,8 +45,7 @@ class _BlockData(NamedTuple):
 
 class _FoundAhead(NamedTuple):
     """What a forked process has found of a family of batch shapes. ``folded``: shape -> the model as calls of blocks
-    without the blocks, and the blocks as data. ``axes``: how batches are padded to more samples, and
-    to more positions.
+    without the blocks, and the blocks as data. ``axes``: how batches are padded to more samples, and to more positions.
     """
 
     folded: dict[Shape, tuple[FoldedModel, list[_BlockData]]]
@@ -157,7 +156,7 @@ class ShapeFamily:
         """Return the graph for ``shape`` (samples, positions), derived from the graphs for the largest and the smallest
         number of positions, or else of samples. ``None`` if neither number lies between the largest and the smallest,
         or if the graph cannot be derived."""
-        ends = self._find_ends(shape)
+        ends = self._find_surrounding_shapes(shape)
         if ends is None:
             return None
         first, last, line = ends
@@ -167,7 +166,7 @@ class ShapeFamily:
         """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), derived from the
         blocks for the largest and the smallest number of positions, or else of samples. At the ends of both axes it is
         what a forked process has captured. ``None`` if there is no such process, or if the blocks cannot be derived."""
-        ends = self._find_ends(shape)
+        ends = self._find_surrounding_shapes(shape)
         if ends is None:
             return self._read_folded(shape)
         first, last, line = ends
@@ -215,7 +214,7 @@ class ShapeFamily:
         corners = {(b, s) for b in (max(batches), min(batches)) for s in (max(lengths), min(lengths))}
         return sorted(corners - {self.shapes[0]}, reverse=True)
 
-    def find_ends(self) -> None:
+    def capture_ends(self) -> None:
         """Capture the model for all shapes from which others are derived, so that forks of this process know them."""
         for shape in self._list_ends():
             self.prepared_at(shape).at(None, None, torch_device(self.topology))
@@ -237,7 +236,7 @@ class ShapeFamily:
         mark_gradients(model, self.sample.objective == "train")
         return model
 
-    def _find_ends(self, shape: Shape) -> tuple[Shape, Shape, tuple[int, int, int]] | None:
+    def _find_surrounding_shapes(self, shape: Shape) -> tuple[Shape, Shape, tuple[int, int, int]] | None:
         """Return the two shapes (samples, positions) between which ``shape`` lies along one axis, the larger one first,
         and the sizes along this axis of the larger one, the smaller one and ``shape``. The axis is that of positions if
         possible, else that of samples; ``None`` if ``shape`` is at an end of both."""

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partitioner.passes.ir.interpret import refresh_graph_values
-from partitioner.passes.ir.model import Block, Captured, FoldedModel, ModelState, TensorSpec
+from partitioner.passes.ir.model import Block, Captured, FoldedModel, ModelInput, ModelState, TensorSpec
 from partitioner.passes.normalize.document_masks import list_document_attentions
 from partitioner.passes.padding.compare import align_graphs, is_prefix, match_nodes, shapes_of
 from partitioner.passes.shard.differentiate import JointGraph
@@ -65,9 +65,7 @@ def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.No
     and of the result. Raise :class:`_UnevenError` if a size is not a linear function of the batch size.
     """
     states, constants = _resize_states(main, other, line)
-    inputs = [
-        replace(i, spec=_resize_spec(i.spec, o.spec, line)) for i, o in zip(main.inputs, other.inputs, strict=True)
-    ]
+    inputs = _resize_inputs(main, other, line)
     specs = {name: state.spec for name, state in states.items()} | {i.value: i.spec for i in inputs}
     placeholders = {node: specs[main.placeholders[node.name]] for node in pairs if node.op == "placeholder"}
     graph = _resize_nodes(pairs, placeholders, line)
@@ -88,6 +86,15 @@ def _resize_states(
             shape = states[name].spec.shape
             constants[name] = _cut_constant(main.constants[name], other.constants[name], shape)
     return states, constants
+
+
+def _resize_inputs(main: Captured | FoldedModel, other: Captured | FoldedModel, line: Line) -> list[ModelInput]:
+    """Return the inputs that a model has for a third batch size. ``main``, ``other``: the model for two batch sizes.
+    ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a size is not
+    linear in the batch size.
+    """
+    pairs = zip(main.inputs, other.inputs, strict=True)
+    return [replace(ours, spec=_resize_spec(ours.spec, theirs.spec, line)) for ours, theirs in pairs]
 
 
 def _resize_nodes(pairs: Mapping[fx.Node, fx.Node], placeholders: Mapping[fx.Node, TensorSpec], line: Line) -> fx.Graph:
@@ -132,9 +139,7 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
         return None
     try:
         states, constants = _resize_states(main, other, line)
-        inputs = [
-            replace(i, spec=_resize_spec(i.spec, o.spec, line)) for i, o in zip(main.inputs, other.inputs, strict=True)
-        ]
+        inputs = _resize_inputs(main, other, line)
         values = {name: _resize_spec(spec, other.values[name], line) for name, spec in main.values.items()}
         blocks = {name: _resize_block(block, other.blocks[name], line) for name, block in main.blocks.items()}
     except _UnevenError:
@@ -149,11 +154,10 @@ def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
     """
     if main.calls != other.calls or main.blocks.keys() != other.blocks.keys() or main.outputs != other.outputs:
         return False
-    if main.states.keys() != other.states.keys() or main.values.keys() != other.values.keys():
+    if [i.value for i in main.inputs] != [i.value for i in other.inputs]:
         return False
-    if [i.value for i in main.inputs] != [
-        i.value for i in other.inputs
-    ] or main.constants.keys() != other.constants.keys():
+    tables = "states", "values", "constants"
+    if any(getattr(main, name).keys() != getattr(other, name).keys() for name in tables):
         return False
     same = "updates", "keeps", "initial", "loss", "notes", "tree", "signature"
     if any(getattr(main, name) != getattr(other, name) for name in same):

@@ -278,10 +278,10 @@ class ProgramFacts:
     def differentiated(self, call: CallData, slim: bool = False) -> Differentiated:
         """Return the forward and backward graphs of ``call``, an execution of a block (a piece of the model), for
         analysis. ``slim``: whether backward recomputes the nodes that the block lists as cheap."""
-        graph = self.program.blocks[call.block]
-        again = graph.again if slim else ()
-        key = _nodes_to_key(graph.nodes), call.block, graph.states, graph.inputs
-        return _differentiate_for_analysis(*key, again, self.program.fused_attention, *self.needs(call))
+        fused = self.program.fused_attention
+        return differentiate_for_cpu(
+            self.program, call.block, *self.needs(call), slim=slim, fused=fused, only_analysed=True
+        )
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
         """Return gradients, collectives and memory of one call of a block (a piece of the model, such as a layer).
@@ -385,51 +385,21 @@ def load_block(program: Program, name: str) -> Block:
 
 
 def differentiate_for_cpu(
-    program: Program, name: str, *needs: Flags, slim: bool = False, fused: bool = False
+    program: Program, name: str, *needs: Flags, slim: bool = False, fused: bool = False, only_analysed: bool = False
 ) -> Differentiated:
     """Return the forward and backward graphs of a block (a piece of the model), traced with the operators of a CPU.
 
     The result is cached for the process and must not be modified. ``name``: the block's name. ``needs``: three tuples
     of flags: which inputs need a gradient, which parameters and buffers need one, and which outputs have one. ``slim``:
     whether backward recomputes the nodes that the block lists as cheap. ``fused``: whether attention is traced as a
-    fused kernel, which accelerators have. ``program``: the program of all ranks.
+    fused kernel, which accelerators have. ``only_analysed``: the graphs are not executed. They may then be derived from
+    those of two blocks that differ from this one in sizes alone, which is faster. ``program``: the program of all
+    ranks.
     """
     graph = program.blocks[name]
     again = graph.again if slim else ()
-    return _differentiate_block(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, again, fused, *needs)
-
-
-@lru_cache(maxsize=256)
-def _differentiate_for_analysis(
-    nodes: str,
-    name: str,
-    states: tuple[str, ...],
-    inputs: tuple[str, ...],
-    again: tuple[str, ...],
-    fused: bool,
-    *needs: Flags,
-) -> Differentiated:
-    """Return the forward and backward graphs of a block (a piece of the model) for analysis; cached for equal
-    arguments. If blocks that differ from this one in sizes alone were traced before, larger and smaller ones, the
-    graphs are derived from theirs.
-
-    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
-    ``again``: names of the nodes that backward recomputes. ``fused``: whether attention is traced as a fused kernel.
-    ``needs``: three tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
-    """
-    return _joint_graph_for_analysis(nodes, name, states, inputs, fused, *needs).cut(again)
-
-
-@lru_cache(maxsize=256)
-def _joint_graph_for_analysis(
-    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
-) -> JointGraph:
-    given = nodes, name, states, inputs
-    return _JOINT_SHAPES.find(
-        nodes,
-        (name, states, inputs, fused, *needs),
-        partial(_trace_joint_graph, *given, fused, *needs),
-        lambda: kept_sorted(_parse_block(*given)),
+    return _differentiate_block(
+        _nodes_to_key(graph.nodes), name, graph.states, graph.inputs, again, fused, only_analysed, *needs
     )
 
 
@@ -439,9 +409,6 @@ def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[s
     """
     graph = program.blocks[name]
     return _find_block_fault(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
-
-
-_JOINT_SHAPES = JointShapes()
 
 
 def value_bytes(value: Value) -> int:
@@ -482,15 +449,36 @@ def _differentiate_block(
     inputs: tuple[str, ...],
     again: tuple[str, ...],
     fused: bool,
+    only_analysed: bool,
     *needs: Flags,
 ) -> Differentiated:
     """Return the forward and backward graphs of a block (a piece of the model); cached for equal arguments.
 
     ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
     ``again``: names of the nodes that backward recomputes. ``fused``: whether attention is traced as a fused kernel.
-    ``needs``: three tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
+    ``only_analysed``: the graphs are not executed, so they may be derived from those of other sizes. ``needs``: three
+    tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
     """
-    return _trace_joint_graph(nodes, name, states, inputs, fused, *needs).cut(again)
+    find = _derive_joint_graph if only_analysed else _trace_joint_graph
+    return find(nodes, name, states, inputs, fused, *needs).cut(again)
+
+
+_JOINT_SHAPES = JointShapes()
+
+
+@lru_cache(maxsize=256)
+def _derive_joint_graph(
+    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
+) -> JointGraph:
+    """Return what :func:`_trace_joint_graph` returns for these arguments, for analysis only: it is derived from two
+    graphs that were traced for smaller and larger sizes, if there are such graphs."""
+    given = nodes, name, states, inputs
+    return _JOINT_SHAPES.find(
+        nodes,
+        (name, states, inputs, fused, *needs),
+        partial(_trace_joint_graph, *given, fused, *needs),
+        lambda: kept_sorted(_parse_block(*given)),
+    )
 
 
 @lru_cache(maxsize=256)

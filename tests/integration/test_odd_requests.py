@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import types
 from collections.abc import Callable
@@ -253,6 +254,32 @@ REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], type[PartitionError], s
     "a generator": (Generating, CaptureError, "Forward must return tensors"),
     "nothing": (Nothing, InputsError, "training needs a loss"),
 }
+
+
+class _Returning(nn.Module):
+    """Returns ``shape(y)`` of a linear layer's result ``y``, such as a tuple."""
+
+    def __init__(self, shape: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.shape = nn.Linear(8, 8), shape
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.shape(self.up(x))
+
+
+RETURNED = {
+    "a pair": (lambda y: (y, y.mean()), "output[1]"),
+    "nested": (lambda y: {"logits": y, "aux": {"z": y.sum()}}, 'output["aux"]["z"]'),
+    "a count": (lambda y: (y, y.argmax()), "output[0].mean()"),
+    "a tensor": (lambda y: y, "output.mean()"),
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_a_missing_loss_is_told_with_an_expression_for_this_output(case: str):
+    shape, example = RETURNED[case]
+    with pytest.raises(InputsError, match=re.escape(f"loss=lambda output: {example}")):
+        plan_of(_Returning(shape), (rows(),))
 
 
 @pytest.mark.parametrize("case", REFUSED_MODELS)

@@ -142,10 +142,11 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The model for which a command plans, from the user's function or from a configuration. ``model``: the module.
-    ``inputs``: one global batch; ``None`` if the function returned none. ``loss``: function that computes the loss from
-    the output, or ``None``. ``pretrained``: for a configuration, the same model together with its weights and with
-    notes for the user; ``None`` for a function.
+    """The model for which a command plans, from the user's function or from a configuration.
+
+    ``model``: the module. ``inputs``: one global batch; ``None`` if the function returned none. ``loss``: function that
+    computes the loss from the output; ``None`` if the output is the loss or has it. ``pretrained``: for a
+    configuration, the same model together with its weights and with notes for the user; ``None`` for a function.
     """
 
     model: nn.Module
@@ -167,14 +168,14 @@ class TargetModel:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Options of a command for a model and a batch that are built from a Hugging Face configuration; ``None``: the
+    """Options of a command for a model and a batch that are built from a Hugging Face configuration. ``None`` means the
     default.
 
     ``seq``: tokens of a sample. ``batch``: samples of the global batch. ``task``: name of the task, which decides the
     class of the model. ``lora``: options of LoRA adapters as text. ``objective``: ``train`` or ``infer``. ``values``:
-    whether tensors have values or are on the meta device. ``devices``: number of devices, from which the default number
-    of samples follows. ``plan``: an existing plan of the model; sizes that are not given are those of its batch.
-    ``tokens``: length of a sample of tokens if ``seq`` is not given; without effect on samples of other kinds.
+    whether tensors have values; otherwise they are on the meta device. ``devices``: number of devices, which decides
+    the default number of samples. ``plan``: an existing plan of the model, whose batch has the sizes that are not
+    given. ``tokens``: length of a sample of tokens if ``seq`` is not given; without effect on samples of other kinds.
     """
 
     seq: int | None = None

@@ -134,7 +134,7 @@ def _estimate_peak_memory(
 
             def flying(gone: float) -> float:
                 """Return the bytes of saved activations of all microbatches in flight on this rank. ``gone``: bytes
-                that one of these microbatches has already freed.
+                that one of these microbatches has freed already.
                 """
                 return max(w * whole + h * half - min(w, 1) * gone for w, h in problem.held(number))
 
@@ -239,10 +239,10 @@ def stage_problem(
 
 
 def _in_part(asked: Asked | None) -> Recompute | None:
-    """Return the recomputation that a stage of the problem may choose: ``asked``, the user's constraint, but
-    ``"selective"`` in place of ``"scores"`` and ``"alternate"``. These three differ only in the operators that backward
-    runs a second time, and the costs of the block calls (such as layers) are computed for the right ones already.
-    ``None``: the choice is free.
+    """Return the kind of recomputation that a stage of the pipeline problem may choose. It is ``asked``, the user's
+    constraint, except that ``"scores"`` and ``"alternate"`` become ``"selective"``: these three differ only in the
+    operators that backward runs a second time, and the costs of the block calls (such as layers) are already computed
+    for the right operators. ``None``: the choice is free.
     """
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
@@ -281,10 +281,11 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Return ``paces`` (for each virtual stage, the costs of block calls on its devices, and the summed cost of the
-    calls that every stage runs) for ranks with several virtual stages. A rank runs the latter calls only once, so their
-    cost is set to zero in all its virtual stages but the first. ``ranks``: the rank of each virtual stage. A block is a
-    piece of the model, such as a layer.
+    """Return ``paces`` as they are if ranks hold several virtual stages: a rank runs the calls that every stage needs
+    only once, so their cost is set to zero in all its virtual stages but the first.
+
+    ``paces``: for each virtual stage, the costs of block calls (such as layers) on its devices, and the summed cost of
+    the calls that every stage runs. ``ranks``: the rank of each virtual stage.
     """
     without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
@@ -293,9 +294,9 @@ def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
-    """Return the summed cost of the block calls (such as layers) with these ``costs``, which every stage runs, as one
-    call: the sums of their forward seconds and FLOPs. Its working bytes are the sum of all bytes that the calls occupy
-    (temporary, outputs, parameters and gathered parameters), because it has no other fields for them.
+    """Return the summed cost of the block calls (such as layers) with these ``costs``, which every stage runs, as the
+    cost of one call. It has the sums of their forward seconds and FLOPs. Its working bytes are the sum of all bytes
+    that the calls occupy (temporary, outputs, parameters and gathered parameters); its other fields for bytes are 0.
     """
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),

@@ -114,9 +114,9 @@ def _add_call_transfers(
 
 
 def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Return the seconds of the optimizer's step that runs on the host, over those parameters in ``costs`` whose
-    optimizer states are in host memory. If the states are on disk, reading and writing them overlaps with the step, and
-    the longer of both counts. ``host``: the part of a host's memory and bandwidth that a rank has.
+    """Return the seconds of the optimizer's step on the host, over those parameters in ``costs`` that have their
+    optimizer states in host memory. If the states are on disk, reading and writing them overlaps with the step, and the
+    longer of both counts. ``host``: the part of a host's memory and bandwidth that a rank has.
     """
     stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
     return max(stepped, disk_seconds(costs, host))
@@ -167,8 +167,8 @@ def check_disks(topology: Topology, devices: Sequence[int], per_rank: Sequence[f
 
 
 def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> dict[int, list[float]]:
-    """Group ``per_rank``, one number of bytes for each rank, by the node of the rank, and return index of the node ->
-    numbers of its ranks. ``devices``: for each rank, the index of its device in ``topology``.
+    """Group ``per_rank`` (a number of bytes for each rank) by node: return index of the node -> the numbers of its
+    ranks. ``devices``: for each rank, the index of its device in ``topology``.
     """
     sizes: dict[int, list[float]] = {}
     for device, size in zip(devices, per_rank, strict=True):

@@ -109,29 +109,31 @@ class PlacedMesh:
 
     @cached_property
     def device(self) -> DeviceType:
-        """Return the device type for which the shardings of tensors are chosen: the most common one of the topology."""
+        """Return the most common device type of the topology, for which the shardings of tensors are chosen."""
         return self.topology.types[reference_type(self.topology)]
 
     def group(self, *axes: str) -> Group:
-        """Return the slowest communication group of ranks along the mesh axes ``axes``, of the groups of all pipeline
-        stages."""
+        """Return the slowest communication group of ranks along the mesh axes ``axes``, among the groups of all
+        pipeline stages.
+        """
         if "pp" in axes:
             return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
         return select_slowest_group(self.stage_groups(*axes))
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """Return the slowest group of ranks along each mesh axis with more than one rank (axis -> group). Costs of
-        collectives inside blocks are computed with them. A block is a piece of the model, such as a layer.
+        """Return mesh axis -> the slowest group of ranks along it, for each axis with more than one rank. Collectives
+        inside blocks (such as layers) are priced for these groups.
         """
         return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
         """Return, for each pipeline stage, the slowest of the groups that its ranks form along the mesh axes ``axes``,
-        which exclude ``pp``. The axis ``"experts"`` means the ranks that hold replicas of the same expert. The axes of
-        hybrid sharding are allowed, too: ``dp_shard``, the data-parallel ranks that shard a parameter together,
-        ``dp_replicate``, the ranks that hold the same shard of it, and ``edp_shard`` and ``edp_replicate``, the same
-        for experts.
+        which exclude ``pp``.
+
+        The axis ``"experts"`` means the ranks that hold replicas of the same expert. The axes of hybrid sharding are
+        allowed, too: ``dp_shard`` (the data-parallel ranks that shard a parameter together) and ``dp_replicate`` (the
+        ranks that hold the same shard of it); for parameters of experts they are ``edp_shard`` and ``edp_replicate``.
         """
         if any(a in HYBRID_AXES for a in axes):
             return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
@@ -142,8 +144,8 @@ class PlacedMesh:
         """Return, for each pipeline stage, the slowest of the communication groups that its ranks form along the axes
         ``axes`` of ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
 
-        Neighbouring axes are joined if all of them are in ``axes``, or none is. If more than three joined axes are left
-        inside a stage, the group of all ranks of the stage is returned instead; it contains each group along ``axes``.
+        If ``axes`` and the other axes alternate too often (more than three runs of adjacent axes inside a stage), the
+        group of all ranks of the stage is returned instead; it contains each group along ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():

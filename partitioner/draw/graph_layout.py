@@ -187,8 +187,8 @@ class WireLanes:
         return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
 
     def upper_first(self, index: int) -> tuple[int, int, bool]:
-        """Return three values for the wire with the index ``index``: the index of its panel in the upper row, that of
-        its other panel, and whether the first of these is the wire's target.
+        """Return three values for the wire (a line between two panels) with the index ``index``: the index of its panel
+        in the upper row, the index of its other panel, and whether the wire ends at (has as target) the first of these.
         """
         wire = self.wires[index]
         if self.boxes[wire.target].row < self.boxes[wire.source].row:

@@ -422,8 +422,8 @@ class _TimelineChart:
 
 
 def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
-    """Return ``bars`` by start time, with several of one microbatch joined into one if they run consecutive layers
-    without a pause. ``bars``: instructions of one pipeline stage.
+    """Return ``bars``, the instructions of one pipeline stage, by start time. Consecutive instructions of one
+    microbatch that run consecutive layers without a pause are joined into one bar.
     """
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
@@ -451,7 +451,7 @@ def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
 
 
 def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
-    """Return ``bars`` by start time, with adjacent ones of the same kind of instruction merged into one if each is
+    """Return ``bars`` by start time. Adjacent bars of the same kind of instruction are merged into one if each is
     shorter than ``narrow`` seconds.
     """
     merged: list[Bar] = []
@@ -472,7 +472,7 @@ def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
 
 def tick_step(total: float, most: int) -> float:
     """Return the distance of the ticks of an axis, in the unit of ``total``: 1, 2 or 5 times a power of ten. It is the
-    least one that puts at most ``most`` ticks on an axis from 0 to ``total``.
+    smallest of these distances with which an axis from 0 to ``total`` has at most ``most`` ticks.
     """
     rough = total / most
     magnitude = 10.0 ** math.floor(math.log10(rough))

@@ -127,9 +127,9 @@ def make_routes(
 def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
     """Return the virtual stages that receive a value from the virtual stage before them, in increasing order.
 
-    ``start``: index of the virtual stage that computes the value. ``readers``: indices of those that read it.
-    ``ranks``: pipeline rank of each virtual stage. Each rank that reads or forwards the value receives it once, at its
-    first virtual stage after ``start``.
+    ``start``: index of the virtual stage that computes the value. ``readers``: indices of the virtual stages that read
+    it. ``ranks``: pipeline rank of each virtual stage. Each rank that reads or forwards the value receives it once, at
+    its first virtual stage after ``start``.
     """
     hops: set[int] = set()
     for reader in sorted(readers):
@@ -178,9 +178,9 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Return the block calls (such as layers) that one pipeline rank runs: those of its virtual stages, and those calls
-    outside of stages whose results it needs, which every rank may run for itself or which run before the pipeline
-    starts.
+    """Return the block calls (such as layers) that one pipeline rank runs: the calls of its virtual stages, and calls
+    outside of stages whose results it needs. The latter run before the pipeline starts, or every rank that needs them
+    runs them for itself.
 
     ``chunks``: for each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names of values
     that this rank provides as outputs of the model and that no virtual stage computes. Raise :class:`EmitError` if a

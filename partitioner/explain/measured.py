@@ -167,9 +167,9 @@ def _require_same_plan(program: Program, spans: Sequence[TraceSpan]) -> None:
 
 
 def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
-    """Return two entries for each pipeline stage: the predicted and measured seconds of work, then those of waiting.
-    ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks. Measured seconds are the median
-    over the ranks of a stage.
+    """Return two entries for each pipeline stage, each with predicted and measured seconds: one for work, then one for
+    waiting. ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks. Measured seconds are
+    the median over the ranks of a stage.
     """
     rows = []
     for stage, lane in enumerate(timeline.stages):
@@ -219,8 +219,8 @@ def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[Stage
 
 
 def _group_spans_by_rank(spans: Sequence[TraceSpan], stage: int) -> list[list[TraceSpan]]:
-    """Return the measured instructions of one pipeline stage, a list for each of its ranks. ``spans``: those of all
-    ranks. ``stage``: index of the stage.
+    """Return the measured instructions of one pipeline stage, a list for each of its ranks. ``spans``: the measured
+    instructions of all ranks. ``stage``: index of the stage.
     """
     found: dict[int, list[TraceSpan]] = {}
     for s in spans:

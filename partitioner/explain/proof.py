@@ -17,10 +17,11 @@ _SEVERAL = "several stages on a rank"
 
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether ``certificate``, the proof of optimality with a lower bound on the step time, covers plans of the
-    layout ``candidate``. It does not cover layouts that were tried after the search. Of all others it covers those with
-    the schedules 1F1B, ZB-1P and GPipe (which takes as long as 1F1B), and those with other schedules if the search
-    tried these on all meshes.
+    """Return whether the proof of optimality in ``certificate``, a lower bound on the step time, holds for plans of the
+    layout ``candidate``.
+
+    It does not hold for layouts that were tried after the search. It holds for other layouts with the schedules 1F1B,
+    ZB-1P and GPipe (which takes as long as 1F1B), and for other schedules if the search tried them on all meshes.
     """
     return not candidate.beside and _is_schedule_covered(candidate, certificate)
 
@@ -44,9 +45,9 @@ def _describe_uncovered(plan: Plan) -> str:
 
 
 def certificate_text(plan: Plan) -> str:
-    """Return a text on what is proven of the step time of ``plan``: that it is the fastest, or by which fraction a plan
-    may be faster at most. If the proof does not hold for some schedules, a further sentence states the fastest layout
-    found with one of them, if a plan of that layout may be faster than ``plan``.
+    """Return a text on what is proven of the step time of ``plan``: that no plan is faster, or by which fraction a plan
+    can be faster at most. Some schedules may not be covered by the proof; if a layout with one of them may be faster
+    than ``plan``, a further sentence names the fastest layout of this kind that was found.
     """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     takes = f"this plan takes {seconds_text(c.objective)}"
@@ -67,17 +68,17 @@ def certificate_text(plan: Plan) -> str:
 
 
 def _compare_with_covered(certificate: Certificate) -> str:
-    """Return a clause that says that the chosen plan is faster than every plan for which the proof of optimality holds,
-    because its step time is below the lower bound for these plans; otherwise an empty text. ``certificate``: the
-    results of the search.
+    """Return a clause that says that the chosen plan is faster than every plan that the proof of optimality covers, if
+    its step time is below the lower bound for these plans; otherwise an empty text. ``certificate``: the results of the
+    search.
     """
     faster = certificate.covered_bound is not None and certificate.objective < certificate.covered_bound
     return ", so it is faster than each of them" if faster else ""
 
 
 def _describe_proven(plan: Plan) -> str:
-    """Return a phrase that says of which plans ``plan`` is proven to be the fastest: of all, or of those for which the
-    proof of optimality holds.
+    """Return a phrase that says among which plans ``plan`` is proven to be the fastest: among all plans, or among those
+    that the proof of optimality covers.
     """
     if not list_uncovered_choices(plan):
         return "proven optimal, fastest of all plans"
@@ -132,9 +133,9 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
 
 
 def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
-    """Return the layout with the shortest computed step time, of those that may be faster than the chosen plan although
-    it is proven optimal: their schedule is one for which the proof does not hold, and their lower bound is below the
-    plan's step time. Return ``None`` if there is none. ``certificate``: the results of the search.
+    """Return the fastest layout (by computed step time) that may have faster plans than the chosen one although that is
+    proven optimal: its schedule is not covered by the proof, and its lower bound is below the chosen plan's step time.
+    Return ``None`` if there is none. ``certificate``: the results of the search.
     """
     below_s = certificate.objective * (1 - _ROUNDING)
     rivals = [

@@ -46,9 +46,11 @@ _BEYOND = {
 
 def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
     """Return the training layout (mesh, batch, schedule, state sharding) that a YAML configuration of accelerate
-    describes. ``text``: its content. ``folder``: the folder of the configuration. If the configuration names a
-    DeepSpeed file, the file is read from there; ``None``: it must not name one. ``ignore``: names of options that the
-    training script itself defines; they are not reported as unknown.
+    describes.
+
+    ``text``: its content. ``folder``: the folder in which a DeepSpeed file that the configuration names is looked for;
+    ``None``: it must not name one. ``ignore``: names of options that the training script itself defines; they are not
+    reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """

@@ -130,7 +130,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
 
     def _check(self) -> None:
         """Raise :class:`ContradictionError` if fields of the layout contradict each other, such as sizes that do not
-        divide. If the layout has a number of devices, it must fit it, too."""
+        divide, or if the layout does not fit the number of devices that it names.
+        """
         shard, replicate = self.dp_shard, self.dp_replicate
         if shard and replicate and self.dp not in (None, shard * replicate):
             raise ContradictionError(
@@ -238,8 +239,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         )
 
     def _resolve_batch(self, dp: int) -> dict[str, Any]:
-        """Return two fields of the layout as a dict: ``global_batch`` (samples in a step) and ``microbatches`` (on each
-        of ``dp`` data-parallel ranks). Each is computed from the other sizes if they suffice, and ``None`` if not.
+        """Return two fields of the layout as a dict: ``global_batch`` (samples in a step) and ``microbatches`` (their
+        number on each of ``dp`` data-parallel ranks). Each is computed from the other sizes if possible, else ``None``.
         Raise :class:`ContradictionError` if the sizes contradict each other.
         """
         batch, size, count = self.global_batch, self.microbatch_size, self.microbatches

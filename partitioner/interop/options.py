@@ -186,7 +186,9 @@ class Options:
         return value
 
     def take_share(self, option: str, default: float) -> float:
-        """Return the value of ``option`` as a float, or ``default`` if it is not given."""
+        """Return the value of ``option`` as a float, such as a fraction, or ``default`` if it is not given. Mark the
+        option as read. Raise :class:`OptionValueError` for anything but a number.
+        """
         value = self.take(option)
         if value is None:
             return default
@@ -199,7 +201,7 @@ class Options:
         return found
 
     def take_flag(self, option: str, default: Any = False) -> Any:
-        """Return whether ``option`` is switched on, or ``default`` if it is not given."""
+        """Return whether ``option`` is switched on, or ``default`` if it is not given. Mark the option as read."""
         value = self.take(option)
         if value is None:
             return default
@@ -224,7 +226,7 @@ class Options:
         return folded[text]
 
     def take_text(self, option: str, default: Any = None) -> Any:
-        """Return the value of ``option`` as text, or ``default`` if it is not given."""
+        """Return the value of ``option`` as text, or ``default`` if it is not given. Mark the option as read."""
         value = self.take(option)
         if value is None:
             return default

@@ -202,8 +202,8 @@ def _add_cuts(layout: TrainingLayout, model: nn.Module, notes: list[str]) -> Con
 
 
 def _note_other_model(layout: TrainingLayout, model: nn.Module) -> list[str]:
-    """Return a sentence for each option of the configuration that describes another model than ``model``: another
-    number of layers, or another size than that in the configuration of a model of transformers.
+    """Return a sentence for each option in ``layout`` that describes another model than ``model``: another number of
+    layers, or a size that differs from the model's own configuration (for models of transformers).
     """
     config = getattr(unwrap_model(model)[0], "config", None)
     notes = []

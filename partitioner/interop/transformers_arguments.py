@@ -157,10 +157,12 @@ def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
 
 
 def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder: Path | None) -> TrainingLayout:
-    """Return the training layout of ``TrainingArguments`` that use DeepSpeed: that of the DeepSpeed configuration,
-    completed by other options. ``layout``: the fields (name -> value) that follow from the other options. ``given``:
-    the DeepSpeed configuration, or the path of its file. ``folder``: the folder to which this path is relative. Raise
-    an error if both say different things."""
+    """Return the training layout of ``TrainingArguments`` that use DeepSpeed: the layout of the DeepSpeed
+    configuration, completed by other options. Raise an error if a field has different values in both.
+
+    ``layout``: the fields (name -> value) that follow from the other options. ``given``: the DeepSpeed configuration,
+    or the path of its file. ``folder``: the folder to which this path is relative.
+    """
     where = "deepspeed"
     if isinstance(given, str):
         path = Path(given) if Path(given).is_absolute() else (folder or Path()) / given

@@ -104,9 +104,10 @@ class _DoubleData(TorchFunctionMode):
 
 
 def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return ``(args, kwargs)`` of a call of the function named ``name``. If some tensors among them are float64 and
-    others have a narrower floating type, the narrower ones are converted to float64. These come from outside the model,
-    such as globals. Arguments of functions that write to a tensor (whose names end in ``_``) are unchanged."""
+    """Return ``(args, kwargs)`` of a call of the function named ``name``. If some of the tensors are float64, the
+    tensors of narrower floating types are converted to float64, too; they come from outside the model, such as globals.
+    Arguments of functions that write to a tensor (whose names end in ``_``) are unchanged.
+    """
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     types = {x.dtype for x in leaves}
     if not types & _REDUCED or not types & {torch.float64, torch.complex128} or name.endswith("_"):
@@ -186,7 +187,8 @@ def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class _ByPlace(TorchFunctionMode):
     """A torch mode in which each call of a function with dropout draws from a stream of random numbers of its own, as
     in the programs of plans. Streams are numbered in the order of calls. ``seed``: seed of the streams. ``group``:
-    number of the group of samples that runs; each group draws other numbers."""
+    number of the group of samples on which the model runs; each group draws other numbers.
+    """
 
     def __init__(self, seed: int, group: int) -> None:
         super().__init__()
@@ -209,9 +211,10 @@ class _ByPlace(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Return a context in which the functions with dropout in ``torch.nn.functional`` are replaced by this mode's
-        own. It is needed while another function of that module runs: PyTorch reports only the outer call to modes, and
-        not the calls of dropout inside it."""
+        """Return a context in which the functions with dropout in ``torch.nn.functional`` are replaced by the functions
+        of this mode. It is needed while another function of that module runs: PyTorch reports only the outer call to
+        modes, and not the calls of dropout inside it.
+        """
         known = {name: getattr(nn.functional, name) for name in _DROPPING if hasattr(nn.functional, name)}
 
         def shown(name: str) -> Callable[..., Any]:
@@ -317,10 +320,11 @@ _DROPPING: dict[str, Callable[..., Tensor]] = {
 
 
 def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """Return the arguments of a call of a function with dropout, as a dict by parameter name; ``None`` if they switch
-    dropout off (probability 0, or no training), so that PyTorch's own function can run. ``replacement``: the method
-    that would replace PyTorch's function, which has the parameter names. ``args``, ``kwargs``: arguments of the
-    call."""
+    """Return the arguments of a call of a function with dropout, as a dict by parameter name. Return ``None`` if they
+    switch dropout off (probability 0, or no training), so that PyTorch's own function can run. ``replacement``: the
+    method that would replace PyTorch's function and has its parameter names. ``args``, ``kwargs``: arguments of the
+    call.
+    """
     names = list(inspect.signature(replacement).parameters)[1:]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     if "train" in bound:

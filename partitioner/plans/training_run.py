@@ -20,9 +20,10 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 class TrainingRun:
     """What a whole training run takes on a cluster.
 
-    ``seconds``: of all ``steps``, the number of optimizer steps, without restarts, evaluation and other pauses.
-    ``tokens``: number of tokens of the run; 0 if the model has no sequences. ``money``: US dollars; ``energy``: joules
-    of the devices; each is ``None`` if the topology gives no price or no power.
+    ``steps``, ``samples``, ``tokens``: length of the run in optimizer steps, samples and tokens (0 if the model has no
+    sequences). ``seconds``: time of all steps, without restarts, evaluation and other pauses. ``num_devices``: number
+    of devices. ``money``: US dollars; ``None`` if the topology gives no price. ``energy``: joules of the devices;
+    ``None`` if the topology gives no power.
     """
 
     steps: int

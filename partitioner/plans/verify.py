@@ -119,8 +119,8 @@ class Verification:
     Attributes:
         ok: whether no error exceeds the tolerance.
         max_error: largest relative error.
-        errors: relative error by name: ``loss``, ``output ...``, ``grad ...``, and ``buffer ...`` and ``parameter ...``
-            for those that forward changes.
+        errors: relative error by name: ``loss``, ``output ...`` and ``grad ...``, and ``buffer ...`` and ``parameter
+            ...`` for buffers and parameters that forward changes.
         tolerance: largest relative error that counts as equal.
     """
 
@@ -144,12 +144,12 @@ def verify(
     tolerance: float = TOLERANCE,
 ) -> Verification:
     """Run the programs of all ranks of ``plan`` on this machine in float64, and compare them with ``model``: outputs,
-    loss, every gradient, and what forward leaves in buffers and parameters.
+    loss, every gradient, and the values of buffers and parameters after the forward.
 
     ``inputs``: one global batch. ``loss``: as it was given to ``partition``. ``tolerance``: largest relative error that
     counts as equal. If samples interact only within a microbatch (``couple="microbatch"``), the model runs on one group
-    of samples after the other, and the results are averaged. Gradients are not compressed here, even if the plan does
-    so.
+    of samples after the other, and the results are averaged. Gradients are not compressed here, even if the plan
+    compresses them.
 
     Raise :class:`partitioner.WeightsError` or :class:`partitioner.BatchError` if the model or the inputs are not the
     plan's, and :class:`InputsError` if the plan has a loss and the model gives none.
@@ -182,8 +182,9 @@ def verify(
 
 
 def counters_of(program: Program, model: nn.Module) -> list[str]:
-    """Return the names of those parameters and buffers of ``program`` that are Python numbers in the modules of
-    ``model``, such as a step counter, and that forward changes, so that a verification compares them, too."""
+    """Return the names of those parameters and buffers of ``program`` that forward changes and that are Python numbers
+    in the modules of ``model``, such as a step counter. A verification compares them like buffers.
+    """
     held = dict(model.named_buffers(remove_duplicate=False))
     changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
     return [name for name in changed if number_of(model, name) is not None]

@@ -197,7 +197,7 @@ def choose_samples(devices: int) -> int:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The class that was chosen for a configuration.
+    """The transformers class that was chosen for a configuration.
 
     Attributes:
         name: name of the class in transformers.
@@ -216,7 +216,7 @@ class ModelChoice:
 
 def _choose_class(found: Configuration, asked: str | None) -> ModelChoice:
     """Return the class of the model for the configuration ``found``. ``asked``: the task that the user chose; ``None``:
-    that of the class which the configuration names, or else the one that follows from the type of the model.
+    the task of the class that the configuration names, or else of the class that follows from the type of the model.
 
     Raise :class:`PretrainedError` if there is no class for the task, or if no task was chosen and several are possible.
     """
@@ -254,8 +254,9 @@ def _choose_class(found: Configuration, asked: str | None) -> ModelChoice:
 
 
 def _follow_type(found: Configuration, every: list[tuple[str, Labels, str]]) -> tuple[tuple[str, Labels, str], str]:
-    """Return that one of ``every``, classes with labels and task, which follows from the type of the model, and why as
-    a clause. ``found``: the configuration. Raise :class:`PretrainedError`, with the tasks to choose from, if none does.
+    """Choose a model class by the type of the model. Return two values: the class, as one of ``every``, and the reason
+    as a clause. ``every``: the possible classes, each as (name, kind of labels, task). ``found``: the configuration.
+    Raise :class:`PretrainedError`, with the tasks to choose from, if the type decides for none.
     """
     from transformers.models.auto import modeling_auto
 
@@ -285,8 +286,9 @@ def _follow_type(found: Configuration, every: list[tuple[str, Labels, str]]) -> 
 
 
 def _note_other_classes(same: Sequence[tuple[str, Labels, str]]) -> tuple[str, ...]:
-    """Return a sentence on the classes of one task that were not chosen, if there are any. ``same``: all classes of the
-    task, the chosen one first."""
+    """Return a sentence for the user on the classes of one task that were not chosen, as a tuple of one; empty if there
+    is only one class. ``same``: all classes of the task, the chosen one first, each as (name, kind of labels, task).
+    """
     others = [name for name in dict.fromkeys(name for name, _, _ in same) if name != same[0][0]]
     if not others:
         return ()
@@ -299,8 +301,10 @@ def _note_other_classes(same: Sequence[tuple[str, Labels, str]]) -> tuple[str, .
 def _note_attention(
     found: Configuration, name: str, task: str, every: Sequence[tuple[str, Labels, str]]
 ) -> tuple[str, ...]:
-    """Return a sentence if the class ``name`` is to predict the next token, but attends to it. ``found``: the
-    configuration. ``task``: the task of the class. ``every``: all classes of the type."""
+    """Return a warning, as a tuple of one sentence, if the class ``name`` is trained to predict the next token although
+    its attention sees later tokens; otherwise empty. ``found``: the configuration. ``task``: the task of the class.
+    ``every``: all classes of the model type, each as (name, kind of labels, task).
+    """
     config = found.config
     encodes = "masked" in {each[2] for each in every} and not getattr(config, "is_encoder_decoder", False)
     if task != "causal" or not encodes or getattr(config, "is_decoder", None) is not False:
@@ -360,9 +364,10 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
 
 
 def _part_for(cls: Any, config: Any) -> Any:
-    """Return the configuration to pass to the model class ``cls`` of transformers: ``config`` itself, or that
-    configuration inside it (such as the one of its text model) whose type is the one that ``cls`` expects; ``config``
-    if there is none."""
+    """Return the configuration to pass to the model class ``cls`` of transformers. If ``config`` has another type than
+    ``cls`` expects, and a configuration inside it (such as that of its text model) has this type, the inner one is
+    returned; otherwise ``config`` itself.
+    """
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config

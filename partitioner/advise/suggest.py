@@ -220,11 +220,11 @@ class _RelaxationSearch:
         return ()
 
     def _relax_differing_pins(self) -> tuple[Change, ...]:
-        """Find a plan without any of the constraints that the user fixed, and return a tuple with the change that gives
-        up only those whose value this plan does not have.
+        """Find a plan for the job without any of the constraints that the user fixed. Return a tuple with one change:
+        to give up the constraints whose value differs in this plan.
 
-        If there is no such plan, return a change that gives up all of them and also changes the batch or the cluster.
-        Empty if neither exists.
+        If there is no such plan, the change gives up all of these constraints, and changes the batch or the cluster,
+        too. Empty if no plan is found in this way either.
         """
         base = next(iter(list_variants(self.asked, self.short_of_memory)))
         every = tuple(pins_of(base.constraints))

@@ -44,8 +44,8 @@ def fixed_of(constraints: Constraints) -> list[str]:
     """Return the names of all constraints that the user fixed in ``constraints`` and that may be given up to make a
     plan possible.
 
-    Left out are ``couple``, which changes what is computed, ``ahead``, which only makes the search consider more
-    layouts, and a ``memory_margin`` of at most the default, because freeing it would leave less memory.
+    Three are left out: ``couple``, which changes the result of training; ``ahead``, which only makes the search
+    consider more layouts; and a ``memory_margin`` of at most the default, because giving it up would leave less memory.
     """
     pins = pins_of(constraints)
     beside = {*OF_POINT, *pins, "stage_of", "couple", "ahead"}
@@ -183,7 +183,7 @@ class Variant:
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
     """Return the changed job ``variant`` with one more change, which replaces the fields ``changed`` (name -> value).
-    ``cost``: the effort of this change, which is added to that of ``variant``. ``kind``: its kind as text, such as
+    ``cost``: the effort of this change; it is added to the effort of ``variant``. ``kind``: its kind as text, such as
     ``offload``. ``text``: its description.
     """
     return replace(

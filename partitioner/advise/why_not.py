@@ -246,9 +246,9 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
 
 
 def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
-    """Return the common layouts (baselines) in the certificate of ``plan`` that have a computed step time and are fair
-    to compare with the plan: they are for the same job and devices and the same offload, and the plan's constraints
-    allow them.
+    """Return the standard layouts (baselines) in the certificate of ``plan`` that have a computed step time and can
+    fairly be compared with the plan: they are for the same job, devices and offload, and the plan's constraints allow
+    them.
     """
     return [
         baseline.candidate
@@ -322,9 +322,11 @@ def _explain_bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if the
-    search has computed step times or lower bounds for the candidates that have them, but not the step times of all.
-    ``rows``: all candidates with these constraints. ``solved``: the one with the shortest computed step time, or
-    ``None``. ``least``: the smallest lower bound of the others, in seconds.
+    search has computed step times or lower bounds for all candidate layouts with these constraints, but not all step
+    times.
+
+    ``rows``: all candidates with these constraints. ``solved``: the candidate among them with the shortest computed
+    step time, or ``None``. ``least``: the smallest lower bound of the candidates without a step time, in seconds.
     """
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
@@ -396,8 +398,8 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
 
 
 def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
-    """Return the constraints with which ``plan`` was made, some of them replaced by those in ``asked`` (name -> value),
-    or with these added.
+    """Return the constraints of ``plan`` together with ``asked`` (name -> value). If both have a value for a
+    constraint, the value in ``asked`` counts.
     """
     given = plan.constraints.given
     places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
@@ -462,7 +464,8 @@ def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
 
 def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if all
-    candidates that have them are among the worst of the search, of which the plan's certificate stores only the number.
+    layouts with these constraints are among the worst of the search. The plan's certificate has only the number of
+    these worst layouts.
     """
     left = plan.certificate.left
     count = f"{sum(left.values()):,}"

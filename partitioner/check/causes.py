@@ -46,13 +46,13 @@ UNKNOWN = Cause("unknown", "no known relation to the results of the plain model 
 
 
 class CauseFinder:
-    """Finds the likely cause why the gradient of a parameter in a distributed model differs from that in the plain
-    model (the user's model on one process).
+    """Finds the likely cause why the gradient of a parameter in a distributed model differs from its gradient in the
+    plain model (the user's model on one process).
 
     Args:
         plain: results of the plain model: outputs, loss and gradients.
-        parts: the terms of which the plain gradients are sums, such as the gradient through each sample.
-        placed: which elements of the plain parameters each rank holds, and their gradients there.
+        parts: the terms that the gradients of the plain model are sums of, such as the gradient through each sample.
+        placed: which elements of the plain model's parameters each rank holds, and their gradients there.
         world_size: number of ranks.
         differing: names of the parameters whose gradients differ.
     """
@@ -88,8 +88,9 @@ class CauseFinder:
         return self._describe_unknown(name) if cause is None else cause
 
     def expected(self, name: str) -> Tensor:
-        """Return the right gradient of the parameter ``name``, that of the plain model (the user's model on one
-        process), as a flat tensor; zeros if it has no gradient."""
+        """Return the right gradient of the parameter ``name`` as a flat tensor: its gradient in the plain model (the
+        user's model on one process), or zeros if it has no gradient.
+        """
         grad = self.plain.grads[name]
         return torch.zeros(self.plain.weights[name].numel()) if grad is None else grad.flatten()
 
@@ -267,8 +268,8 @@ class CauseFinder:
 
     def _describe_shares(self, name: str, holders: Sequence[HeldElements]) -> str:
         """Return a sentence that says which samples, or which parts of the sequence, contribute to the gradient of the
-        parameter ``name`` on each rank. Return an empty text if this cannot be determined or all ranks have the same
-        ones. ``holders``: the elements of the parameter on each rank, with their gradients.
+        parameter ``name`` on each rank. Return an empty text if this cannot be determined, or if it is equal on all
+        ranks. ``holders``: the elements of the parameter on each rank, with their gradients.
         """
         if not self.parts.labels or self.plain.weights[name].numel() < 2 * len(self.parts.labels):
             return ""

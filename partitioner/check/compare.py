@@ -50,8 +50,8 @@ class ForeignElements:
 
     Attributes:
         rank, name: the rank, and the name of the parameter in the distributed model.
-        count, total: number of such elements, and of all elements of the parameter.
-        beside: name of the plain parameter to which the other elements belong; ``None`` if there are none.
+        count, total: number of such elements, and number of all elements of the parameter.
+        beside: name of the plain model's parameter to which the remaining elements belong; ``None`` if there are none.
         largest_gradient: largest absolute gradient of such an element.
     """
 

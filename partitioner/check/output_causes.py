@@ -56,7 +56,7 @@ def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list
 
 def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
     """Return a cause that names the first module of a distributed model with a wrong output, in the order in which
-    modules return, and says what is wrong with it. ``None`` if no output can be told to be wrong.
+    modules return, and says what is wrong with it. ``None`` if no output is found to be wrong.
 
     ``plain``: the results of the plain model (the user's model on one process), with the output of each module.
     ``outcomes``: the results of the distributed model on each rank, with the outputs of its modules. An output is right
@@ -162,12 +162,13 @@ def _name_bias(plain: PlainResults, name: str, given: dict[int, list[Tensor]]) -
 
 
 def _name_fused_cut(plain: PlainResults, last: str, name: str, held: dict[int, list[Tensor]]) -> Cause | None:
-    """Return the cause if a fused output (such as queries, keys and values together) was cut over the ranks as a whole,
-    and not each part by itself; ``None`` if that cannot be told. It was if ranks have different numbers of columns of
-    its first part.
+    """Return the cause that a fused output (such as queries, keys and values together) was cut over the ranks as a
+    whole, and not each part by itself. It is returned if ranks have different numbers of columns of the first part;
+    ``None`` if they do not, or if this cannot be found out.
 
-    ``last``: the module with the fused output. ``name``: the module with a wrong output that reads a combination of the
-    parts; the width of its weight is the width of the first part. ``held``: rank -> the outputs of ``last`` on it.
+    ``plain``: results of the plain model (the user's model on one process). ``last``: the module with the fused output.
+    ``name``: the module with a wrong output that reads a combination of the parts; the width of its weight is the width
+    of the first part. ``held``: rank -> the outputs of ``last`` on it.
     """
     weight, expected = plain.weights.get(f"{name}.weight"), plain.modules[last]
     if weight is None or weight.dim() != 2 or len(expected) != 1 or not expected[0].dim():

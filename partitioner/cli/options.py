@@ -189,8 +189,8 @@ class SampleOptions:
     tokens: int | None = None
 
     def load(self, source: str) -> TargetModel:
-        """Return the model of a Hugging Face configuration with inputs for it. ``source``: path or name of the
-        configuration. Task, batch size and sequence length are those of these options.
+        """Return the model of a Hugging Face configuration with inputs for it. These options decide task, batch size
+        and sequence length. ``source``: path or name of the configuration.
         """
         from partitioner.pretrained.load import choose_samples, load_pretrained
 
@@ -219,8 +219,12 @@ class SampleOptions:
 
 
 def announce_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:
-    """Return the model that ``text`` names, as :func:`load_target` does. For the model of a configuration, print its
-    class, its task, why it has these, and the shapes of its inputs.
+    """Return the model that ``text`` names, with inputs and loss if it has them. If it was built from a configuration,
+    print its class, its task, why it has these, and the shapes of its inputs.
+
+    ``text``: ``FILE.py:FUNCTION``, where the function returns the model, or the path or name of a configuration.
+    ``meta``: create a function's tensors on the meta device. ``asked``: options for a configuration; ``None``: the
+    defaults. Raise the errors of :func:`load_target`.
     """
     with show_spinner(f"Loading {text}"):
         target = load_target(text, meta=meta, asked=asked)

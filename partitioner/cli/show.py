@@ -27,8 +27,9 @@ _MOST_DIFFERENT = 12
 
 
 def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
-    """Yield the description of ``rank`` of a plan as parts to print: its device, coordinates in the mesh, groups, peak
-    memory, shards of parameters and buffers, and instructions. Raise :class:`PlanError` if the rank does not exist.
+    """Yield the description of one rank of ``plan`` as parts to print: its device, coordinates in the mesh, groups,
+    peak memory, shards of parameters and buffers, and instructions. ``rank``: its number. Raise :class:`PlanError` if
+    it does not exist.
     """
     if not 0 <= rank < plan.program.world_size:
         raise PlanError(f"there is no rank {rank}; the plan has ranks 0 to {plan.program.world_size - 1}")

@@ -211,9 +211,9 @@ class BlockProfile:
 
     - ``kernels``: the table of GPU kernels. ``exchanges``: the collectives. ``states``: the parameters and buffers that
       the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it runs backward).
-    - ``issued``: three numbers of operators that the host launches: in forward, in backward for gradients of inputs,
-      and in backward for gradients of weights. ``issued_each``: the same for operators that it launches once per
-      expert.
+    - ``issued``: numbers of operators that the host launches in three parts: in forward, in backward for gradients of
+      inputs, and in backward for gradients of weights. ``issued_each``: such numbers for operators that the host
+      launches once per expert; they are not in ``issued``.
     - ``held``: number of experts in the graph. ``region``: the matrix products of experts. ``routing``: number of
       forward operators between the attention and the experts, which route tokens to experts.
     """
@@ -372,7 +372,7 @@ class _BlockProfiler:
         the kernels that cast its operands. Each launch of a cast is added to the operators that the host launches.
         Return ``kernels`` unchanged for any other node.
 
-        ``kernels``: those of ``node`` without fp8. ``way``: 0 forward, 1 backward. ``operands``, ``results``: the
+        ``kernels``: the kernels of ``node`` without fp8. ``way``: 0 forward, 1 backward. ``operands``, ``results``: the
         tensors that ``node`` reads and writes.
         """
         if node not in self.short:
@@ -431,9 +431,9 @@ class _BlockProfiler:
     def _add_kernel_rows(
         self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int
     ) -> None:
-        """Append ``kernels``, those that run ``node``, to the block's list of kernels. ``way``: 0 forward, 1 backward.
-        ``operands``: the tensors that ``node`` reads. ``ring``: if ``node`` is an attention over a sharded sequence,
-        its index among those of the block (such as a layer), else -1.
+        """Append ``kernels``, which run ``node``, to the list of kernels of the block (such as a layer). ``way``: 0
+        forward, 1 backward. ``operands``: the tensors that ``node`` reads. ``ring``: if ``node`` is an attention over a
+        sharded sequence, its index among these attentions of the block, else -1.
         """
         expert, product = node in self.region.products, any(k.flops for k in kernels)
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
@@ -627,8 +627,9 @@ def gradient_bytes_of(placeholder: fx.Node) -> int:
 
 
 def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
-    """Return a list with the kernel that adds a parameter's gradient to that of earlier microbatches. It is empty if
-    ``placeholder`` is no parameter or has no gradient. ``states``: names of the block's parameters and buffers.
+    """Return a list with the kernel that adds a parameter's gradient to the sum over earlier microbatches. It is empty
+    if ``placeholder``, an input of a graph, is no parameter or has no gradient. ``states``: names of the parameters and
+    buffers that the graph reads.
     """
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []

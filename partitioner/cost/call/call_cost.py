@@ -59,14 +59,13 @@ def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) ->
 class CallCost:
     """Cost of one microbatch through one call of a block (such as a layer) on one rank.
 
-    Fields that end in ``_comm_s`` are seconds of collectives; other ``_s`` fields are seconds without collectives.
-
-    - ``weights_s``: the part of ``backward_s`` that computes gradients of weights, which can run after the gradients of
-      inputs are sent to the previous stage. ``flops``, ``backward_flops``: FLOPs of matrix products, forward and
-      backward.
-    - ``saved_bytes``: bytes kept from forward to backward, besides those inputs that ``saved_inputs`` (one flag per
-      input) marks as kept. ``carried_bytes``: bytes held between backward for inputs and backward for weights.
-      ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host memory.
+    - ``forward_s``, ``backward_s``: seconds without collectives. ``forward_comm_s``, ``backward_comm_s``: seconds of
+      collectives. ``weights_s``: the part of ``backward_s`` that computes gradients of weights, which can run after the
+      gradients of inputs are sent to the previous stage. ``flops``, ``backward_flops``: FLOPs of matrix products,
+      forward and backward.
+    - ``saved_bytes``: bytes kept from forward to backward, without inputs. ``saved_inputs``: for each input, whether it
+      is kept, too. ``carried_bytes``: bytes held between the backward for gradients of inputs and that for gradients of
+      weights. ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host memory.
     - ``input_bytes``, ``output_bytes``: bytes of each input and output. ``output_grads``: for each output, whether it
       receives a gradient. ``state_bytes``: bytes of all parameters and buffers that the call reads. ``gathered_bytes``:
       bytes of parameters that ZeRO-3 gathers for it, and of their gradients.
@@ -151,7 +150,7 @@ class CallCost:
     @cached_property
     def later_s(self) -> float:
         """Return the seconds of the backward that may run after the gradients of inputs are sent to the previous
-        pipeline stage: those of gradients of weights, but at most half of the whole backward.
+        pipeline stage: the seconds of gradients of weights, but at most half of the whole backward.
         """
         return min(self.weights_s, self.backward_s / 2)
 
@@ -162,7 +161,7 @@ class CallCost:
     @cached_property
     def recompute_s(self) -> float:
         """Return the seconds that full recomputation of the block (such as a layer) adds to the backward of one
-        microbatch: those of its forward, without work that backward does anyway.
+        microbatch: the seconds of its forward, without work that backward does anyway.
         """
         return self.forward_total_s - self.forward_only_s
 

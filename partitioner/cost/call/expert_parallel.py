@@ -177,9 +177,9 @@ def _skip_views_and_casts(node: object) -> fx.Node:
 
 
 def _count_row_copies(node: fx.Node) -> float:
-    """Return how many copies of each element a sequence of views, selections and repetitions of rows has made: the
-    number of elements of ``node``'s value divided by those of the tensor at the start of the sequence; for example
-    ``k`` if each row was repeated ``k`` times. 1 if this is unknown.
+    """Return how many copies of each element a chain of views, selections and repetitions of rows has made: the number
+    of elements at its end, ``node``, divided by the number at its start. It is ``k`` if each row was repeated ``k``
+    times, and 1 if it is unknown.
     """
     size, source = node.meta["val"].numel(), node
     while source.op == "call_function" and (is_view(source) or operator_name(source) in _REPEATS):

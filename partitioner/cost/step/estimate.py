@@ -390,9 +390,9 @@ def estimate_step(
 
 
 def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
-    """Return ``estimate``, that of a training step, with the step time ``seconds``, which must not be less than its
-    own. The difference is added to the bubble (the time spent waiting for other stages), and ``mfu`` is scaled
-    accordingly.
+    """Return a copy of ``estimate``, the estimate of a training step, with the step time ``seconds``, which must not be
+    less than before. The difference is added to the bubble (the time spent waiting for other stages), and ``mfu`` is
+    scaled accordingly.
     """
     more = seconds - estimate.step_time
     breakdown = {**estimate.breakdown, "bubble": estimate.breakdown.get("bubble", 0.0) + more}

@@ -79,15 +79,15 @@ class Reducer:
     )
 
     def all_reduce(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of an all-reduce of ``num_bytes`` of gradients over the mesh axes ``axes``: the seconds of
-        communication and those of compression. The gradients are a bucket (several gradients in one buffer), or the
+        """Return the time of an all-reduce of ``num_bytes`` of gradients over the mesh axes ``axes``: seconds of
+        communication, and seconds of compression. The gradients are a bucket (several gradients in one buffer), or the
         shards of a bucket that are left after a reduce-scatter over other axes.
         """
         return self._time_once("all_reduce", num_bytes, axes, lambda: self._find_all_reduce_time(num_bytes, axes))
 
     def all_gather(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``: the seconds of
-        communication; those of compression are 0.
+        """Return the time of gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``, in seconds of
+        communication; nothing is compressed.
         """
         return self._time_once(
             "all_gather",
@@ -323,9 +323,9 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Return six durations in seconds of this reduction of a stage's gradients, in this order: all reductions, that
-        of the last bucket (gradients that are reduced together), gathers of parameters, reduce-scatters per further
-        microbatch, compression, compression per further microbatch.
+        """Return six durations in seconds of this reduction of a stage's gradients, in this order: all reductions, the
+        reduction of the last bucket (gradients that are reduced together), gathers of parameters, reduce-scatters per
+        further microbatch, compression, compression per further microbatch.
         """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 

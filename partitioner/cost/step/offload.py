@@ -83,11 +83,11 @@ def _hosted_calls(
 def _add_call_transfers(
     cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float
 ) -> CallCost:
-    """Return ``cost``, that of a block call (such as a layer), with its transfers to and from host memory added.
+    """Return ``cost``, the cost of a block call (such as a layer), with its transfers to and from host memory added.
 
     ``host``: the part of a host that a rank has. ``passing``: bytes of parameters that come from the host for each
     call. ``whole``: bytes that these occupy on the device while the call runs. ``once``: for each input of the call,
-    whether no other call reads it; if so and if backward needs the input, it is offloaded like the saved activations.
+    whether no other call reads it; such an input is offloaded like the saved activations if backward needs it.
     ``None``: no activations are offloaded.
     """
     if once is None:
@@ -134,9 +134,9 @@ def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: fl
     sent back, as far as computation does not hide this.
 
     ``costs``: the costs of the parameters of a rank. ``host``: the part of a host's memory and bandwidth that the rank
-    has. The backward of one microbatch (``backward_s`` seconds) hides the transfer of gradients, except that of the
-    last bucket (gradients that are sent together), which is complete only after it. The forward (``forward_s`` seconds)
-    hides the transfer of parameters.
+    has. ``backward_s``: seconds of the backward of one microbatch, which hides the transfer of all gradients but the
+    last bucket (gradients that are sent together, complete only after the backward). ``forward_s``: seconds of the
+    forward, which hides the transfer of parameters.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)

@@ -284,11 +284,11 @@ class _ReductionTails:
         return found
 
     def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
-        """Return the properties of a stage on which the delay by gradient reductions depends besides its block calls
-        (such as layers), as a key for a cache. ``stage``: index of the stage.
+        """Return a key for a cache: the properties of a stage, other than its block calls (such as layers), that
+        influence the delay by gradient reductions. ``stage``: index of the stage.
 
-        The tuple has: whether it is the first stage, whether it runs its backwards in two halves (for inputs, for
-        weights), the slowdown of computation beside collectives, and its devices and groups of ranks.
+        The key has four entries: whether it is the first stage, whether it runs its backwards in two halves (for
+        inputs, for weights), the slowdown of computation beside collectives, and its devices and groups of ranks.
         """
         if stage not in self._described:
             reducers = self._reducers_of(stage)

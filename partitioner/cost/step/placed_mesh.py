@@ -65,11 +65,11 @@ Seats = tuple[RankProfile, ...]  # the distinct profiles of ranks that wait for 
 
 @dataclass(frozen=True)
 class PlacedMesh:
-    """A topology with a device mesh laid over it: the devices and links that a program runs on. Values of this type
-    are also called placements.
+    """A topology with a device mesh laid over it: the devices and links that a program runs on. Values of this type are
+    also called placements.
 
-    - ``mesh``: size of each axis. The sizes, without ``ep``, multiply to the number of ranks. ``devices``: the device
-      index of every rank; ``None``: rank ``i`` runs on device ``i``.
+    - ``topology``: the cluster. ``mesh``: size of each axis. The sizes, without ``ep``, multiply to the number of
+      ranks. ``devices``: the device index of every rank; ``None``: rank ``i`` runs on device ``i``.
     - ``precision``: the number format of most matrix products, such as ``"bf16"``.
     - ``ep``: number of ranks over which the experts are distributed. They are taken from the ``dp``, ``cp`` and ``tp``
       ranks. ``etp``: number of ranks that share one expert; 0 means ``tp``. ``num_experts``: number of experts of the
@@ -78,6 +78,8 @@ class PlacedMesh:
       them.
     - ``gradient_bytes``: bytes of all gradients of the unsharded model.
     - ``profile``: how the framework that runs the plan executes it. ``reserve``: bytes that stay free on every rank.
+    - ``nested``: lengths, in ranks, of runs of consecutive ranks (one inside the other) on equal devices and links, so
+      that one group of an axis can stand for all; empty: not known. ``memo``: a cache that copies share.
 
     A property that is a tuple has one entry per pipeline stage, unless its docstring says otherwise.
     """

@@ -154,7 +154,7 @@ def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
 
 def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
     """Return the cost of one call of each block (such as a layer), by block name, on a stage whose ranks do not wait
-    for each other. The forward is that of the rank with the longest forward, and the backward that of the rank with the
+    for each other. The forward is taken from the rank with the longest forward, and the backward from the rank with the
     longest backward, each with its own seconds of computation and of collectives. Each of ``costs`` maps a block name
     to the cost of a call on one kind of rank.
     """

@@ -74,7 +74,7 @@ class Panel:
     ``header``: the card at the top. ``cards``: name such as ``g0`` -> the card of a sequence of repeated blocks, such
     as decoder layers. ``tips``: the tooltip of each card, by the same names. ``layout``: the positions of the cards and
     of the curves, in pixels. ``flows``: the curves, as (name of the source card, name of the target card, tooltip).
-    ``tooltip``: that of the whole panel.
+    ``tooltip``: the tooltip of the whole panel.
     """
 
     header: Card

@@ -97,9 +97,9 @@ _CLOSE = 0.01  # of a step, by which a simulation may differ from the step time 
 
 @dataclass(frozen=True)
 class Bar:
-    """Describes one instruction on one pipeline stage, as a box of the picture. ``stage``: index of the stage.
-    ``start`` and ``end``: seconds from the start of the step. ``merged``: the number of instructions that are drawn as
-    this one box.
+    """Describes the box of one instruction on one pipeline stage in the picture. ``stage``: index of the stage.
+    ``start``, ``end``: seconds from the start of the step. ``instruction``: the instruction, or the first if the box
+    stands for several. ``merged``: the number of instructions that the box stands for.
     """
 
     stage: int
@@ -292,9 +292,9 @@ class _TimelineChart:
         return root
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
-        """Draw into ``root`` a bracket with the number of repetitions above the first of the several equal periods of
-        ``fold``, and two dashed lines where the others are left out. ``top``, ``bottom``: y coordinates of the edges of
-        the rows.
+        """Draw into ``root`` a bracket above the first of the equal periods of ``fold``, with the number of
+        repetitions, and two dashed lines where the further periods are left out. ``top``, ``bottom``: y coordinates of
+        the edges of the rows.
         """
         start, _ = fold.hidden
         words = f"× {fold.times:,}"

@@ -444,8 +444,8 @@ class _TopologyScene:
                 first = i
 
     def choose_device_colour(self, device: int) -> str:
-        """Return the name of the colour of a device: that of its pipeline stage, ``idle`` without a rank, or that of
-        its type if there is no plan. ``device``: index of the device.
+        """Return the name of the colour of a device: the colour of its pipeline stage, or ``idle`` if it has no rank.
+        Without a plan it is the colour of its device type. ``device``: index of the device.
         """
         if self.plan is None:
             return self.choose_stage_colour(self.kinds.index(self.topology.devices[device].kind))

@@ -139,9 +139,9 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key for ``gradient`` that is equal for gradients that may share a bucket: they are summed over the
-        same mesh axes, sharded over the same axes and have the same number format; the same stages share their
-        parameters, and the same block calls (such as layers) read them. Under ZeRO-2 and ZeRO-3 the same virtual stages
+        """Return a key for ``gradient`` that is equal for gradients that may share a bucket. These are summed over the
+        same mesh axes, sharded over the same axes and have the same number format; their parameters are shared by the
+        same stages and read by the same block calls (such as layers). Under ZeRO-2 and ZeRO-3 the same virtual stages
         must add to them, too.
         """
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
@@ -169,13 +169,13 @@ def follow_buckets(
     zero: int = 0,
 ) -> list[PlannedBucket]:
     """Return buckets (gradients that are reduced together) for a further program on the same weights, such as
-    evaluation beside training. Each bucket has the same parameters as one of the first program, and has the place in
-    this program's schedule where its reduction starts.
+    evaluation beside training. Each bucket has the parameters of one bucket of the first program. Its reduction starts
+    at the place that suits the schedule of the further program.
 
     ``buckets``: for each bucket of the first program, the names of its parameters. ``stage``: the block calls (such as
     layers) of the pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients.
     ``adds``: for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``:
-    the ZeRO stage, 0 to 3. A bucket whose parameters have no gradient in this program only gathers parameters.
+    the ZeRO stage, 0 to 3. A bucket whose parameters have no gradient in the further program only gathers parameters.
     """
     here = {g.state: g for g in gradients}
     planned = []
@@ -252,16 +252,18 @@ def with_levels(
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh axes of the reduction inside groups of neighbouring ranks, for a reduction over ``axes``: ``dp``
-    is replaced by ``dp_shard``, the ranks of ``dp`` in one group, and likewise ``edp`` (data-parallel ranks of experts)
-    by ``edp_shard``. Other axes stay."""
+    """Return the mesh axes of the reduction inside groups of neighbouring ranks, for a reduction over ``axes``. ``dp``
+    is replaced by ``dp_shard``, the ranks of ``dp`` in one group, and ``edp`` (data-parallel ranks of experts) by
+    ``edp_shard``. Other axes stay.
+    """
     return tuple(_INNER.get(axis, axis) for axis in axes)
 
 
 def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh axes of the reduction between groups of neighbouring ranks, for a reduction over ``axes``: for
-    ``dp`` it is ``dp_replicate``, the ranks at the same place in different groups, and for ``edp`` (data-parallel ranks
-    of experts) ``edp_replicate``. Other axes are left out."""
+    """Return the mesh axes of the reduction between groups of neighbouring ranks, for a reduction over ``axes``. ``dp``
+    is replaced by ``dp_replicate``, the ranks at the same place in different groups, and ``edp`` (data-parallel ranks
+    of experts) by ``edp_replicate``. Other axes are left out.
+    """
     return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
 
 

@@ -371,8 +371,9 @@ def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_
 
 
 def _select_split_axes(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return those of the mesh axes ``axes`` that have more than one rank, in the order of the mesh. ``sizes``: number
-    of ranks by axis."""
+    """Return the mesh axes in ``axes`` that have more than one rank, in the order of the mesh. ``sizes``: number of
+    ranks by axis.
+    """
     return tuple(a for a in ALL_AXES if a in axes and sizes[a] > 1)
 
 

@@ -144,10 +144,13 @@ def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> lis
 
 
 def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
-    """Return the pipeline ranks that get a value through one of its transfers: the receiver, and the ranks to which it
-    sends the value on, directly or through others. If one of them computes a gradient of the value, the transfer has a
-    counterpart for this gradient. ``hop``: index of the virtual stage that receives the transfer. ``hops``: indices of
-    all virtual stages that receive the value, in increasing order. ``ranks``: rank of each virtual stage."""
+    """Return the pipeline ranks that get a value through one of its transfers: the receiver, and all ranks to which the
+    value is sent on from there. (If one of them computes a gradient of the value, the gradient is sent back against
+    this transfer.)
+
+    ``hop``: index of the virtual stage that receives the transfer. ``hops``: indices of all virtual stages that receive
+    the value, in increasing order. ``ranks``: rank of each virtual stage.
+    """
     found = {ranks[hop]}
     for later in hops:
         if later > hop and ranks[later - 1] in found:

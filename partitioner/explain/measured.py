@@ -99,10 +99,9 @@ def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[
 
 @dataclass(frozen=True)
 class StageComparison:
-    """Describes the predicted and the measured seconds of one line of a comparison. ``stage``: index of the pipeline
-    stage; -1 for a sum over all stages. ``what``: what took the time: a kind of work, ``waiting``, or the name of an
-    instruction. ``predicted``, ``measured``: seconds in one step; the measured ones are the median over the ranks of a
-    stage.
+    """Describes one line of a comparison of predicted and measured seconds. ``stage``: index of the pipeline stage; -1
+    for a sum over all stages. ``what``: what took the time: a kind of work, ``waiting``, or the name of an instruction.
+    ``predicted``, ``measured``: seconds in one step; ``measured`` is the median over the ranks of a stage.
     """
 
     stage: int
@@ -147,8 +146,8 @@ def compare_steps(plan: Plan, spans: Sequence[TraceSpan]) -> list[RenderableType
 
 
 def _require_same_plan(program: Program, spans: Sequence[TraceSpan]) -> None:
-    """Raise :class:`PlanError` if the measured instructions ``spans`` are not those of ``program``, or miss some of its
-    ranks.
+    """Raise :class:`PlanError` if the measured instructions ``spans`` are not the instructions of ``program``, or if
+    some of its ranks are missing.
     """
     ranks = {s.rank for s in spans}
     if ranks != set(range(program.world_size)):

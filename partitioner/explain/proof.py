@@ -88,8 +88,8 @@ def _describe_proven(plan: Plan) -> str:
 
 
 def explain_proof(plan: Plan) -> Iterator[str]:
-    """Yield sentences on what is proven of the step time of ``plan`` in comparison with all other plans, and what is
-    not.
+    """Yield sentences that say what is proven of the step time of ``plan`` compared with all other plans, and what is
+    not proven.
     """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     if c.covered_bound is not None:
@@ -109,9 +109,9 @@ def explain_proof(plan: Plan) -> Iterator[str]:
 
 
 def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
-    """Yield sentences on the layouts with schedules for which the proof of optimality does not hold: for how many of
-    them the search computed a step time, and which of them, apart from the chosen plan, has the shortest.
-    ``certificate``: the results of the search.
+    """Yield sentences on the layouts whose schedules the proof of optimality does not cover: for how many of them the
+    search computed a step time, and the fastest of them, apart from the chosen plan. ``certificate``: the results of
+    the search.
     """
     found = [row for row in certificate.candidates if row.step_time is not None and not is_covered(row, certificate)]
     if not found:
@@ -170,9 +170,9 @@ def _compare_bound(bound: float, objective: float, what: str) -> str:
 
 
 def list_uncovered_choices(plan: Plan) -> list[str]:
-    """Return a sentence for each choice (such as a schedule) for which the proof of optimality does not hold: attention
-    algorithms over the mesh axis ``cp`` with which the plan is estimated to be faster, then the choices that
-    :attr:`Certificate.beyond` lists, the most important first.
+    """Return a sentence for each choice (such as a schedule) that the proof of optimality of ``plan`` does not cover:
+    first attention algorithms over the mesh axis ``cp`` with which the plan is estimated to be faster, then the choices
+    that :attr:`Certificate.beyond` lists, the most important first.
     """
     found = []
     for way in plan.context:

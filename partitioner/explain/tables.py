@@ -210,8 +210,8 @@ def is_barred(candidate: Candidate) -> bool:
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the search computed the step time of the layout ``candidate`` and did not choose it, although the
-    step takes no longer than that of the chosen plan, up to rounding. ``certificate``: the results of the search.
+    """Return whether the layout ``candidate`` takes no longer than the chosen plan, up to rounding, by a step time that
+    the search computed, and was not chosen. ``certificate``: the results of the search.
     """
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)

@@ -308,10 +308,10 @@ def _show_value(value: Any) -> str:
 
 
 def divide_layers(layout: TrainingLayout, num_layers: int) -> tuple[int, ...]:
-    """Return the number of layers in each pipeline stage, virtual ones included, if a model of ``num_layers`` layers is
-    divided as ``layout`` says: as listed in its ``stage_layers`` or else equally.
+    """Return the number of layers in each (virtual) pipeline stage, if a model of ``num_layers`` layers is divided as
+    ``layout`` says: as listed in its ``stage_layers`` or else equally.
 
-    In an equal division, the first and the last stage have ``first_less`` and ``last_less`` layers fewer than the
+    In an equal division, the first stage has ``first_less`` and the last stage ``last_less`` layers fewer than the
     others, and a remainder goes to the first stages. Raise :class:`ContradictionError` if the layers cannot be divided
     in this way.
     """

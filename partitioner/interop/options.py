@@ -60,8 +60,8 @@ def read_text_file(path: Path) -> str:
 
 def parse_mapping(text: str, kind: str, where: str) -> dict[str, Any]:
     """Return the mapping that ``text`` describes. ``kind``: its syntax, ``json``, ``json with comments``, ``toml`` or
-    ``yaml``; comments are those of Hjson, and commas may end a list. ``where``: the name of the source, for error
-    messages.
+    ``yaml``. In ``json with comments``, comments are written as in Hjson, and commas may end a list. ``where``: the
+    name of the source, for error messages.
 
     Raise :class:`LayoutError` for malformed text, or if its content is no mapping.
     """
@@ -285,8 +285,8 @@ class Options:
 
 
 def _shorten(names: Iterable[str], like: str) -> list[str]:
-    """Return those of ``names`` (``section.name``) that are in the same section as the option ``like``, without the
-    section; all names if its section has none.
+    """Return the options in ``names`` (each ``section.name``) that are in the section of the option ``like``, without
+    the section. Return all of ``names`` if the section has none.
     """
     section = like.rpartition(".")[0]
     inside = sorted(name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section)

@@ -70,9 +70,9 @@ def _lose(name: str, value: Any, reason: str) -> UnusedOption:
 
 
 def _find_recompute(plan: Plan, missing: list[UnusedOption]) -> str:
-    """Return what the backward of ``plan`` recomputes, as one word for all stages: ``none``, ``selective`` (what is
-    quick to compute), ``full``, or the word that the user fixed. If stages differ, this is added to ``missing``, the
-    properties that the word does not express.
+    """Return what the backward of ``plan`` recomputes, as one word for all stages: ``none``, ``selective`` (results
+    that are quick to compute), ``full``, or the word that the user fixed. If stages differ, a note on this is added to
+    ``missing``, the properties of the plan that the layout does not express.
     """
     given = plan.constraints.recompute
     if given is not None:

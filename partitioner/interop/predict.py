@@ -93,8 +93,8 @@ def predict_layout(
     """Predict a training step of ``layout``: its time and the memory of every rank, before a job is launched.
 
     Args:
-        layout: from :func:`partitioner.read_layout`. What it leaves open is chosen by the search:
-            ``layout.replace(recompute="full")`` fixes more.
+        layout: the layout of another framework's configuration, from :func:`partitioner.read_layout`. The search
+            chooses the fields that are ``None``; ``layout.replace(recompute="full")`` sets one.
         model, topology: as for :func:`partitioner.partition`.
         inputs: one global batch, or a sample of it if the layout says how large the batch is.
         loss: as for :func:`partitioner.partition`.

@@ -197,9 +197,9 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
-    """Return two times in seconds: that of a whole simulated step of ``plan``, which is ``gradients_s`` plus the
-    optimizer update, and that of the optimizer update alone. ``gradients_s``: simulated seconds from the start of the
-    step until all gradients are complete.
+    """Return two times in seconds: the time of a whole simulated step of ``plan`` (``gradients_s`` plus the optimizer
+    update), and the time of the optimizer update alone. ``gradients_s``: simulated seconds from the start of the step
+    until all gradients are complete.
     """
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     return gradients_s + update, update

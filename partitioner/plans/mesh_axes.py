@@ -70,9 +70,10 @@ def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 
 def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
-    """Return one row of texts for each kind of link of ``topology``: its name, what it connects, three bandwidths and
-    the latency. The bandwidths are the one in the topology's description, then that of a device and that of a node
-    while all devices communicate. The last two are empty for links between single pairs of devices.
+    """Return one row of six texts for each kind of link of ``topology``: its name, the parts that it connects, three
+    bandwidths and the latency. The first bandwidth is that in the topology's description. The second and third are the
+    bandwidth of a device and of a node while all devices communicate; they are empty for links between single pairs of
+    devices.
     """
     rows = []
     for level in topology.levels:
@@ -84,9 +85,9 @@ def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def level_rates(topology: Topology, level: Level) -> tuple[str, str, str]:
-    """Return three bandwidths of ``level``, a level of links of ``topology``, as texts: that of one device or network
-    card as described, then that of a device and that of a node while all devices communicate. If devices or nodes
-    differ, a text gives the least and the greatest.
+    """Return three bandwidths of ``level``, a level of links of ``topology``, as texts: of one device or network card
+    as described, of one device while all devices communicate, and of one node while all devices communicate. If devices
+    or nodes differ, a text gives the least and the greatest.
     """
     left = level.bandwidth / level.oversubscription
     beyond = spans_nodes(level)

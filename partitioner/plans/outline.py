@@ -127,9 +127,10 @@ class CollectiveTotal:
     """Collectives of one kind on one rank, added up. Collectives inside block calls (such as layers) are counted for
     one microbatch, transfers of parameter or gradient buckets for one step.
 
-    ``op``: the collective, such as ``all_reduce``. ``axis``: the mesh axis, or several joined by ``×``. ``count``:
-    number of collectives. ``num_bytes``: their total bytes. ``even``: whether all have the same size. For transfers of
-    buckets, ``what`` says what is moved, such as ``gradients``, and ``buckets`` is the number of different buckets.
+    ``op``: the collective, such as ``all_reduce``. ``axis``: the mesh axis, or several joined by ``×``. ``direction``:
+    ``forward`` or ``backward``. ``count``: number of collectives. ``num_bytes``: their total bytes. ``even``: whether
+    all have the same size. For transfers of buckets, ``what`` says what is moved, such as ``gradients``, and
+    ``buckets`` is the number of different buckets.
     """
 
     op: str
@@ -240,8 +241,8 @@ class StageOutline:
 
     ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls (such as layers), as groups in
     which a sequence of blocks is repeated. ``num_calls``: number of block calls. ``num_parameters``: elements of the
-    parameters before sharding. ``parameter_bytes``: bytes that one rank holds of them. ``reductions``: transfers of
-    gradient and parameter buckets in one step. ``loads``: paths of the model inputs that it reads.
+    parameters before sharding. ``parameter_bytes``: bytes of these parameters that one rank holds. ``reductions``:
+    transfers of gradient and parameter buckets in one step. ``loads``: paths of the model inputs that the stage reads.
     """
 
     index: int

@@ -243,7 +243,8 @@ class _ByPlace(TorchFunctionMode):
         return the outputs and final states as PyTorch does.
 
         ``func``: PyTorch's function for the stack of layers. ``x``: the input sequence. ``state``: the initial hidden
-        state, or a pair of states. ``weights``: those of all layers. ``stack``: the number of layers and their options.
+        state, or a pair of states. ``weights``: the weights of all layers. ``stack``: the number of layers and their
+        options.
         """
         each, ways = len(weights) // stack.layers, stack.ways
         several = not isinstance(state, Tensor)
@@ -405,8 +406,13 @@ def run_reference(
 
 @dataclass(frozen=True)
 class _ReferenceRun:
-    """The arguments of one run of the unmodified model: the model, its inputs, the loss function and the options.
-    ``planned``: the floating type of the plan if the model runs in float64; ``None`` if the model runs in its own type.
+    """The arguments of one run of the unmodified model.
+
+    ``model``: the model. ``inputs``: one global batch. ``loss``: computes the loss from the result; ``None`` if the
+    result contains it. ``train``: whether to run a backward. ``planned``: the floating type of the plan if the model
+    runs in float64; ``None`` if the model runs in its own type. ``seed``: seed of random operators. ``group``: number
+    of the group of samples in ``inputs``, by which random numbers differ. ``buffers``: initial values of buffers.
+    ``counters``: names of attributes that are Python numbers and count as buffers.
     """
 
     model: nn.Module

@@ -40,12 +40,13 @@ def run_groups(
     counters: Collection[str] = (),
     precision: str | None = None,
 ) -> Reference:
-    """Run ``model`` in float64 on consecutive groups of ``size`` samples of ``inputs``, and return the combined result.
-    ``inputs``: one whole global batch of ``program``.
+    """Run ``model`` in float64 on consecutive groups of ``size`` samples of ``inputs``, one whole global batch of
+    ``program``, and return the combined result.
 
     The loss, the gradients, and outputs that are means over samples are averaged over the groups; outputs with a batch
-    dim are concatenated. Each group starts with the buffers that the previous one left. ``counters``: names of
-    attributes that are Python numbers, which are passed on likewise. ``precision``: the plan's precision.
+    dim are concatenated. Each group starts with the buffers that the previous one left. ``loss``: computes the loss
+    from the model's result; ``None`` if the result contains it. ``counters``: names of attributes that are Python
+    numbers; they are passed from group to group like buffers. ``precision``: the plan's precision.
     """
     dims = {i.path: i.batch_dim for i in program.inputs}
     batch = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
@@ -191,13 +192,13 @@ def counters_of(program: Program, model: nn.Module) -> list[str]:
 
 
 def compare(run: Run, reference: Reference, program: Program) -> dict[str, float]:
-    """Return the relative error of everything that the model computes: ``loss``, ``output <path>``, ``grad <name>``,
-    ``buffer <name>`` or ``parameter <name>`` -> error. ``run``: results of the plan's programs. ``reference``: results
-    of the model. ``program``: the program that ran, which says what each output and buffer is.
+    """Return the relative errors of everything that the model computes, by name: ``loss``, ``output <path>``, ``grad
+    <name>``, ``buffer <name>`` or ``parameter <name>``.
 
-    The difference of a gradient is divided by its largest element, or by 1/1000 of the largest element of all gradients
-    if that is greater, so that gradients that are zero except for rounding count as equal. Buffers and parameters are
-    treated likewise.
+    ``run``: results of the plan's programs. ``reference``: results of the model. ``program``: the program that ran,
+    which says what each output and buffer is. The difference of a gradient is divided by its largest element, or by
+    1/1000 of the largest element of all gradients if that is greater, so that gradients that are zero except for
+    rounding count as equal. The differences of buffers and parameters are divided in this way, too.
     """
     errors: dict[str, float] = {}
     if program.loss is not None and reference.loss is not None:

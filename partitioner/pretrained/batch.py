@@ -57,12 +57,12 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Shape and content of one input of a model: random integers from ``low`` to below ``high``, or normally
+    """Shape and content of one input of a model. It has random integers from ``low`` to below ``high``, or normally
     distributed numbers if ``high`` is 0.
 
-    ``placeholder``, ``places``: for token ids: the id that stands for a feature of an image, and how many of them
-    follow the first token of each sample. ``fixed``: if it is not ``None``, the input is this Python value instead of a
-    tensor.
+    ``shape``: shape of the tensor. ``placeholder``, ``places``: for token ids: the id that stands for a feature of an
+    image, and how many of these ids follow the first token of each sample. ``fixed``: if it is not ``None``, the input
+    is this Python value instead of a tensor.
     """
 
     shape: tuple[int, ...]
@@ -324,8 +324,8 @@ def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Itera
 
 
 def _list_image_sizes(found: Configuration) -> Iterator[tuple[int, int]]:
-    """Yield pairs (height, width) of images in pixels to try: those of the configuration ``found``, else of its
-    preprocessor, else a usual size.
+    """Yield pairs (height, width) in pixels of images to try: the sizes in the configuration ``found``, or else in its
+    preprocessor, or else a usual size.
     """
     for field in ("image_size", "input_size", "img_size"):
         size = _as_size(getattr(found.config, field, None))

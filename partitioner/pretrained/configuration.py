@@ -105,7 +105,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_configuration(source: str | Path) -> Configuration:
-    """Return the configuration at ``source``: a folder with a ``config.json``, such a file, or a name on the hub.
+    """Return the configuration at ``source``: a folder with a ``config.json``, the path of a ``config.json``, or a name
+    on the Hugging Face hub.
 
     Raise :class:`PretrainedError` if it is missing, is not JSON or is not a configuration of transformers,
     :class:`RemoteCodeError` if it names code of its own, and :class:`HubError` if the hub does not have it.
@@ -320,7 +321,9 @@ def _decode_floats(data: Any) -> Any:
 
 
 def list_parts(config: Any) -> Iterator[Any]:
-    """Yield ``config``, a ``PreTrainedConfig``, and the configurations inside it, such as that of a text model."""
+    """Yield ``config``, a ``PreTrainedConfig``, and all configurations inside it, such as the configuration of a text
+    model.
+    """
     yield config
     for value in vars(config).values():
         if isinstance(value, import_transformers().PreTrainedConfig):

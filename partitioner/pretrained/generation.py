@@ -167,8 +167,8 @@ def _heads_of(tensor: Tensor) -> tuple[int, int]:
 def build_inputs(
     model: nn.Module, shapes: CacheShapes, batch: int, prompt: int, length: int, *, prefill: bool
 ) -> dict[str, Any]:
-    """Return the inputs of the forward that :func:`generating` traces, as meta tensors by argument name: ``batch``
-    samples, and caches of ``length`` places.
+    """Return the inputs of the forward of ``model`` that :func:`generating` traces, as meta tensors by argument name:
+    ``batch`` samples, and key/value caches for ``length`` tokens.
 
     ``shapes``: shapes of the cached keys and values. ``prompt``: number of tokens of each sample. With ``prefill``, the
     program reads all of them at once; otherwise it reads one token. With an encoder, these are the tokens of the
@@ -223,7 +223,9 @@ def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[No
     accepted = inspect.signature(generated.forward).parameters
 
     def call(module: nn.Module, **given: Any) -> Tensor:
-        """Return the logits of the last position."""
+        """Run the forward of ``module``, or of its submodule that reads the tokens, on those of the arguments ``given``
+        that it accepts. Return the logits of the last position.
+        """
         given = {key: value for key, value in given.items() if key in accepted and value is not None}
         output = module.get_submodule(path)(**given) if path else kind.forward(module, **given)
         logits: Tensor = output.logits

@@ -341,8 +341,8 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
     read. ``name``: the name of the model's class in transformers. ``device``: ``meta``, where the weights have no
     values, or ``cpu``.
 
-    On ``cpu`` the weights are those of the safetensors files in the folder of the configuration if it has some, else
-    random. Raise :class:`PretrainedError` if transformers cannot build the model.
+    On ``cpu`` the weights are loaded from the safetensors files in the folder of the configuration if it has some, else
+    they are random. Raise :class:`PretrainedError` if transformers cannot build the model.
     """
     what = f"{found.source}: transformers cannot build {name} from this configuration"
     try:

@@ -413,9 +413,11 @@ class _RelaxationSearch:
         self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate, plan: SolvedCandidate | None = None
     ) -> Change:
         """Return the change from the requested job to ``candidate``, with its description and its new constraints,
-        topology and batch. ``variant``: the changed job. ``pins``: names of the fixed constraints that take the
-        candidate's values. ``plan``: the candidate's solution; if it needs offload that the user did not request, the
-        description names it and the step time.
+        topology and batch.
+
+        ``variant``: the changed job. ``pins``: names of the fixed constraints that take the candidate's values.
+        ``plan``: the candidate's solution; if it needs offload that the user did not request, the description names it
+        and the step time. ``None``: not planned yet.
         """
         new, constraints = _find_new_pin_values(pins, candidate), self._constrain_to_candidate(variant, pins, candidate)
         texts = [*variant.texts, *(describe_pin_change(variant.constraints, pin, new.get(pin)) for pin in pins)]

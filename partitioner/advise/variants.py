@@ -170,7 +170,8 @@ class Variant:
 
     ``cost``: the summed effort of the changes, by which changed jobs are ordered. ``kinds``: one text for each change
     that says what kind it is, such as ``offload``. ``texts``: a description of each change. ``topology``,
-    ``constraints``, ``global_batch``: the arguments of ``partition`` after the changes.
+    ``constraints``, ``global_batch``: the arguments of ``partition`` after the changes; a ``global_batch`` of ``None``
+    is that of the inputs.
     """
 
     cost: float

@@ -173,10 +173,11 @@ class WhyNot:
 
     - ``asked``: the constraints in question, name -> value. ``lines``: the answer's lines. ``changes``: changes that
       make an infeasible request possible. ``with_model``: what an answer with the model would add; empty: nothing.
-    - ``verdict``: ``chosen``: the plan has these constraints. ``slower``, ``faster``: the best layout that has them,
-      ``candidate``, is slower or faster than the plan. ``bounded``: every plan that has them takes at least ``bound``
-      seconds, which is no less than the chosen plan takes. ``infeasible``: no plan has them. ``unknown``: an answer
-      needs the model; ``bound`` may be known.
+    - ``verdict``: ``chosen``: the plan has these constraints. ``slower``, ``faster``: the best layout that has them is
+      slower or faster than the plan. ``bounded``: every plan that has them takes at least ``bound`` seconds, which is
+      no less than the chosen plan takes. ``infeasible``: no plan has them. ``unknown``: an answer needs the model.
+    - ``candidate``: the best layout with these constraints, or ``None``. ``bound``: a lower bound in seconds on the
+      step time of plans with these constraints; ``None`` if unknown.
     """
 
     asked: Mapping[str, Any]
@@ -204,11 +205,13 @@ def why_not(
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value). If the
-    plan's certificate cannot answer and ``model`` is given, the job is planned again with ``inputs`` and ``loss`` as
-    they were given to ``partition``.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value).
 
-    Raise :class:`ConstraintError` for unknown constraints, and :class:`InputsError` if the model is not the plan's.
+    If the plan's certificate cannot answer, the job is planned again with ``model``, ``inputs`` and ``loss`` as they
+    were given to ``partition``. If ``model`` is ``None``, the answer says only what the plan shows.
+
+    Raise :class:`ConstraintError` for unknown constraints or none at all, and :class:`InputsError` if the model is not
+    the plan's.
     """
     if not asked:
         raise ConstraintError("why not what? Name constraints, like tp=8 or pp=2, schedule='gpipe'")

@@ -198,7 +198,7 @@ def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong:
 
     ``causes``: name of a result of the distributed model that differs -> cause; changed in place. ``plain``: results of
     the plain model (the user's model on one process). ``first_wrong``: the cause that names the first module with a
-    wrong output, if any. ``foreign``: whether ranks have weights that the plain model does not have.
+    wrong output; ``None`` if there is none. ``foreign``: whether ranks have weights that the plain model does not have.
     """
     results = [name for name in causes if not name.startswith("grad ")]
     if first_wrong is not None:

@@ -53,9 +53,9 @@ class Setup:
             allowed. The parameters must keep the values of ``model``.
         step: ``step(distributed, inputs)`` gets the result of ``distribute`` and the global batch. It runs forward and
             backward of this rank, with every reduction of gradients, and returns the loss, ``(loss, outputs)`` or a
-            :class:`StepResult`. By default the module runs on the whole batch, and backward follows.
-        loss: ``loss(output)`` returns the loss from the output of the plain model; by default, the output is the loss,
-            or has it as ``loss``.
+            :class:`StepResult`. ``None``: the module runs on the whole batch, and backward follows.
+        loss: ``loss(output)`` returns the loss from the output of the plain model. ``None``: the output is the loss, or
+            has it as ``loss``.
         clip_norm: largest L2 norm of all gradients of the plain model, if ``step`` clips gradients; else ``None``.
     """
 

@@ -206,8 +206,8 @@ def draw_rectangle(
     radius: float = 0.0,
 ) -> ET.Element:
     """Append a rectangle to ``parent`` and return it. ``x``, ``y``: the top left corner, and ``width``, ``height``: the
-    size, in pixels. ``fill`` and ``stroke``: names of colours of the palette; a fill of ``"hatched"`` marks idle time,
-    and no ``stroke`` means no outline. ``radius``: of the corners, in pixels.
+    size, in pixels. ``fill``: name of a colour of the palette, or ``"hatched"``, which marks idle time. ``stroke``:
+    name of the colour of the outline; ``None``: no outline. ``radius``: radius of the corners in pixels.
     """
     attributes = {
         "x": format_coordinate(x),

@@ -95,12 +95,13 @@ class ProgramSpec:
     """The choices for which a program is built: the mesh, the schedule, the layouts and the techniques.
 
     - ``mesh``: number of ranks by mesh axis (1 if missing). ``schedule``: name or table of the pipeline schedule.
-      ``virtual_stages``: number of virtual stages on each rank, if the schedule leaves it open. ``objective``:
-      ``train`` or ``infer`` (no backward). ``layouts``: how tensors are sharded over the mesh.
+      ``virtual_stages``: number of virtual stages on each rank; ``None``: the number that the schedule fixes.
+      ``objective``: ``train`` or ``infer`` (no backward). ``layouts``: how tensors are sharded over the mesh.
     - ``num_microbatches``: microbatches of a step on each data-parallel rank. ``data_shares``: these numbers for each
       data-parallel rank, if they differ; otherwise empty.
     - ``recompute``: indices of the model's block calls (such as layers) whose activations are recomputed in backward.
-      ``selective``: indices of the calls of which only the nodes in ``again`` (block -> names of nodes) are recomputed.
+      ``selective``: indices of the calls in which only some nodes are recomputed. ``again``: these nodes: block ->
+      names of nodes.
     - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter (0: all). ``left_whole``:
       names of the parameters that ZeRO-3 does not shard.
     - ``layout_of``: another program on the same weights; this program then shards parameters and fills buckets as that

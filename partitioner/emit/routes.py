@@ -181,9 +181,9 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Return the block calls (such as layers) that one pipeline rank runs: the calls of its virtual stages, and calls
-    outside of stages whose results it needs. The latter run before the pipeline starts, or every rank that needs them
-    runs them for itself.
+    """Return the block calls (such as layers) of ``model`` that one pipeline rank runs: the calls of its virtual
+    stages, and calls outside of stages whose results it needs. Calls outside of stages run before the pipeline starts,
+    or every rank that needs their results runs them for itself.
 
     ``chunks``: for each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names of values
     that this rank provides as outputs of the model and that no virtual stage computes. Raise :class:`EmitError` if a

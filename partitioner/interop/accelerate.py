@@ -158,9 +158,10 @@ def _read_axes(options: Options, zero: int) -> dict[str, Any]:
 
 
 def _read_deepspeed_section(options: Options, folder: Path | None, processes: int | None) -> TrainingLayout:
-    """Return the training layout of a configuration that uses DeepSpeed. Its section ``deepspeed_config`` names a
-    DeepSpeed file or holds the options. ``folder``: the folder in which this file is looked for; ``None``: a named file
-    is an error. ``processes``: number of processes; ``None`` if unknown.
+    """Return the training layout of a configuration of accelerate that uses DeepSpeed. ``options``: the options of the
+    configuration; its section ``deepspeed_config`` names a DeepSpeed file or holds the options of DeepSpeed.
+    ``folder``: the folder in which this file is looked for; ``None``: a named file is an error. ``processes``: number
+    of processes; ``None`` if unknown.
     """
     file = options.take_text("deepspeed_config.deepspeed_config_file")
     if file is not None:

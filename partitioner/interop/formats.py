@@ -23,10 +23,10 @@ Written = tuple[str, tuple[UnusedOption, ...]]
 
 @dataclass(frozen=True)
 class _Source:
-    """The text of a configuration of another framework, which is read. ``path``: its file; ``None`` if the text itself
-    was given. ``function``: if the text is a Python module, the name of the function in it that builds the
-    configuration. ``ignore``: names of options that the training script itself defines; they are not reported as
-    unknown.
+    """A configuration of another framework as it is read. ``text``: its text. ``path``: its file; ``None`` if the text
+    itself was given. ``function``: if the text is a Python module, the name of the function in it that builds the
+    configuration; ``None`` if not given. ``ignore``: names of options that the training script itself defines; they are
+    not reported as unknown.
     """
 
     text: str

@@ -383,10 +383,10 @@ def run_reference(
         seed: seed of the random operators. Each of their calls draws from a stream of its own, as in plans.
         group: number of the group of samples that ``inputs`` are, for ``couple="microbatch"``; each group draws its own
             random numbers.
-        buffers: initial values of buffers, parameters and ``counters``, instead of the model's.
+        buffers: initial values of buffers, parameters and ``counters``; ``None``: those of the model.
         counters: names of attributes that are Python numbers; they are returned among the buffers.
-        precision: the plan's precision. ``torch.finfo`` then gives the limits of that type, also in float64, and
-            numbers in the model's code are rounded to it.
+        precision: the plan's precision; ``None``: the type of the model's parameters. ``torch.finfo`` then gives the
+            limits of that type, also in float64, and numbers in the model's code are rounded to it.
     """
     if not isinstance(model, nn.Module):
         raise InputsError(f"the model itself is run, an nn.Module; got {type(model).__name__}")
@@ -526,8 +526,11 @@ def _run_copied_model(
     counters: Collection[str],
 ) -> Reference:
     """Run ``model`` once, with a backward if ``train`` is set and there is a loss, and return outputs, loss, gradients,
-    and the parameters and buffers afterwards. ``inputs``: arguments of the model: one global batch. ``grad``: whether
-    autograd is on. ``counters``: names of attributes that are Python numbers; they are returned among the buffers.
+    and the parameters and buffers afterwards.
+
+    ``inputs``: arguments of the model: one global batch. ``loss``: computes the loss from the model's result; ``None``
+    if the result contains it. ``grad``: whether autograd is on. ``counters``: names of attributes that are Python
+    numbers; they are returned among the buffers.
     """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
@@ -577,7 +580,9 @@ def _failing_by_itself(model: nn.Module) -> Iterator[None]:
 
 
 def _is_tensor_unchanged(held: Tensor, before: Tensor | None) -> bool:
-    """Return whether the buffer or parameter ``held`` equals ``before``, its earlier value; NaN equals NaN."""
+    """Return whether the buffer or parameter ``held`` equals ``before``, its earlier value; NaN equals NaN. False if
+    ``before`` is ``None``, because there was no such tensor.
+    """
     if before is None or before.shape != held.shape:
         return False
     return torch.allclose(held, before, rtol=0.0, atol=0.0, equal_nan=True)

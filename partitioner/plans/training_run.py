@@ -62,8 +62,9 @@ def training_run(
     steps: int | None = None,
     price: float | None = None,
 ) -> TrainingRun:
-    """Return what a training run under ``plan`` takes. Its length is given by exactly one of ``tokens``, ``samples``
-    and ``steps``; an incomplete last step counts as a whole one.
+    """Return the time, money and energy that a training run under ``plan`` takes. The length of the run is given by
+    exactly one of ``tokens``, ``samples`` and ``steps``; the others are ``None``. An incomplete last step counts as a
+    whole one.
 
     Args:
         price: US dollars per device and hour; ``None``: the price in the topology.
@@ -120,8 +121,8 @@ def _is_positive(value: Any) -> bool:
 
 
 def money_of(plan: Plan, price: float | None = None) -> float | None:
-    """Return the cost of one step on all devices in US dollars. ``price``: US dollars per device and hour; ``None``:
-    the prices in the plan's topology. ``None`` is returned if the topology lacks a price.
+    """Return the cost of one step of ``plan`` on all devices in US dollars. ``price``: US dollars per device and hour;
+    ``None``: the prices in the plan's topology. ``None`` is returned if the topology lacks a price.
     """
     hours = plan.estimate.step_time / 3600
     if price is not None:

@@ -46,7 +46,8 @@ def run_groups(
     The loss, the gradients, and outputs that are means over samples are averaged over the groups; outputs with a batch
     dim are concatenated. Each group starts with the buffers that the previous one left. ``loss``: computes the loss
     from the model's result; ``None`` if the result contains it. ``counters``: names of attributes that are Python
-    numbers; they are passed from group to group like buffers. ``precision``: the plan's precision.
+    numbers; they are passed from group to group like buffers. ``precision``: the plan's precision; ``None``: the type
+    of the model's parameters.
     """
     dims = {i.path: i.batch_dim for i in program.inputs}
     batch = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
@@ -147,10 +148,10 @@ def verify(
     """Run the programs of all ranks of ``plan`` on this machine in float64, and compare them with ``model``: outputs,
     loss, every gradient, and the values of buffers and parameters after the forward.
 
-    ``inputs``: one global batch. ``loss``: as it was given to ``partition``. ``tolerance``: largest relative error that
-    counts as equal. If samples interact only within a microbatch (``couple="microbatch"``), the model runs on one group
-    of samples after the other, and the results are averaged. Gradients are not compressed here, even if the plan
-    compresses them.
+    ``inputs``: one global batch. ``loss``: as it was given to ``partition``; ``None`` if the model's result contains
+    the loss. ``tolerance``: largest relative error that counts as equal. If samples interact only within a microbatch
+    (``couple="microbatch"``), the model runs on one group of samples after the other, and the results are averaged.
+    Gradients are not compressed here, even if the plan compresses them.
 
     Raise :class:`partitioner.WeightsError` or :class:`partitioner.BatchError` if the model or the inputs are not the
     plan's, and :class:`InputsError` if the plan has a loss and the model gives none.

@@ -198,8 +198,9 @@ def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, groupe
     """Return ``model`` prepared to be planned for ``inputs``, the inputs of a step of generation. It must be called
     inside the context of :func:`generating`, where the forward of ``model`` reads and writes key/value caches.
 
-    ``precision``: as for ``partition``. ``grouped``: if several heads of queries read one head of keys, attention reads
-    the caches as they are, instead of a copy with a head for each head of queries. The CPU's kernels can do so.
+    ``precision``: as for ``partition``; ``None``: the model's own type. ``grouped``: if several heads of queries read
+    one head of keys, attention reads the caches as they are, instead of a copy with a head for each head of queries.
+    The CPU's kernels can do so.
     """
     prepared = prepare(model, inputs, objective="infer", precision=precision)
     if grouped:
@@ -306,10 +307,10 @@ def _make_cache(
 ) -> Any:
     """Return a key/value cache that transformers' models accept as ``past_key_values``.
 
-    ``caches``: keys and values of each attention layer as ``[batch, heads, length, d]``; the new ones are written to
-    them from the position ``start`` on. ``None``: nothing is stored, and the model attends to the new keys and values
-    only. ``length``: number of positions of ``caches``. ``found``: a dict to which each write of the model adds: index
-    of the layer -> new keys and values.
+    ``caches``: keys and values of each attention layer as ``[batch, heads, length, d]``. ``start``: the position in
+    them from which new keys and values are written. Both ``None``: nothing is stored, and the model attends to the new
+    keys and values only. ``length``: number of positions of ``caches``. ``found``: a dict to which each write of the
+    model adds: index of the layer -> new keys and values.
     """
     import_transformers()  # raises an error of its own where there is none
     from transformers.cache_utils import Cache, StaticLayer

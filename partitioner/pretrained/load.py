@@ -168,14 +168,14 @@ def partition_pretrained(
     empty.
 
     Args:
-        source: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
+        source: a folder with a ``config.json``, the path of a ``config.json``, or a name on the Hugging Face hub.
         constraints: as for :func:`partitioner.partition`.
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of a step; ``None``: eight for each device.
         task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or ``contrastive``; ``None``: as for
             :func:`load_pretrained`.
-        lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``.
+        lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         more: further arguments of :func:`partitioner.partition`.
 
     Raises :class:`PretrainedError` for a configuration or option that cannot be used, and the errors of

@@ -292,7 +292,8 @@ class _BlockProfiler:
 
     def read(self, merged: FusedRegions | None = None) -> BlockProfile:
         """Collect the kernels and collectives of every operator of the block (such as a layer), and return them with
-        the parameters and buffers that the block reads. ``merged``: the regions of operators that a compiler merges.
+        the parameters and buffers that the block reads. ``merged``: the regions of operators that a compiler merges;
+        ``None``: none are merged.
         """
         if merged is not None:
             self.merged = {n: number for n, number in merged.region.items() if n not in self.fused}

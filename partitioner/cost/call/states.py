@@ -363,10 +363,11 @@ def _build_state_cost(
     trained: bool,
     short_gradients: bool,
 ) -> StateCost:
-    """Return the cost of one parameter or buffer on a rank, without ZeRO. ``spec``: its whole shape and dtype.
-    ``layout``: its layout over the ``ranks`` ranks of ``tp``. ``mesh``: mesh axis -> number of ranks. ``trained``: it
-    has a gradient and optimizer states. ``short_gradients``: the gradient has the parameter's dtype, even if that is
-    shorter than float32.
+    """Return the cost of one parameter or buffer on a rank, without ZeRO.
+
+    ``spec``: its whole shape and dtype. ``layout``: its layout over the ``ranks`` ranks of ``tp``. ``mesh``: mesh axis
+    -> number of ranks. ``optimizer``: name of the optimizer. ``trained``: it has a gradient and optimizer states.
+    ``short_gradients``: the gradient has the parameter's dtype, even if that is shorter than float32.
     """
     local = TensorSpec(local_shape(layout, spec.shape, ranks), spec.dtype)
     if not trained:

@@ -128,8 +128,8 @@ _Range = tuple[int, int]
 
 
 def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
-    """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of the
-    topology, for lower bounds.
+    """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of
+    ``topology``, for lower bounds.
 
     ``everywhere``: the bound is for the slowest of several groups that together contain all devices, like the groups of
     a mesh axis. It is then higher, because some groups may have to span two nodes.
@@ -141,7 +141,7 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
-    """Return groups of ``size`` ranks for a lower bound: no collective over ``size`` devices of the topology takes less
+    """Return groups of ``size`` ranks for a lower bound: no collective over ``size`` devices of ``topology`` takes less
     time than over the slowest of these groups. ``everywhere``: the bound is for the slowest of several groups that
     together contain all devices. The returned groups do not describe messages between single ranks.
     """

@@ -262,9 +262,9 @@ def _replace_stage_places(base: Variant, places: dict[str, int], text: str) -> V
 
 
 def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Yield changed jobs with other global batch sizes, the nearest sizes that divide evenly: multiples of the fixed
-    ``dp`` times the fixed microbatch size, and multiples of a divisor of the number of devices (if samples interact in
-    groups, as in batch norm, times the group size).
+    """Yield changed jobs with other global batch sizes. These are the nearest multiples of two kinds of numbers: the
+    fixed ``dp`` times the fixed microbatch size, and the divisors of the number of devices (times the group size, if
+    samples interact in groups, as in batch norm).
 
     ``base``: the job that is changed. ``asked``: the job as the user requested it.
     """
@@ -329,8 +329,8 @@ def _has_its_disk(base: Variant) -> bool:
 
 
 def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield changed jobs with other devices: without slower or smaller devices, with more nodes, or with another number
-    of devices, which is a multiple of the product of the fixed mesh sizes or a power of two.
+    """Yield changed jobs with other devices: without slower or smaller devices; with more nodes; or with another number
+    of devices that is a power of two or a multiple of the product of the fixed mesh sizes.
 
     ``base``: the job that is changed. ``short_of_memory``: whether missing memory is the reason that it has no plan;
     the last kind of change is then not tried.

@@ -138,9 +138,8 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
-    """Return the reason why the search that found ``plan`` did not try the constraints ``asked`` (name -> value), as a
-    clause, if the search tries one of their values only for a user who fixes it; ``None`` if it tries all of them
-    anyway.
+    """The search tries some values of constraints only if the user fixes them. If ``asked`` (name -> value) has such a
+    value, return the reason why the search that found ``plan`` did not try it, as a clause; otherwise ``None``.
     """
     pinned, limits = plan.constraints, plan.certificate.limits
     widest = widest_searched(plan.topology, pinned)
@@ -324,12 +323,12 @@ def _explain_slower(
 def _explain_bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if the
-    search has computed step times or lower bounds for all candidate layouts with these constraints, but not all step
-    times.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value). It is
+    used if the search has bounds for all layouts with these constraints, but not step times for all.
 
-    ``rows``: all candidates with these constraints. ``solved``: the candidate among them with the shortest computed
-    step time, or ``None``. ``least``: the smallest lower bound of the candidates without a step time, in seconds.
+    ``rows``: all candidate layouts with these constraints. ``solved``: the candidate among them with the shortest
+    computed step time, or ``None``. ``least``: the smallest lower bound of the candidates without a step time, in
+    seconds.
     """
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)

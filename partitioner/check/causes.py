@@ -291,9 +291,9 @@ class CauseFinder:
         return f"At {name}, each rank has only its own samples ({told})."
 
     def _find_swapped(self, name: str) -> Cause | None:
-        """Return the cause if each rank with a wrong gradient of the parameter ``name`` has the right gradient of
-        another rank's elements instead, or if the gradient has equal blocks along one dim in a wrong order and is right
-        otherwise. Return ``None`` if neither holds.
+        """Return the cause if the gradient of the parameter ``name`` is right but for the order of its elements, and
+        ``None`` otherwise. Two causes are distinguished: each rank with a wrong gradient has the right gradient of
+        another rank's elements; or equal blocks along one dim are in a wrong order.
         """
         expected = self.expected(name)
         scale = float(expected.abs().max())
@@ -320,7 +320,7 @@ class CauseFinder:
 
     def _find_permuted(self, name: str) -> Cause | None:
         """Return the cause if the gradient of the parameter ``name`` has equal blocks along one dim in a wrong order
-        and is right otherwise; ``None`` if not. All numbers of blocks from 2 to 64 are tried.
+        and is right otherwise; ``None`` if it is wrong in another way. All numbers of blocks from 2 to 64 are tried.
         """
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
         shape = self.plain.weights[name].shape

@@ -130,11 +130,12 @@ def _run_alone(single: LocalRanks, function: Callable[..., Any], *arguments: Any
 
 
 def _compare(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[dict[str, float], PlacedShards, str]:
-    """Return three results of comparing a distributed model with the plain model (the user's model on one process): the
-    relative error by name (``loss``, ``output <path>``, ``grad <name>``); the elements of the plain parameters that
-    each rank holds; and how the ranks' losses give the loss (``equal``, ``mean``, ``sum`` or ``none``).
+    """Compare a distributed model with the plain model (the user's model on one process). Return three results: the
+    relative error by name (``loss``, ``output <path>``, ``grad <name>``); the elements of the plain model's parameters
+    that each rank holds; and how the ranks' losses give the loss (``equal``, ``mean``, ``sum`` or ``none``).
 
-    ``plain``: results of the plain model. ``outcomes``: results of each rank of the distributed model."""
+    ``plain``: results of the plain model. ``outcomes``: results of each rank of the distributed model.
+    """
     placed = place_shards(plain, outcomes)
     errors: dict[str, float] = {}
     loss, loss_is = compare_loss(plain, outcomes)

@@ -167,8 +167,8 @@ def _format_power(entry: DeviceType) -> str:
 
 
 def _list_device_differences(topology: Topology) -> list[str]:
-    """Return one line of text for each node or device that differs from its group in the description of ``topology``,
-    such as a slower device; at most twelve of each, and the number of others.
+    """Return lines of text on nodes and devices that differ from their group in the description of ``topology``, such
+    as a slower device. At most twelve nodes and twelve devices have a line each; a further line counts the rest.
     """
     nodes = [(f"node {node}", own) for node, own in topology.node_overrides.items()]
     every = [*nodes[:_MOST_DIFFERENT], *list(topology.overrides.items())[:_MOST_DIFFERENT]]

@@ -63,9 +63,9 @@ class PlannedBucket:
     - ``ready``: when the gradients are complete on this rank: (index of the action in the rank's order of forwards and
       backwards, position in the stage of the block call, such as a layer, whose backward completes them). ``None`` if
       there are no gradients, or if they must first be summed over the stages that share the parameters.
-    - ``each``: for ZeRO-2 and ZeRO-3, which reduce-scatter the gradients of every microbatch: index of a virtual stage
-      on the rank -> position in the stage of the block call with the last backward of this virtual stage that adds to
-      the bucket. Empty otherwise.
+    - ``each``: index of a virtual stage on the rank -> position in the stage of the block call whose backward is the
+      last in this virtual stage to add to the bucket. It is filled under ZeRO-2 and ZeRO-3, which reduce-scatter the
+      gradients of every microbatch.
     - ``levels``: for each level of a hierarchical or compressed reduction, the mesh axes over which the bucket is
       reduce-scattered and later gathered again. ``compression``: the number format of compressed gradients; ``None``:
       they are not compressed.

@@ -358,9 +358,9 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
 
 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
-    """Raise ``EmitError`` if ``mesh`` (axis name -> number of ranks) has an unknown axis or a size below 1, or if
-    ``dp_shard`` (number of ``dp`` ranks that shard a parameter; 0: all) does not divide the size of ``dp``, or if
-    ``objective`` is ``train`` and ``model`` has no loss.
+    """Raise ``EmitError`` for a mesh or an objective that cannot be emitted: if ``mesh`` (axis name -> number of ranks)
+    has an unknown axis or a size below 1; if ``dp_shard`` (number of ``dp`` ranks that shard a parameter; 0: all) does
+    not divide the size of ``dp``; or if ``objective`` is ``train`` and ``model`` has no loss.
     """
     unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):

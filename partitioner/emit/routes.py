@@ -40,11 +40,11 @@ class StageCalls:
     totals: tuple[str, ...]
 
     def chunk_of(self, position: int) -> int:
-        """Return which virtual stage of this pipeline rank has the block call (such as a layer) at ``position`` in
-        ``calls``, the list of all calls that the rank runs; the result is the index of the virtual stage on the rank,
-        from 0.
+        """Return which virtual stage of this pipeline rank a block call (such as a layer) belongs to, as the index of
+        the virtual stage on the rank, from 0. ``position``: position of the call in ``calls``, the list of all calls
+        that the rank runs.
 
-        The list begins with calls that belong to no virtual stage: those that run before the pipeline starts, and those
+        The list begins with calls that belong to no virtual stage: calls that run before the pipeline starts, and calls
         that every rank runs for itself. ``position`` must not be one of these.
         """
         return next(c for c, (start, end) in enumerate(self.chunks) if start <= position < end)

@@ -114,9 +114,9 @@ def _find_read_buckets(
 def _gathered_by_call(
     instructions: Sequence[Instruction], needs: Needs, runs: Sequence[bool], prologue: Sequence[int]
 ) -> list[Instruction]:
-    """Return ``instructions``, the list of one pipeline rank, with the gathers of ZeRO-3: a GATHER (all-gather) of each
-    bucket (sharded parameters that are gathered together) one computation before the one that reads its parameters, and
-    a FREE after the computation, unless the next one reads them, too.
+    """Return ``instructions``, the list of one pipeline rank, with the gathers of ZeRO-3. A bucket (sharded parameters
+    that are gathered together) is all-gathered (GATHER) one computation ahead of the computation that reads its
+    parameters. It is freed (FREE) afterwards, unless the next computation reads them, too.
 
     ``needs``: for each block call (such as a layer) of the stage, the numbers of the buckets whose sharded parameters
     it reads. ``runs``: for each call, whether it has a backward. ``prologue``: positions of the calls that run before

@@ -182,9 +182,9 @@ def _describe_shape(padding: BatchPadding | None) -> str:
 
 
 def _hosted_unasked(plan: Plan) -> str:
-    """Return a text to append to a line on memory, if the search chose offload because ``plan`` does not fit into
-    device memory without it, such as ``: fits only with optimizer in host memory``. Return an empty text if it fits
-    without, or if the user requested the offload.
+    """Return a text to append to a line on memory, such as ``: fits only with optimizer in host memory``, if ``plan``
+    fits into device memory only with the offload that the search chose. Return an empty text if it fits without
+    offload, or if the user requested the offload.
     """
     return f": fits only {format_offload(plan)}" if plan.lacking and plan.offload else ""
 

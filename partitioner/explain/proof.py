@@ -133,9 +133,10 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
 
 
 def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
-    """Return the fastest layout (by computed step time) that may have faster plans than the chosen one although that is
-    proven optimal: its schedule is not covered by the proof, and its lower bound is below the chosen plan's step time.
-    Return ``None`` if there is none. ``certificate``: the results of the search.
+    """Return the fastest of the layouts that may be faster than the chosen plan, although that is proven optimal,
+    because the proof does not cover their schedules. Their lower bound is below the chosen plan's step time; the
+    computed step time decides which is the fastest. ``None`` if there is none. ``certificate``: the results of the
+    search.
     """
     below_s = certificate.objective * (1 - _ROUNDING)
     rivals = [

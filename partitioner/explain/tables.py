@@ -228,9 +228,9 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
     """Return what the search found for the layout ``candidate`` as one word: ``chosen``, ``solved`` (its step time was
-    computed), ``bounded`` (a lower bound on its step time rules it out) or ``infeasible`` (it has no plan). A layout
-    with only a lower bound that may be faster than the plan has another word. ``certificate``: the results of the
-    search.
+    computed), ``bounded`` (a lower bound on its step time rules it out) or ``infeasible`` (it has no plan). Another
+    word means that only a lower bound is known and the layout may be faster than the plan. ``certificate``: the results
+    of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
@@ -501,9 +501,8 @@ def _format_recomputed(stage: StageEstimate) -> str:
 
 
 def host_text(plan: Plan) -> str:
-    """Return a text that names the kinds of data that ranks of ``plan`` keep in host memory instead of device memory
-    (such as optimizer states or activations), with the bytes of the rank that keeps most there; empty without such
-    offload.
+    """Return a text on the data that ranks of ``plan`` keep in host memory instead of device memory: the kinds of data,
+    such as optimizer states, and the bytes of the rank with the most. Empty without such offload.
     """
     most = max((stage.host for stage in plan.estimate.stages), default=0)
     return f"{' + '.join(host_kinds(plan))}: {bytes_text(most)} per rank" if plan.offload else ""
@@ -885,9 +884,9 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
 
 def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
     """Yield a line on the best layout that the search of ``plan`` found with ``size`` ranks on the mesh axis ``axis``,
-    for comparison with the plan: its step time; if none was computed, a lower bound; or that no such layout fits in
-    memory. Nothing is yielded if the search had no layout of this size. ``words``: the beginning of the line, which
-    names this size.
+    for comparison with the plan. It has the layout's step time, or a lower bound if none was computed, or says that no
+    such layout fits in memory. Nothing is yielded if the search had no layout of this size. ``words``: the beginning of
+    the line, which names this size.
     """
     others = [c for c in plan.certificate.candidates if c.mesh.get(axis, 1) == size]
     chosen = plan.certificate.objective

@@ -26,9 +26,9 @@ from partitioner.units import bytes_text
 
 
 def group_notes(calls: CallGroup) -> list[str]:
-    """Return short texts for pictures on what is unusual about ``calls``, a group of block calls (such as layers): that
-    they are recomputed in backward (all of them or in part), that they run before the pipeline starts, or that each
-    stage that reads their results computes these for itself.
+    """Return short texts for pictures on unusual properties of ``calls``, a group of block calls (such as layers): the
+    calls are recomputed in backward, in full or in part; they run before the pipeline starts; or each stage that reads
+    their results computes these for itself.
     """
     notes = (
         ("recomputed in backward", calls.recomputed),
@@ -95,8 +95,8 @@ def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTo
 
 def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tuple[str, ...]) -> tuple[Exchange, int]:
     """Return two values on one transfer of ``bucket``, a group of parameters or gradients of ``program`` that are
-    communicated together: a tuple (collective, mesh axes joined by ``×``, what is moved), and the bytes of the transfer
-    on one rank.
+    communicated together. The first is a tuple (collective, mesh axes joined by ``×``, contents such as ``gradients``);
+    the second is the bytes of the transfer on one rank.
 
     ``op``: the instruction that transfers: ``GATHER`` (parameters), ``SCATTER`` or ``REDUCE`` (gradients). ``axes``:
     the mesh axes named in the instruction; empty: the axes over which the bucket is usually transferred.

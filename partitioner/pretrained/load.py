@@ -99,16 +99,16 @@ def load_pretrained(
     """Return the model of a configuration, with a batch that suits it. No code in the configuration is executed.
 
     Args:
-        source: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
+        source: a folder with a ``config.json``, the path of a ``config.json``, or a name on the Hugging Face hub.
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of the batch.
-        task: what the model is trained for; ``None``: as the class in the configuration's ``architectures``, else as
-            follows from its type, ``is_encoder_decoder`` and ``is_decoder``.
+        task: what the model is trained for, such as ``causal``. ``None``: the task of the class in the configuration's
+            ``architectures``, or else the task that follows from its type, ``is_encoder_decoder`` and ``is_decoder``.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         objective: ``train``: the batch has labels; ``infer``: it has none.
-        values: give the model real weights: those of the safetensors files beside ``config.json`` if there are any,
-            else random ones. Without, the model is on the meta device and needs no memory.
+        values: give the model real weights, from the safetensors files beside ``config.json`` if there are any, else
+            random. If false, the model is on the meta device and needs no memory.
 
     Raises :class:`PretrainedError`, or one of its subclasses, for a configuration or option that cannot be used, and if
     neither ``task`` nor the configuration says which of several tasks the model is for.
@@ -316,9 +316,8 @@ def _note_attention(
 
 
 def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
-    """Return a tuple for each model class that transformers has for the configuration ``config``, the usual class
-    first: the name of the class, the kind of its labels (such as ``tokens``) and the name of its task (such as
-    ``causal``).
+    """Return the model classes that transformers has for the configuration ``config``, the usual class first. Each is a
+    tuple: name of the class, kind of its labels (such as ``tokens``), name of its task (such as ``causal``).
     """
     from transformers.models.auto import modeling_auto
 

@@ -547,8 +547,8 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Return how much longer the host needs to launch the linear layers of ``block`` if Transformer Engine runs them
-    instead of torch: first matrix product of a linear layer -> additional time, as a number of operator launches that
+    """Return the additional time in which the host launches each linear layer of ``block`` if Transformer Engine runs
+    it instead of torch: first matrix product of the layer -> additional time, as a number of operator launches that
     take as long.
 
     ``block``: a piece of the model, such as a decoder layer. Products that read the same value are one linear layer.

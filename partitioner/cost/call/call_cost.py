@@ -463,12 +463,12 @@ def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _
 
 
 def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
-    """Return ``columns``, the table of the kernels of a block (such as a layer), as one rank runs them if experts are
-    distributed over the ranks of ``ep`` as in ``spread``: each rank has a part of the experts' weights, and its experts
-    get rows (tokens) of all these ranks. The expected imbalance of load between experts is included.
+    """Return ``columns``, the table of the kernels of a block (such as a layer), as one rank runs them with expert
+    parallelism. Each rank of ``ep`` has a part of the experts' weights, and its experts get rows (tokens) of all these
+    ranks. The expected imbalance of load between experts is included.
 
-    If ``spread.divided``, the graph of the block has only one rank's experts already, and weights and rows are not
-    divided again.
+    ``spread``: how the experts are distributed. If ``spread.divided``, the graph of the block has only one rank's
+    experts already, and weights and rows are not divided again.
     """
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():

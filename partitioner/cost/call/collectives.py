@@ -81,7 +81,7 @@ def message_time(num_bytes: float, link: Link) -> float:
 
 
 def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
-    """Return a link whose message time equals the time to send a tensor between two pipeline stages in parts: each of
+    """Return a link whose message time is that of sending a tensor between two pipeline stages in parts. Each of
     ``size`` ranks sends its part over ``link`` to its peer in the next stage, and the peers then all-gather the parts
     (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the peers; ``None``: the all-gather takes no time.
     """

@@ -136,8 +136,8 @@ def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> GroupS
 
 def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vector]:
     """Return two values: the seconds of all block calls (such as layers) on a device of speed 1, and the speed of each
-    device type relative to the fastest, shape ``[kinds]``. No set of calls takes less on a device type than its seconds
-    at speed 1, divided by the type's speed.
+    device type relative to the fastest, shape ``[kinds]``. The seconds of any set of calls on a device type are at
+    least their seconds at speed 1, divided by the type's speed.
 
     ``seconds``: seconds of one call of each block on each device type, shape ``[kinds, blocks]``. ``often``: for each
     block, the number of its calls in one microbatch.

@@ -282,8 +282,8 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Return ``paces`` as they are if ranks hold several virtual stages: a rank runs the calls that every stage needs
-    only once, so their cost is set to zero in all its virtual stages but the first.
+    """Correct costs by stage for ranks that hold several virtual stages, and return them. Such a rank runs the calls
+    that every stage needs only once, so their cost is set to zero in all its virtual stages but the first.
 
     ``paces``: for each virtual stage, the costs of block calls (such as layers) on its devices, and the summed cost of
     the calls that every stage runs. ``ranks``: the rank of each virtual stage.
@@ -405,9 +405,9 @@ def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
 
 
 def _find_contended_nodes(machine: PlacedMesh) -> NodeCores:
-    """Return, for each pipeline stage, how many of its ranks are on each node, and, for nodes with few processor cores,
-    how many of a node's devices can compute at full speed at the same time. ``machine``: the devices and links that the
-    mesh is laid over.
+    """Return two things: for each pipeline stage, how many of its ranks are on each node; and for nodes with few
+    processor cores, how many devices of the node can compute at full speed at the same time. ``machine``: the devices
+    and links that the mesh is laid over.
     """
     devices = machine.topology.devices
     ranks = tuple(

@@ -323,9 +323,9 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Return six durations in seconds of this reduction of a stage's gradients, in this order: all reductions, the
-        reduction of the last bucket (gradients that are reduced together), gathers of parameters, reduce-scatters per
-        further microbatch, compression, compression per further microbatch.
+        """Return the seconds of this reduction of a stage's gradients as six numbers, in this order: all reductions;
+        the part for the last bucket (gradients that are reduced together); gathers of parameters; reduce-scatters per
+        further microbatch; compression; compression per further microbatch.
         """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 
@@ -409,9 +409,9 @@ def compute_gradient_reduction(
 
 
 def reduced_sizes(cost: StateCost) -> Sizes:
-    """Return the bytes that each collective of the gradient reduction moves for one parameter or buffer, whose cost is
-    ``cost``: (name of the collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter) -> bytes. Gathers
-    of the updated parameter are included. Empty if there is no gradient.
+    """Return the bytes that the gradient reduction moves for one parameter or buffer, by collective: (name of the
+    collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter) -> bytes. Gathers of the updated parameter
+    are included. Empty if there is no gradient. ``cost``: the cost of the parameter or buffer.
     """
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:

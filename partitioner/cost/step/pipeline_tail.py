@@ -145,9 +145,10 @@ def _least_tied(
 
 
 def _on_the_way(tables: Sequence[Table]) -> list[Table]:
-    """Return ``tables``, one for each stage, with more entries set to infinity. An entry ``[start, stop]``, for a stage
-    of the block calls ``start:stop`` (such as layers), becomes infinite if the stages in front cannot hold exactly the
-    calls before ``start``, or the stages behind cannot hold exactly those from ``stop`` on.
+    """Exclude stages that no division of the model can contain: return ``tables``, one for each stage, with further
+    entries set to infinity. An entry ``[start, stop]`` is for a stage of the block calls ``start:stop`` (such as
+    layers). It becomes infinite if the stages in front cannot hold exactly the calls before ``start``, or if the stages
+    behind cannot hold exactly the calls from ``stop`` on.
     """
     some = [np.isfinite(table) for table in tables]
     ends = np.arange(len(some[0]))
@@ -253,10 +254,10 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
-        """Return one number of seconds for each pair of ``starts`` and ``stops``: how long gradient reductions run
-        after the last backward, under the fastest reduction scheme, if the stage with index ``stage`` consists of the
-        block calls ``start:stop`` (such as layers). They are simulated bucket by bucket. On stage 0, the seconds by
-        which gathers of updated parameters delay the first forward are added.
+        """Return, for each pair of ``starts`` and ``stops``, the seconds that gradient reductions take after the last
+        backward, under the fastest reduction scheme, if the stage with index ``stage`` consists of the block calls
+        ``start:stop`` (such as layers). The reductions are simulated bucket by bucket. On stage 0, the seconds by which
+        gathers of updated parameters delay the first forward are added.
 
         Results are cached: calls with equal costs share one, and so do stages with equal groups and devices.
         """

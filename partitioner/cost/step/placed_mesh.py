@@ -186,9 +186,9 @@ class PlacedMesh:
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """Return a mesh of the same ranks (axis -> size) whose groups are those for experts: its ``cp`` is the group
-        over which experts are distributed (``ep``), its ``tp`` the ranks that share one expert (``etp``), and its
-        ``dp`` the replicas of an expert.
+        """Return a mesh of the same ranks (axis -> size) for the groups of experts. In it, ``cp`` is the axis over
+        which experts are distributed (``ep``), ``tp`` has the ranks that share one expert (``etp``), and ``dp`` has the
+        replicas of an expert.
         """
         room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
         etp = self.expert_tp
@@ -199,10 +199,11 @@ class PlacedMesh:
         return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
 
     def hybrid_grid(self, experts: bool) -> dict[str, int]:
-        """Return a mesh of the same ranks (axis -> size, outermost first) with ``dp`` divided into ``dp_shard``, the
-        ranks that shard a parameter together, and ``dp_replicate``, the ranks that hold the same shard of it. With
-        ``experts``, return the mesh in which experts are distributed, with the axes ``ep``, ``etp`` (ranks that share
-        one expert), and ``edp_shard`` and ``edp_replicate``, the same for parameters of experts.
+        """Return a mesh of the same ranks (axis -> size, outermost first) in which ``dp`` is divided into ``dp_shard``
+        (the ranks that shard a parameter together) and ``dp_replicate`` (the ranks that hold the same shard of it).
+
+        ``experts``: return the mesh for parameters of experts instead. It has the axes ``ep`` and ``etp`` (ranks that
+        share one expert), and ``edp_shard`` and ``edp_replicate`` in place of ``dp_shard`` and ``dp_replicate``.
         """
         parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
         if experts:

@@ -57,10 +57,12 @@ _ZERO_IS_FREE = ("etp", "dp_shard")  # in candidates
 
 @contextmanager
 def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
-    """Run the ``with`` block, which plans a job; if it raises :class:`InfeasibleError`, add to the error a function
-    that searches for the constraints that conflict, and for changes with which the job has a plan. The search runs when
-    the user first asks for its results, for about as long as the block took (at least 30 s). ``asked``: the job as the
-    user requested it.
+    """Context manager around the planning of a job (a model to be planned on a cluster). If the ``with`` block raises
+    :class:`InfeasibleError`, attach a function to the error that finds the conflicting constraints, and the nearest
+    changes with which the job has a plan. The function is called when the user first asks for its results. It takes
+    about as long as the block took, at least 30 s.
+
+    ``asked``: the job as the user requested it.
     """
     begun = time.monotonic()
     try:
@@ -75,8 +77,8 @@ def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
 
 
 def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
-    """Return the conflicting constraints of the job ``asked``, which has no plan, and the nearest changes that give it
-    one. Both are empty if the request itself is invalid.
+    """Return why the job ``asked`` (a model to be planned on a cluster) has no plan: the constraints of the user that
+    conflict, and the nearest changes with which it has a plan. Both are empty if the request itself is invalid.
 
     ``short_of_memory``: whether missing memory is the reason that there is no plan. ``seconds``: approximate time limit
     of the search.
@@ -104,11 +106,11 @@ def _bounds_cache_key(job: Job) -> _Basis:
 
 @dataclass
 class _RelaxationSearch:
-    """A search for changes that give a plan to a job that has none. Lower bounds and solvers are cached, so that
-    changed jobs with the same graphs share them.
+    """A search for changes that give a plan to a job (a model to be planned on a cluster) that has none. Lower bounds
+    and solvers are cached, so that changed jobs with the same graphs share them.
 
     ``asked``: the job as the user requested it. ``short_of_memory``: whether missing memory is the reason that it has
-    no plan. ``until``: time of ``time.monotonic()`` at which the search ends with what it has found.
+    no plan. ``until``: value of ``time.monotonic()``, in seconds, at which the search ends with what it has found.
     """
 
     asked: RelaxationRequest
@@ -155,9 +157,11 @@ class _RelaxationSearch:
         return found or self._then_memory() or self._relax_differing_pins()
 
     def _find_nearest_changes(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
-        """Return at most three changed jobs that have a plan, nearest first, as changes of the requested job.
-        ``several``: the changed jobs to try. Each is tried as it is, and also without some of the constraints that the
-        user fixed; with ``all_pins`` it is only tried with all of these constraints.
+        """Try the changed jobs ``several``, and return at most three changes of the requested job that give it a plan,
+        nearest first.
+
+        Each changed job is tried as it is, and also without some of the constraints that the user fixed. With
+        ``all_pins`` it is only tried with all of these constraints.
         """
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
@@ -197,10 +201,9 @@ class _RelaxationSearch:
 
     def _then_memory(self) -> tuple[Change, ...]:
         """Return a tuple with one change that does two things: it resolves a conflict of constraints, and it adds the
-        memory that is still lacking. Empty if none is found, or if memory is already the first reason that there is no
-        plan.
+        memory that is still missing then. Empty if none is found, or if the job has no plan only because of memory.
 
-        It starts from the changed jobs that this search met and that fail only for lack of memory.
+        It starts from the changed jobs that this search has found to lack nothing but memory.
         """
         for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:
@@ -217,11 +220,11 @@ class _RelaxationSearch:
         return ()
 
     def _relax_differing_pins(self) -> tuple[Change, ...]:
-        """Find a plan without any of the constraints that the user fixed, and return a tuple with the change that gives
-        up only those whose value this plan does not have.
+        """Find a plan for the job without any of the constraints that the user fixed. Return a tuple with one change:
+        to give up the constraints whose value differs in this plan.
 
-        If there is no such plan, return a change that gives up all of them and also changes the batch or the cluster.
-        Empty if neither exists.
+        If there is no such plan, the change gives up all of these constraints, and changes the batch or the cluster,
+        too. Empty if no plan is found in this way either.
         """
         base = next(iter(list_variants(self.asked, self.short_of_memory)))
         every = tuple(pins_of(base.constraints))
@@ -263,11 +266,12 @@ class _RelaxationSearch:
     def _list_relaxed_candidates(
         self, variant: Variant, pins: tuple[str, ...]
     ) -> list[tuple[float, float, MeshCandidate]]:
-        """Return the mesh candidates of a changed job that differ from the user's value in each of ``pins``, nearest
-        first, as (distance from the user's values, sort key, candidate). Empty if the job is invalid.
+        """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of a changed job that
+        differ from the user's value in each of ``pins``, nearest first, as (distance from the user's values, sort key,
+        candidate). Empty if the job is invalid.
 
         ``variant``: the changed job. ``pins``: names of the fixed constraints to give up. The sort key is a lower
-        bound: the step time in seconds, or, if memory is lacking, the bytes of a rank.
+        bound: the step time in seconds or, if memory is lacking, the bytes of a rank.
         """
         try:
             job = self._prepare_relaxed_job(variant, pins)
@@ -297,19 +301,21 @@ class _RelaxationSearch:
     def _list_plainest_zero_choices(
         self, job: Job, bounds: ModelBounds, given_up: Sequence[str]
     ) -> list[MeshCandidate]:
-        """Return the mesh candidates of ``job`` with the simplest techniques: those with the schedule that needs the
-        least memory and, if memory is not the problem, with the lowest ZeRO stage. ``bounds``: lower bounds for the
-        job. ``given_up``: names of the fixed constraints that may change.
+        """Return the simplest mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of ``job``: those
+        with the schedule that needs the least memory and, if memory is not the problem, with the lowest ZeRO stage.
+
+        ``bounds``: lower bounds for the job. ``given_up``: names of the fixed constraints that may change.
         """
         plainest = self._list_plainest_candidates(job, bounds, given_up)
         least = min(candidate.zero for candidate in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
     def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
-        """Return the mesh candidates of ``job``; if the schedule is free, only those with 1F1B, which needs the least
-        memory of the searched schedules. ``bounds``: lower bounds for the job. ``given_up``: names of the fixed
-        constraints that may change; with ``virtual_stages`` among them, candidates with several virtual stages are
-        included.
+        """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of ``job``. If the user did
+        not fix the schedule, only those with 1F1B are returned, which needs the least memory of the searched schedules.
+
+        ``bounds``: lower bounds for the job. ``given_up``: names of the fixed constraints that may change; with
+        ``virtual_stages`` among them, candidates with several virtual stages are included.
         """
         space = space_of(job, bounds)
         asked = self.asked.constraints
@@ -321,9 +327,9 @@ class _RelaxationSearch:
         return plain or choices
 
     def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], candidate: MeshCandidate) -> bool:
-        """Return whether the lower bounds on memory allow a plan of the mesh ``candidate`` for the changed job
-        ``variant`` without the fixed constraints named in ``pins``. If only memory is lacking, remember the candidate,
-        so that a change that also adds memory can be tried later.
+        """Return whether the lower bounds on memory leave a plan possible with the mesh sizes and techniques of
+        ``candidate``, for the changed job ``variant`` without the fixed constraints named in ``pins``. If only memory
+        is lacking, remember the candidate, so that a change that also adds memory can be tried later.
         """
         try:
             self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(candidate)
@@ -337,9 +343,9 @@ class _RelaxationSearch:
     def _plan_relaxed_candidate(
         self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate
     ) -> SolvedCandidate | None:
-        """Plan the mesh ``candidate`` with each kind of offload that ``partition`` tries, and return the first solution
-        that fits in memory; ``None`` if none fits. ``variant``: the changed job. ``pins``: names of the fixed
-        constraints that take the candidate's values.
+        """Plan the changed job ``variant`` with the mesh sizes and techniques of ``candidate``, with each kind of
+        offload that ``partition`` tries in turn. Return the first solution that fits in memory; ``None`` if none fits.
+        ``pins``: names of the fixed constraints that take the candidate's values.
         """
         lacking: list[CandidateEvaluator] = []
         changed = replace(
@@ -407,9 +413,11 @@ class _RelaxationSearch:
         self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate, plan: SolvedCandidate | None = None
     ) -> Change:
         """Return the change from the requested job to ``candidate``, with its description and its new constraints,
-        topology and batch. ``variant``: the changed job. ``pins``: names of the fixed constraints that take the
-        candidate's values. ``plan``: the candidate's solution; if it needs offload that the user did not request, the
-        description names it and the step time.
+        topology and batch.
+
+        ``variant``: the changed job. ``pins``: names of the fixed constraints that take the candidate's values.
+        ``plan``: the candidate's solution; if it needs offload that the user did not request, the description names it
+        and the step time. ``None``: not planned yet.
         """
         new, constraints = _find_new_pin_values(pins, candidate), self._constrain_to_candidate(variant, pins, candidate)
         texts = [*variant.texts, *(describe_pin_change(variant.constraints, pin, new.get(pin)) for pin in pins)]
@@ -424,10 +432,12 @@ class _RelaxationSearch:
 
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
-    """Return the mesh candidates of ``space``, the space of a search. ``given_up``: name -> value of the fixed
-    constraints that may change. If ``tp`` is among them and larger than the sizes that the search tries by itself,
-    candidates with other such large sizes are included. If ``cp`` is among them and above 1, candidates with other
-    sizes of ``cp`` are included.
+    """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of the search space ``space``,
+    and some with larger ``tp`` or with other ``cp`` that the search does not try by itself.
+
+    ``given_up``: name -> the user's value, for the fixed constraints that may change. If the user's ``tp`` is larger
+    than any size that the search tries by itself, candidates with other sizes beyond that are added. If the user's
+    ``cp`` is above 1, candidates with other sizes of ``cp`` are added.
     """
     sizes = list_divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
@@ -447,16 +457,16 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
 
 
 def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
-    """Return the nearest change that ``search`` finds, as a tuple of one; empty if it finds none. ``search``: a search
-    for changes of a job that was already changed once. ``text``: the description of that first change, which is put
-    with a comma before the description of the found one.
+    """Return the nearest change that ``search`` finds, as a tuple of one; empty if it finds none. ``search`` starts
+    from a job that has been changed once already. ``text``: the description of that first change; it is put in front of
+    the description of the found change, separated by a comma.
     """
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.find_changes()[:1])
 
 
 def _find_new_pin_values(pins: Sequence[str], candidate: MeshCandidate) -> dict[str, Any]:
-    """Return the values that ``candidate`` has for the constraints named in ``pins``. Constraints that a candidate does
-    not have are left out.
+    """Return, for the constraints named in ``pins``, name -> the value that ``candidate`` has (its mesh sizes,
+    microbatch size, schedule and ZeRO stage). Constraints that a candidate does not have are left out.
     """
     new = {pin: getattr(candidate, pin) for pin in pins if pin in MeshCandidate.__dataclass_fields__}
     return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}

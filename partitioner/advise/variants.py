@@ -30,9 +30,9 @@ _FEW_PINS = 7
 
 
 def pins_of(constraints: Constraints) -> list[str]:
-    """Return the names of the constraints that the user fixed in ``constraints``, of those that decide the mesh, the
-    microbatch size, the schedule, recomputation or the ZeRO stage, followed by ``stage_of:<module>`` for each module
-    whose pipeline stage is fixed.
+    """Return the names of those constraints in ``constraints`` that the user fixed and that decide the mesh, the
+    microbatch size, the schedule, recomputation or the ZeRO stage. They are followed by ``stage_of:<module>`` for each
+    module whose pipeline stage is fixed.
     """
     *others, zero, dp_shard = OF_POINT
     fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
@@ -44,8 +44,8 @@ def fixed_of(constraints: Constraints) -> list[str]:
     """Return the names of all constraints that the user fixed in ``constraints`` and that may be given up to make a
     plan possible.
 
-    Left out are ``couple``, which changes what is computed, ``ahead``, which only makes the search consider more
-    layouts, and a ``memory_margin`` of at most the default, because freeing it would leave less memory.
+    Three are left out: ``couple``, which changes the result of training; ``ahead``, which only makes the search
+    consider more layouts; and a ``memory_margin`` of at most the default, because giving it up would leave less memory.
     """
     pins = pins_of(constraints)
     beside = {*OF_POINT, *pins, "stage_of", "couple", "ahead"}
@@ -88,17 +88,18 @@ def relax_pins(constraints: Constraints, pins: Sequence[str]) -> Constraints:
 
 
 def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate) -> bool:
-    """Return whether ``candidate`` differs from the user's value of the constraint ``pin``. ``constraints``: the
-    choices that the user fixed. The result is true for constraints that a candidate does not have, such as
-    recomputation and the stages of modules, since these are freed instead of changed.
+    """Return whether ``candidate`` (a choice of mesh sizes, microbatch size, schedule and ZeRO stage) differs from the
+    user's value of the constraint ``pin``. ``constraints``: the choices that the user fixed. The result is true for
+    constraints that a candidate does not have, such as recomputation and the stages of modules, since these are freed
+    instead of changed.
     """
     return not hasattr(candidate, pin) or getattr(candidate, pin) != getattr(constraints, pin)
 
 
 def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCandidate) -> float:
-    """Return how far ``candidate`` is from the user's value of the constraint ``pin``: half of the absolute base-2
-    logarithm of the ratio of both values; 0 if they are not whole numbers. ``constraints``: the choices that the user
-    fixed.
+    """Return how far ``candidate`` (a choice of mesh sizes, microbatch size, schedule and ZeRO stage) is from the
+    user's value of the constraint named ``pin``: half of the absolute base-2 logarithm of the ratio of both values; 0
+    if they are not whole numbers. ``constraints``: the choices that the user fixed.
     """
     old, new = getattr(constraints, pin, None), getattr(candidate, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
@@ -150,11 +151,11 @@ _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class RelaxationRequest:
-    """A job as the user requested it: the cluster ``topology``, the ``constraints``, and ``global_batch``, its samples
-    (``None``: those of the inputs).
+    """A job (a model to be planned on a cluster) as the user requested it.
 
-    ``prepare``: function that returns the job as the planner needs it, given a topology, constraints and a global
-    batch. It is also called with changed ones, to plan changed jobs.
+    ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``global_batch``: samples of the global
+    batch; ``None``: as many as the inputs have. ``prepare``: function that returns the job in the form that the planner
+    needs, given a topology, constraints and a global batch. It is also called with changed ones, to plan changed jobs.
     """
 
     topology: Topology
@@ -165,11 +166,12 @@ class RelaxationRequest:
 
 @dataclass(frozen=True)
 class Variant:
-    """The job that the user requested, with zero or more changes.
+    """The job (a model to be planned on a cluster) that the user requested, with zero or more changes.
 
     ``cost``: the summed effort of the changes, by which changed jobs are ordered. ``kinds``: one text for each change
     that says what kind it is, such as ``offload``. ``texts``: a description of each change. ``topology``,
-    ``constraints``, ``global_batch``: the arguments of ``partition`` after the changes.
+    ``constraints``, ``global_batch``: the arguments of ``partition`` after the changes; a ``global_batch`` of ``None``
+    is that of the inputs.
     """
 
     cost: float
@@ -182,7 +184,7 @@ class Variant:
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
     """Return the changed job ``variant`` with one more change, which replaces the fields ``changed`` (name -> value).
-    ``cost``: the effort of this change, which is added to that of ``variant``. ``kind``: its kind as text, such as
+    ``cost``: the effort of this change; it is added to the effort of ``variant``. ``kind``: its kind as text, such as
     ``offload``. ``text``: its description.
     """
     return replace(
@@ -218,8 +220,8 @@ def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[V
 
 
 def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
-    """Yield changed jobs with up to 16,384 times the memory per device or the nodes, for a job that lacks memory even
-    with the smaller changes that are tried first. ``asked``: the job as the user requested it.
+    """Yield changed jobs with up to 16,384 times the memory per device, or the number of nodes. They are for a job that
+    lacks memory even with the smaller changes that are tried first. ``asked``: the job as the user requested it.
     """
     base = next(list_variants(asked, True))
     yield from _list_memory_variants(base, (*_TIMES, *_FAR))
@@ -260,9 +262,11 @@ def _replace_stage_places(base: Variant, places: dict[str, int], text: str) -> V
 
 
 def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Yield changed jobs with the nearest global batch sizes that divide evenly: multiples of the fixed ``dp`` times
-    the fixed microbatch size, or, where samples interact in groups (as in batch norm), of the group size times a
-    divisor of the number of devices. ``base``: the job that is changed. ``asked``: the job as the user requested it.
+    """Yield changed jobs with other global batch sizes. These are the nearest multiples of two kinds of numbers: the
+    fixed ``dp`` times the fixed microbatch size, and the divisors of the number of devices (times the group size, if
+    samples interact in groups, as in batch norm).
+
+    ``base``: the job that is changed. ``asked``: the job as the user requested it.
     """
     given = base.constraints
     batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch
@@ -325,9 +329,11 @@ def _has_its_disk(base: Variant) -> bool:
 
 
 def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield changed jobs with other devices: without slower or smaller devices, with more nodes, or with a number of
-    devices that the sizes of the fixed mesh axes divide. ``base``: the job that is changed. ``short_of_memory``:
-    whether missing memory is the reason that it has no plan; the last kind of change is then not tried.
+    """Yield changed jobs with other devices: without slower or smaller devices; with more nodes; or with another number
+    of devices that is a power of two or a multiple of the product of the fixed mesh sizes.
+
+    ``base``: the job that is changed. ``short_of_memory``: whether missing memory is the reason that it has no plan;
+    the last kind of change is then not tried.
     """
     topology, now = base.topology, base.topology.num_devices
     for smaller in () if is_even(topology) else smaller_clusters(topology):

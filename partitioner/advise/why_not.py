@@ -40,8 +40,9 @@ def format_asked_constraints(asked: Mapping[str, Any]) -> str:
 
 
 def check_asked(plan: Plan, merged: Constraints) -> None:
-    """Raise the error that ``partition`` would raise for the job of ``plan`` with the constraints ``merged``, if no
-    candidate of the search can satisfy them. ``merged``: the plan's constraints, some of them replaced.
+    """Check whether any layout that the planner searches can satisfy the constraints ``merged`` for the job (model,
+    cluster and batch) of ``plan``. If none can, raise the error that ``partition`` would raise. ``merged``: the plan's
+    constraints, some of them replaced.
     """
     train = plan.objective == "train"
     check_request(plan.topology, merged, plan.optimizer, train, plan.profile)
@@ -55,9 +56,9 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
 
 
 def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Return whether the search that found ``plan`` had candidates with the constraints ``asked`` (name -> value) that
-    do not appear in the table of the plan's certificate. A long table lists only the best candidates, and the
-    certificate counts the others.
+    """Return whether the search that found ``plan`` considered layouts with the constraints ``asked`` (name -> value)
+    that are missing from the table in the plan's certificate. If there are many layouts, the table lists only the best
+    ones, and the certificate has the number of the others.
     """
     pinned = {name: value for name, value in asked.items() if name in OF_POINT}
     if not plan.certificate.left or pinned != asked:
@@ -75,8 +76,8 @@ def _read_candidate_field(candidate: MeshCandidate, name: str) -> Any:
 
 
 def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
-    """Return all mesh candidates that the search of ``plan`` considered, before lower bounds ruled some of them out;
-    empty if the plan does not contain enough data to list them.
+    """Return all mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) that the search of ``plan``
+    considered, before lower bounds ruled some of them out; empty if the plan does not contain enough data to list them.
     """
     limits = plan.certificate.limits
     if limits is None or not plan.global_batch:
@@ -88,9 +89,9 @@ def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
 
 
 def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) -> SearchSpace:
-    """Return the mesh candidates that a search for the job of ``plan`` would consider under ``constraints``, as a
-    search space. ``limits``: properties of the model from the plan's certificate, such as the sequence length and the
-    number of block calls (such as layers) that stages can divide.
+    """Return the search space of the job (model, cluster and batch) of ``plan`` under ``constraints``: an object from
+    which all mesh candidates can be listed. ``limits``: properties of the model from the plan's certificate, such as
+    the sequence length and the number of block calls (such as layers) that stages can divide.
     """
     return SearchSpace(
         plan.topology,
@@ -110,8 +111,8 @@ def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) 
 
 
 def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
-    """Return why the search that found ``plan`` considered no candidate with the constraints ``asked`` (name -> value),
-    as a clause without a full stop.
+    """Return the reason why the search that found ``plan`` considered no layout with the constraints ``asked`` (name ->
+    value), as a clause without a full stop.
     """
     fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
@@ -137,8 +138,8 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
-    """Return the reason why the search that found ``plan`` did not try the constraints ``asked`` (name -> value), as a
-    clause, if one of their values is only searched when the user fixes it; ``None`` if all are searched anyway.
+    """The search tries some values of constraints only if the user fixes them. If ``asked`` (name -> value) has such a
+    value, return the reason why the search that found ``plan`` did not try it, as a clause; otherwise ``None``.
     """
     pinned, limits = plan.constraints, plan.certificate.limits
     widest = widest_searched(plan.topology, pinned)
@@ -166,14 +167,16 @@ Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknow
 
 @dataclass(frozen=True)
 class WhyNot:
-    """The answer to the question why a plan does not have other constraints. ``str()`` returns it as text.
+    """The answer to the question why a plan does not have other constraints, such as ``tp=8``. ``str()`` returns it as
+    text.
 
     - ``asked``: the constraints in question, name -> value. ``lines``: the answer's lines. ``changes``: changes that
       make an infeasible request possible. ``with_model``: what an answer with the model would add; empty: nothing.
-    - ``verdict``: ``chosen``: the plan has these constraints. ``slower``, ``faster``: ``candidate`` is the best layout
-      that has them. ``bounded``: every plan that has them takes at least ``bound`` seconds, which is no less than the
-      chosen plan takes. ``infeasible``: no plan has them. ``unknown``: an answer needs the model; ``bound`` may be
-      known.
+    - ``verdict``: ``chosen``: the plan has these constraints. ``slower``, ``faster``: the best layout that has them is
+      slower or faster than the plan. ``bounded``: every plan that has them takes at least ``bound`` seconds, which is
+      no less than the chosen plan takes. ``infeasible``: no plan has them. ``unknown``: an answer needs the model.
+    - ``candidate``: the best layout with these constraints, or ``None``. ``bound``: a lower bound in seconds on the
+      step time of plans with these constraints; ``None`` if unknown.
     """
 
     asked: Mapping[str, Any]
@@ -188,8 +191,8 @@ class WhyNot:
         return self.told("why_not(model=..., ...)")
 
     def told(self, how: str) -> str:
-        """Return the answer as text. ``how``: instructions on how to pass the model, which are added if the model would
-        improve the answer.
+        """Return the answer as text. ``how``: the call or command by which the user passes the model, such as
+        ``why_not(model=..., ...)``; it is added if the model would improve the answer.
         """
         return "\n".join([*self.lines, *([f"{self.with_model}: {how}."] if self.with_model else [])])
 
@@ -201,11 +204,13 @@ def why_not(
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value). If the
-    plan's certificate cannot answer and ``model`` is given, the job is planned again with ``inputs`` and ``loss`` as
-    they were given to ``partition``.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value).
 
-    Raise :class:`ConstraintError` for unknown constraints, and :class:`InputsError` if the model is not the plan's.
+    If the plan's certificate cannot answer, the job is planned again with ``model``, ``inputs`` and ``loss`` as they
+    were given to ``partition``. If ``model`` is ``None``, the answer says only what the plan shows.
+
+    Raise :class:`ConstraintError` for unknown constraints or none at all, and :class:`InputsError` if the model is not
+    the plan's.
     """
     if not asked:
         raise ConstraintError("why not what? Name constraints, like tp=8 or pp=2, schedule='gpipe'")
@@ -222,7 +227,7 @@ def why_not(
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), as far as
-    it follows from the table of candidates in the plan's certificate; ``None`` if the table has no candidate with these
+    it follows from the table of layouts in the plan's certificate; ``None`` if the table has no layout with these
     constraints.
     """
     if not set(asked) <= set(OF_POINT):
@@ -243,9 +248,9 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
 
 
 def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
-    """Return the common layouts (baselines) in the certificate of ``plan`` that have a computed step time and are fair
-    to compare with the plan: they are for the same job and devices and the same offload, and the plan's constraints
-    allow them.
+    """Return the standard layouts (baselines) in the certificate of ``plan`` that have a computed step time and can
+    fairly be compared with the plan: they are for the same job, devices and offload, and the plan's constraints allow
+    them.
     """
     return [
         baseline.candidate
@@ -318,10 +323,12 @@ def _explain_slower(
 def _explain_bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if the
-    search has computed step times or lower bounds for the candidates that have them, but not the step times of all.
-    ``rows``: all candidates with these constraints. ``solved``: the one with the shortest computed step time, or
-    ``None``. ``least``: the smallest lower bound of the others, in seconds.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value). It is
+    used if the search has bounds for all layouts with these constraints, but not step times for all.
+
+    ``rows``: all candidate layouts with these constraints. ``solved``: the candidate among them with the shortest
+    computed step time, or ``None``. ``least``: the smallest lower bound of the candidates without a step time, in
+    seconds.
     """
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
@@ -393,8 +400,8 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
 
 
 def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
-    """Return the constraints with which ``plan`` was made, some of them replaced by those in ``asked`` (name -> value),
-    or with these added.
+    """Return the constraints of ``plan`` together with ``asked`` (name -> value). If both have a value for a
+    constraint, the value in ``asked`` counts.
     """
     given = plan.constraints.given
     places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
@@ -459,7 +466,8 @@ def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
 
 def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if all
-    candidates that have them are among the worst of the search, of which the plan's certificate stores only the number.
+    layouts with these constraints are among the worst of the search. The plan's certificate has only the number of
+    these worst layouts.
     """
     left = plan.certificate.left
     count = f"{sum(left.values()):,}"

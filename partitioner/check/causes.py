@@ -46,13 +46,13 @@ UNKNOWN = Cause("unknown", "no known relation to the results of the plain model 
 
 
 class CauseFinder:
-    """Finds the likely cause why the gradient of a parameter in a distributed model differs from that in the plain
-    model (the user's model on one process).
+    """Finds the likely cause why the gradient of a parameter in a distributed model differs from its gradient in the
+    plain model (the user's model on one process).
 
     Args:
         plain: results of the plain model: outputs, loss and gradients.
-        parts: the terms of which the plain gradients are sums, such as the gradient through each sample.
-        placed: which elements of the plain parameters each rank holds, and their gradients there.
+        parts: the terms that the gradients of the plain model are sums of, such as the gradient through each sample.
+        placed: which elements of the plain model's parameters each rank holds, and their gradients there.
         world_size: number of ranks.
         differing: names of the parameters whose gradients differ.
     """
@@ -88,8 +88,9 @@ class CauseFinder:
         return self._describe_unknown(name) if cause is None else cause
 
     def expected(self, name: str) -> Tensor:
-        """Return the right gradient of the parameter ``name``, that of the plain model (the user's model on one
-        process), as a flat tensor; zeros if it has no gradient."""
+        """Return the right gradient of the parameter ``name`` as a flat tensor: its gradient in the plain model (the
+        user's model on one process), or zeros if it has no gradient.
+        """
         grad = self.plain.grads[name]
         return torch.zeros(self.plain.weights[name].numel()) if grad is None else grad.flatten()
 
@@ -198,8 +199,9 @@ class CauseFinder:
 
     @cached_property
     def _local_norms(self) -> dict[int, float]:
-        """Return, by rank, the L2 norm of the right gradients (before clipping) of those elements of all parameters
-        that the rank holds."""
+        """Return rank -> L2 norm of a gradient vector: the right gradients, before clipping, of all parameter elements
+        that the rank holds.
+        """
         squares = dict.fromkeys(range(self.world_size), 0.0)
         for name, whole in self.parts.grads.items():
             for holder in self.placed.holders[name]:
@@ -207,8 +209,9 @@ class CauseFinder:
         return {rank: math.sqrt(square) for rank, square in squares.items()}
 
     def _find_factor(self, name: str) -> Cause | None:
-        """Return the cause if the gradient of the parameter ``name`` on every rank is a constant multiple of the right
-        one; the factor may differ by rank. ``None`` if it is not."""
+        """Return the cause if, on every rank, the gradient of the parameter ``name`` is a constant times the right
+        gradient; the constant may differ by rank. Return ``None`` otherwise.
+        """
         expected = self.expected(name)
         scale = float(expected.abs().max())
         factors: dict[int, float] = {}
@@ -230,8 +233,10 @@ class CauseFinder:
         return name_factor(values[-1], self.world_size)
 
     def _find_unsummed(self, name: str) -> Cause | None:
-        """Return the cause if the gradient of the parameter ``name`` was not reduced: the sum, the mean or a multiple
-        of the sum over ranks that hold the same elements gives the right gradient. ``None`` if none of them does."""
+        """Return the cause if a reduction of the gradient of the parameter ``name`` is missing, and ``None`` otherwise.
+        It is missing if the sum of the gradients over ranks that hold the same elements, their mean, or a multiple of
+        their sum equals the right gradient.
+        """
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
         expected = self.expected(name)
         scale = float(expected.abs().max())
@@ -263,8 +268,8 @@ class CauseFinder:
 
     def _describe_shares(self, name: str, holders: Sequence[HeldElements]) -> str:
         """Return a sentence that says which samples, or which parts of the sequence, contribute to the gradient of the
-        parameter ``name`` on each rank. Return an empty text if this cannot be determined or all ranks have the same
-        ones. ``holders``: the elements of the parameter on each rank, with their gradients.
+        parameter ``name`` on each rank. Return an empty text if this cannot be determined, or if it is equal on all
+        ranks. ``holders``: the elements of the parameter on each rank, with their gradients.
         """
         if not self.parts.labels or self.plain.weights[name].numel() < 2 * len(self.parts.labels):
             return ""
@@ -286,9 +291,9 @@ class CauseFinder:
         return f"At {name}, each rank has only its own samples ({told})."
 
     def _find_swapped(self, name: str) -> Cause | None:
-        """Return the cause if each rank with a wrong gradient of the parameter ``name`` has the right gradient of the
-        elements of another rank instead. If not, return the cause if the gradient is right but for the order of equal
-        blocks along one dim, and ``None`` otherwise.
+        """Return the cause if the gradient of the parameter ``name`` is right but for the order of its elements, and
+        ``None`` otherwise. Two causes are distinguished: each rank with a wrong gradient has the right gradient of
+        another rank's elements; or equal blocks along one dim are in a wrong order.
         """
         expected = self.expected(name)
         scale = float(expected.abs().max())
@@ -314,8 +319,9 @@ class CauseFinder:
         return Cause("swapped", f"shards are in a wrong order of ranks: of the gradient, {'; '.join(moved)}")
 
     def _find_permuted(self, name: str) -> Cause | None:
-        """Return the cause if the gradient of the parameter ``name`` is right but for the order of equal blocks along
-        one dim; ``None`` if it is not. Numbers of 2 to 64 blocks are tried."""
+        """Return the cause if the gradient of the parameter ``name`` has equal blocks along one dim in a wrong order
+        and is right otherwise; ``None`` if it is wrong in another way. All numbers of blocks from 2 to 64 are tried.
+        """
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
         shape = self.plain.weights[name].shape
         expected = self.expected(name)
@@ -355,8 +361,9 @@ class CauseFinder:
         return order
 
     def _find_reweighted(self, name: str) -> Cause | None:
-        """Return the cause if the gradient of the parameter ``name`` is a weighted sum of the gradients through the
-        samples or tokens of the batch, in which not all weights are 1; ``None`` if it is not."""
+        """Return the cause if the gradient of the parameter ``name`` is a sum of the gradients through single samples
+        or tokens of the batch with wrong weights (not all are 1); ``None`` if it is not.
+        """
         ranks = sorted({h.rank for h in self.placed.holders[name]})
         fits = {rank: self._fit_pieces(rank) for rank in ranks}
         found = {rank: weights for rank, weights in fits.items() if weights is not None}
@@ -411,9 +418,9 @@ class CauseFinder:
 
 
 def name_factor(factor: float, world_size: int, what: str = "gradient") -> Cause | None:
-    """Return the cause why a result is ``factor`` times the right one, such as a sum over ranks where the mean is
-    right; ``None`` if the factor is 1. ``world_size``: number of ranks. ``what``: name of the result in the text, such
-    as ``output``.
+    """Return the cause why a result is ``factor`` times the right result, for example because ranks were summed instead
+    of averaged; ``None`` if the factor is 1. ``world_size``: number of ranks. ``what``: name of the result in the text,
+    such as ``output``.
     """
     if abs(factor - 1.0) < CLOSE:
         return None
@@ -463,12 +470,12 @@ def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> 
 
 
 def _split_equal_weights(means: Mapping[int, float], world_size: int) -> int | None:
-    """Return of how many means the gradient is the mean, if the weights of samples (or parts of the sequence) in it
-    show that it is a mean of means instead of a mean over all targets; ``None`` if they do not.
+    """Find out whether a gradient is a mean of means over groups of the batch where a mean over all targets is right.
+    Return the number of groups; ``None`` if the weights do not show this.
 
-    If n groups of the batch have the fractions f of all targets, the mean of their means gives each the weight 1 / (n
-    f). The fractions add up to 1, so the inverse weights of the groups add up to n. ``means``: index of the sample or
-    part -> its weight. ``world_size`` is not used.
+    ``means``: index of a sample (or part of the sequence) -> its weight in the gradient, 1 if right. ``world_size`` is
+    not used. If group i of n groups has the fraction f_i of all targets, the mean of means gives it the weight 1 / (n
+    f_i). The fractions add up to 1, so the inverse weights of the groups add up to n.
     """
     keys = list(means)
     weights = torch.tensor([means[k] for k in keys], dtype=torch.float64)
@@ -486,9 +493,9 @@ def _split_equal_weights(means: Mapping[int, float], world_size: int) -> int | N
 
 
 def list_groupings(ranks: Sequence[int], world_size: int) -> list[list[list[int]]]:
-    """Return the ways to divide ``ranks`` into groups over which a reduction may be missing. Each way is a list of
-    groups, each a list of ranks. A group has neighbouring ranks, or ranks at equal distances, and any size that divides
-    ``world_size`` (the number of all ranks). The last way is one group of all ``ranks``.
+    """Return all ways to divide ``ranks`` into groups over which a reduction may be missing. Each way is a list of
+    groups, and a group is a list of ranks. A group has consecutive ranks, or ranks at equal distances, and its size
+    divides ``world_size`` (the number of all ranks). The last way has one group of all ``ranks``.
     """
     found = []
     for size in range(2, world_size):

@@ -130,11 +130,12 @@ def _run_alone(single: LocalRanks, function: Callable[..., Any], *arguments: Any
 
 
 def _compare(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[dict[str, float], PlacedShards, str]:
-    """Return three results of comparing a distributed model with the plain model (the user's model on one process): the
-    relative error by name (``loss``, ``output <path>``, ``grad <name>``); the elements of the plain parameters that
-    each rank holds; and how the ranks' losses give the loss (``equal``, ``mean``, ``sum`` or ``none``).
+    """Compare a distributed model with the plain model (the user's model on one process). Return three results: the
+    relative error by name (``loss``, ``output <path>``, ``grad <name>``); the elements of the plain model's parameters
+    that each rank holds; and how the ranks' losses give the loss (``equal``, ``mean``, ``sum`` or ``none``).
 
-    ``plain``: results of the plain model. ``outcomes``: results of each rank of the distributed model."""
+    ``plain``: results of the plain model. ``outcomes``: results of each rank of the distributed model.
+    """
     placed = place_shards(plain, outcomes)
     errors: dict[str, float] = {}
     loss, loss_is = compare_loss(plain, outcomes)
@@ -158,7 +159,7 @@ def _explain(
     finder: CauseFinder, plain: PlainResults, outcomes: Sequence[RankOutcome], wrong: dict[str, float], foreign: bool
 ) -> list[LayoutDifference]:
     """Return the differences between a distributed model and the plain model (the user's model on one process), grouped
-    by cause. Differences that follow from others, and then those without a known cause, come last.
+    by cause. Causes that follow from others, and then unknown causes, come last.
 
     ``finder``: finds the cause of a wrong gradient. ``plain``: results of the plain model. ``outcomes``: results of
     each rank. ``wrong``: name of each result that differs -> relative error. ``foreign``: whether ranks have weights
@@ -191,13 +192,14 @@ def _explain(
 
 
 def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong: Cause | None, foreign: bool) -> None:
-    """Replace unknown causes in ``causes`` where they can follow from another difference between the distributed and
-    the plain model (the user's model on one process).
+    """Replace unknown causes in ``causes`` by a cause that points to another difference, if they can follow from it.
 
-    A wrong output makes the loss and gradients wrong. A gradient that is wrong on its way back from the loss makes the
-    gradients of parameters that forward uses before it wrong. ``causes``: name of a result that differs -> cause;
-    changed in place. ``plain``: results of the plain model. ``first_wrong``: the cause that names the first module with
-    a wrong output, if any. ``foreign``: whether ranks have weights that the plain model does not have.
+    A wrong output makes the loss and gradients wrong. An error in backward also makes the gradients of all parameters
+    wrong that forward uses earlier.
+
+    ``causes``: name of a result of the distributed model that differs -> cause; changed in place. ``plain``: results of
+    the plain model (the user's model on one process). ``first_wrong``: the cause that names the first module with a
+    wrong output; ``None`` if there is none. ``foreign``: whether ranks have weights that the plain model does not have.
     """
     results = [name for name in causes if not name.startswith("grad ")]
     if first_wrong is not None:
@@ -220,9 +222,9 @@ def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong:
 
 
 def _compare_replicas(placed: PlacedShards) -> list[LayoutDifference]:
-    """Return a list with one difference if ranks that hold the same elements of a parameter have different gradients of
-    them; else an empty list. This is called for a step with dropout, when all results are equal without dropout.
-    ``placed``: the elements that each rank holds, with their gradients.
+    """Return a list with one difference if ranks that hold the same elements of a parameter have different gradients
+    for these elements; else an empty list. It is called for a step with dropout, if all results are equal without
+    dropout. ``placed``: the elements that each rank holds, with their gradients.
     """
     names = []
     for name, holders in placed.holders.items():
@@ -240,11 +242,11 @@ def _compare_replicas(placed: PlacedShards) -> list[LayoutDifference]:
 
 
 def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: PlacedShards) -> list[LayoutDifference]:
-    """Return differences that no gradient shows: ranks whose function made another model or other inputs, weights that
-    are not those of the plain model (the user's model on one process), and padding that gets a gradient.
+    """Return differences that comparing gradients does not show: ranks whose function made another model or other
+    inputs, weights that are not in the plain model (the user's model on one process), and padding that gets a gradient.
 
-    ``plain``: results of the plain model. ``outcomes``: results of each rank. ``placed``: the elements that each rank
-    holds, with those that the plain model does not have.
+    ``plain``: results of the plain model. ``outcomes``: results of each rank. ``placed``: for each rank, the elements
+    of the plain model that it holds, and the elements that the plain model does not have.
     """
     found = []
     others = [o.rank for o in outcomes if o.digest != plain.digest]

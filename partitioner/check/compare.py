@@ -50,8 +50,8 @@ class ForeignElements:
 
     Attributes:
         rank, name: the rank, and the name of the parameter in the distributed model.
-        count, total: number of such elements, and of all elements of the parameter.
-        beside: name of the plain parameter to which the other elements belong; ``None`` if there are none.
+        count, total: number of such elements, and number of all elements of the parameter.
+        beside: name of the plain model's parameter to which the remaining elements belong; ``None`` if there are none.
         largest_gradient: largest absolute gradient of such an element.
     """
 
@@ -114,11 +114,12 @@ def place_shards(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Placed
 
 
 def _find_elements(flat: Tensor, elements: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of the shape of ``flat``: the index in ``elements`` of each of its values, and a mask of the
-    values that occur there (where the mask is false, the index has no meaning).
+    """Look up the values of one rank's shard among all parameter values of the undistributed model. Return two tensors
+    of the shape of ``flat``: the index of each value in ``elements``, and a mask that is true where the value was found
+    (elsewhere the index has no meaning).
 
-    ``flat``: values of one rank's shard of a distributed model. ``elements``: all parameter values of the undistributed
-    model, in one dim. ``values``, ``order``: these values sorted, and the index of each in ``elements``.
+    ``flat``: values of the shard. ``elements``: all parameter values of the undistributed model, in one dim.
+    ``values``: ``elements`` in sorted order. ``order``: the index in ``elements`` of each of ``values``.
     """
     first = order[torch.searchsorted(values, flat[:1]).clamp(max=len(values) - 1)]
     if len(flat) and torch.equal(elements[int(first) : int(first) + len(flat)], flat):  # a whole, or rows: no search
@@ -130,12 +131,13 @@ def _find_elements(flat: Tensor, elements: Tensor, values: Tensor, order: Tensor
 def _take_given_gradient(
     plain: PlainResults, firsts: dict[str, str], rank: int, shard: RankShard
 ) -> tuple[str, HeldElements]:
-    """Return the name in the plain model (the user's model on one process) and the elements of a whole gradient that
-    the user's step returned under this name, instead of as ``.grad`` of a parameter. Raise :class:`CheckSetupError` for
-    an unknown name or a wrong shape.
+    """Check a whole gradient that the user's step returned by name (not as ``.grad`` of a parameter). Return its name
+    in the plain model (the user's model on one process), and its elements. Raise :class:`CheckSetupError` for an
+    unknown name or a wrong shape.
 
     ``plain``: results of the plain model. ``firsts``: any name of a parameter -> its first name. ``rank``: the rank
-    that returned the gradient. ``shard``: the gradient with its name."""
+    that returned the gradient. ``shard``: the gradient with its name.
+    """
     name, gradient = firsts.get(str(shard.of)), shard.gradient
     assert gradient is not None
     if name is None or gradient.shape != plain.weights[name].shape:
@@ -179,7 +181,8 @@ def largest_gradient(plain: PlainResults) -> float:
 
 def compare_loss(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[float, str]:
     """Return two values: the relative error of the loss, and how the ranks' losses give the loss: ``equal``, ``mean``
-    or ``sum`` over the ranks. The way with the least error is chosen. ``(0, "none")`` if no rank returned a loss.
+    or ``sum`` over the ranks, whichever has the least error. Return ``(0, "none")`` if no rank returned a loss.
+
     ``plain``: results of the plain model (the user's model on one process). ``outcomes``: results of each rank.
     """
     losses = [o.loss for o in outcomes if o.loss is not None]
@@ -209,9 +212,10 @@ _MOST_SLICES = 256  # that are compared with an output
 
 
 def _slices_with_element(whole: Tensor, part: Tensor, scale: float) -> list[Tensor]:
-    """Return those slices of ``whole`` with the shape of ``part`` in which the largest element of ``part`` occurs at
-    the same place as in ``part``; at most 256. ``scale``: largest absolute element of ``whole``, to which the rounding
-    error is relative."""
+    """Return slices of ``whole`` with the shape of ``part`` that have the largest element of ``part`` at the same
+    position as ``part``; at most 256. ``scale``: largest absolute element of ``whole``, to which the rounding error is
+    relative.
+    """
     if part.numel() == 0 or part.dim() == 0:
         return []
     place = torch.unravel_index(part.abs().argmax(), part.shape)

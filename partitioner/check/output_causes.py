@@ -22,8 +22,8 @@ def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int
     """Return the likely cause why an output or the loss of a distributed model is wrong; it has the kind ``unknown`` if
     no test explains the difference.
 
-    ``expected``: the tensor of the plain model (the user's model on one process). ``given``: the tensors of the ranks
-    that have it. ``world_size``: number of ranks.
+    ``expected``: the right tensor, from the plain model (the user's model on one process). ``given``: the tensor on
+    each rank that has it. ``world_size``: number of ranks.
     """
     wide = expected.shape[-1] if expected.dim() else 0
     wider = [g for g in given if g.dim() == expected.dim() and g.dim() and g.shape[-1] > wide]
@@ -55,12 +55,12 @@ def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list
 
 
 def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
-    """Return which module of a distributed model has the first wrong output, in the order in which the modules return,
-    and what is wrong with it; ``None`` if no module's output can be told to be wrong. ``plain``: the results of the
-    plain model (the user's model on one process), with the output of each module. ``outcomes``: for each rank, what the
-    distributed model computed, with the outputs of its modules.
+    """Return a cause that names the first module of a distributed model with a wrong output, in the order in which
+    modules return, and says what is wrong with it. ``None`` if no output is found to be wrong.
 
-    The output of a rank is right if it is a part of the plain output, or if the sum over a group of ranks is.
+    ``plain``: the results of the plain model (the user's model on one process), with the output of each module.
+    ``outcomes``: the results of the distributed model on each rank, with the outputs of its modules. An output is right
+    if each rank has a part of the plain model's output, or if a sum over a group of ranks is such a part.
     """
     by_rank = [{_match_name(plain, n): calls for n, calls in o.modules.items()} for o in outcomes]
     last = ""  # the last module whose output is right
@@ -115,10 +115,12 @@ def _match_name(plain: PlainResults, name: str) -> str:
 
 
 def _is_right(expected: Sequence[Tensor], given: dict[int, list[Tensor]], world_size: int) -> bool:
-    """Return whether the outputs of one module on the ranks are right: each is a part of an output of the plain model
-    (the user's model on one process), or their sum over a group of ranks is. ``expected``: the module's outputs in the
-    plain model, one for each call. ``given``: rank -> the module's outputs on it, one for each call. ``world_size``:
-    number of ranks."""
+    """Return whether the outputs of one module on the ranks are right. They are if each is a part of an output of the
+    plain model (the user's model on one process), or if their sum over a group of ranks is.
+
+    ``expected``: the module's outputs in the plain model, one for each call. ``given``: rank -> the module's outputs on
+    it, one for each call. ``world_size``: number of ranks.
+    """
     if all(any(_is_part(whole, part) for whole in expected) for calls in given.values() for part in calls):
         return True
     if len({tuple(call.shape for call in calls) for calls in given.values()}) > 1:
@@ -160,12 +162,13 @@ def _name_bias(plain: PlainResults, name: str, given: dict[int, list[Tensor]]) -
 
 
 def _name_fused_cut(plain: PlainResults, last: str, name: str, held: dict[int, list[Tensor]]) -> Cause | None:
-    """Return the cause that the output of the module ``last`` has several parts (such as queries, keys and values),
-    and is divided over the ranks as a whole instead of each part by itself; ``None`` if that cannot be told.
+    """Return the cause that a fused output (such as queries, keys and values together) was cut over the ranks as a
+    whole, and not each part by itself. It is returned if ranks have different numbers of columns of the first part;
+    ``None`` if they do not, or if this cannot be found out.
 
-    ``name``: the module that reads a combination of the parts, whose output is wrong. Its weight says how wide the
-    first part is. ``held``: rank -> the outputs of ``last`` on it. The cause holds if ranks have different numbers of
-    columns of the first part.
+    ``plain``: results of the plain model (the user's model on one process). ``last``: the module with the fused output.
+    ``name``: the module with a wrong output that reads a combination of the parts; the width of its weight is the width
+    of the first part. ``held``: rank -> the outputs of ``last`` on it.
     """
     weight, expected = plain.weights.get(f"{name}.weight"), plain.modules[last]
     if weight is None or weight.dim() != 2 or len(expected) != 1 or not expected[0].dim():

@@ -89,14 +89,15 @@ class ModuleTrace:
 
 @dataclass(frozen=True)
 class GradientParts:
-    """The terms of which the gradients of the plain model (the user's model on one process), before clipping, are sums.
+    """The gradients of the plain model (the user's model on one process) before clipping, and the terms that they are
+    sums of.
 
     Attributes:
         labels: (sample, part) of each piece of the batch, as indices from 0. The parts are equal parts of dim 1 of the
             output; there is one if the output has fewer than 3 dims.
         pieces: parameter name -> tensor of shape ``[pieces, elements]``: the gradient through each piece of the output.
         uses: first name of a tied parameter -> each of its names -> gradient through the use under this name.
-        grads: parameter name -> gradient before clipping.
+        grads: parameter name -> whole gradient.
     """
 
     labels: list[tuple[int, int]]
@@ -172,8 +173,8 @@ def run_plain(target: str) -> PlainResults:
 
 
 def split_gradients(target: str, num_ranks: int) -> GradientParts:
-    """Return the terms of which the gradients of the plain model (the user's model on one process), without dropout,
-    are sums: the gradients through pieces of the batch, and through each use of a tied parameter.
+    """Split the gradients of the plain model (the user's model on one process), without dropout, into terms: the
+    gradient through each piece of the batch, and through each use of a tied parameter.
 
     ``target``: the function that returns the model, as ``FILE.py:FUNCTION``. A piece is one sample, or one of
     ``num_ranks`` equal parts of dim 1 of a sample. There are no pieces if the output has no batch dim, or if there
@@ -189,12 +190,13 @@ def split_gradients(target: str, num_ranks: int) -> GradientParts:
 def _gradients_by_piece(
     setup: Setup, num_ranks: int
 ) -> tuple[list[tuple[int, int]], dict[str, Tensor], dict[str, Tensor]]:
-    """Return three values for the plain model (the user's model on one process) in ``setup``: the label of each piece
-    of the batch, (sample, part of dim 1); parameter name -> gradients through each piece, shape ``[pieces, elements]``;
-    and parameter name -> whole gradient.
+    """Split the gradients of the plain model (the user's model on one process) in ``setup`` by pieces of the batch. A
+    piece is a sample, or one of ``num_ranks`` equal parts of a sample along dim 1 of the output.
 
-    A piece is a sample, or one of ``num_ranks`` equal parts of a sample along dim 1 of the output. Without pieces, the
-    first two are empty."""
+    Return three values: the label of each piece, as (sample, part); parameter name -> gradients through each piece,
+    shape ``[pieces, elements]``; and parameter name -> whole gradient. The first two are empty if the output has no
+    batch dim or there would be too many pieces.
+    """
     named = dict(_trained(setup.plain))
     output = run_model(setup.plain, setup.inputs)
     loss = loss_of(output, setup.loss)
@@ -225,9 +227,10 @@ def _gradients_by_piece(
 
 
 def _keep_piece(gradient: Tensor, sample: int, chunk: int, chunks: int) -> Tensor:
-    """Return a copy of ``gradient``, that of a model output, with zeros everywhere but in one piece of the batch.
-    ``sample``: index of the piece in dim 0. ``chunk``: its index among ``chunks`` equal parts of dim 1. An output with
-    fewer than 3 dims is not divided: it belongs to ``chunk`` 0."""
+    """Return a copy of ``gradient``, the gradient of a model's output, with zeros outside of one piece of the batch.
+    ``sample``: index of the piece in dim 0. ``chunk``: index of the piece among ``chunks`` equal parts of dim 1. If the
+    output has fewer than 3 dims, a sample is not divided, and all of it belongs to ``chunk`` 0.
+    """
     kept = torch.zeros_like(gradient)
     if chunks == 1 or gradient.dim() < 3:
         if chunk == 0:
@@ -239,9 +242,10 @@ def _keep_piece(gradient: Tensor, sample: int, chunk: int, chunks: int) -> Tenso
 
 
 def _gradients_by_use(setup: Setup) -> dict[str, dict[str, Tensor]]:
-    """Return the gradient of each tied parameter through each of its uses: first name of the parameter -> name of the
-    use -> gradient. ``setup``: the plain model (the user's model on one process) with its inputs and loss. Empty if no
-    parameter is tied."""
+    """Return the gradient of each tied parameter through each of its uses: first name of the parameter -> name under
+    which it is used -> gradient. Empty if no parameter is tied. ``setup``: the plain model (the user's model on one
+    process) with its inputs and loss.
+    """
     groups = {name: names for name, names in _alias_groups(setup.plain).items() if len(names) > 1}
     if not groups:
         return {}

@@ -29,8 +29,8 @@ class RankShard:
         name: name in the distributed model.
         weight: values of the elements before the step; ``None`` for a gradient that the user's step returned by name.
         gradient: gradient of the elements; ``None`` if there is none.
-        of: for such a gradient, the name of the parameter in the plain model (the user's model on one process); else
-            ``None``.
+        of: for a gradient that the user's step returned by name, the parameter's name in the plain model (the user's
+            model on one process); else ``None``.
     """
 
     name: str
@@ -123,9 +123,10 @@ def _unwrapped_groups_for_ddp() -> Iterator[None]:
 
 
 def _run_step(setup: Setup, distributed: Any, modules: list[nn.Module]) -> StepResult:
-    """Run one training step on this rank, and return its results: the user's ``setup.step`` or, without one, forward
-    and backward of the only module on the whole batch. ``distributed``: what ``setup.distribute`` returned.
-    ``modules``: the modules in it."""
+    """Run one training step on this rank, and return its results. The step is the user's ``setup.step`` or, without
+    one, forward and backward of the only module on the whole batch. ``distributed``: the value that
+    ``setup.distribute`` returned. ``modules``: the modules in it.
+    """
     if setup.step is None:
         if len(modules) != 1:
             raise CheckSetupError(

@@ -42,7 +42,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, and the way in which it is distributed. A function without arguments returns it on every rank.
+    """A model, and the way in which it is distributed. The user writes a function without arguments that returns it;
+    the function is called on every rank.
 
     Attributes:
         plain: the plain model. Its type becomes float64, and every element of its parameters gets a value of its own.
@@ -52,10 +53,10 @@ class Setup:
             allowed. The parameters must keep the values of ``model``.
         step: ``step(distributed, inputs)`` gets the result of ``distribute`` and the global batch. It runs forward and
             backward of this rank, with every reduction of gradients, and returns the loss, ``(loss, outputs)`` or a
-            :class:`StepResult`. By default the module runs on the whole batch, and backward follows.
-        loss: ``loss(output)`` returns the loss from the output of the plain model; by default, the output is the loss,
-            or has it as ``loss``.
-        clip_norm: largest L2 norm of all gradients of the plain model, if ``step`` clips gradients.
+            :class:`StepResult`. ``None``: the module runs on the whole batch, and backward follows.
+        loss: ``loss(output)`` returns the loss from the output of the plain model. ``None``: the output is the loss, or
+            has it as ``loss``.
+        clip_norm: largest L2 norm of all gradients of the plain model, if ``step`` clips gradients; else ``None``.
     """
 
     plain: nn.Module
@@ -67,8 +68,9 @@ class Setup:
 
 
 def load_setup(target: str) -> tuple[Setup, str]:
-    """Return the setup that the function ``target`` makes, in float64, and a digest of its weights and inputs before
-    the weights get distinct values.
+    """Call the function ``target``, and return two values: the setup that it makes, converted to float64 and with a
+    distinct value for each element of the weights; and a digest of weights and inputs before the values were made
+    distinct.
 
     ``target``: ``FILE.py:FUNCTION`` or ``package.module:function``. The random generators are seeded, and float64 is
     made the default type of this process.
@@ -124,7 +126,8 @@ def run_model(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> 
 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """Return the loss of a model's ``output``. ``loss``: the user's function; ``None``: the output is or has the loss.
+    """Return the loss of a model's ``output``. ``loss``: the user's function that computes it from the output;
+    ``None``: the output is the loss, or has it as ``loss``.
 
     Raise :class:`CheckSetupError` if the result is not one number.
     """
@@ -143,9 +146,8 @@ _SPREAD = 0.02  # standard deviation of the numbers that make weights distinct; 
 
 
 def _make_elements_distinct(model: nn.Module) -> None:
-    """Add small random numbers, equal on all ranks, to every parameter of ``model`` in place, so that each element can
-    be recognised by its value wherever a layout puts it. Norms of ones and biases of zeros would not show where their
-    elements are.
+    """Add small random numbers, equal on all ranks, to every parameter of ``model`` in place. Each element can then be
+    recognised by its value wherever a layout puts it; all ones (norms) or all zeros (biases) would not show it.
     """
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

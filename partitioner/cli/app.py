@@ -474,8 +474,8 @@ def _print_summary(found: Any) -> None:
 
 
 def _so_far(seen: Any) -> str:
-    """Return the progress of a search as a short text. ``seen``: a ``Progress`` object with the best step time so far,
-    and the numbers of candidates that were solved, were ruled out by a lower bound, or remain.
+    """Return the progress of a search as a short text. ``seen``: a ``Progress`` object. It has the best step time so
+    far, and the numbers of candidate plans that were solved, that a lower bound ruled out, and that remain.
     """
     best = f", best so far {seconds_text(seen.best)}" if seen.best is not None else ""
     return (
@@ -492,9 +492,9 @@ def _write_pictures(
     topology: Path | None = None,
     html: Path | None = None,
 ) -> list[tuple[str, Path]]:
-    """Write pictures and a report of the plan ``found``. ``svg`` (the graph), ``timeline``, ``memory``, ``topology``
-    and ``html`` (the report): the file for each of them; ``None`` leaves it out. Return a word for each written file,
-    such as ``report``, and its path.
+    """Write pictures and a report of the plan ``found``. Each of ``svg`` (the graph), ``timeline``, ``memory``,
+    ``topology`` and ``html`` (the report) is the file to write; ``None`` leaves it out. Return, for each written file,
+    a word such as ``report`` and the file's path.
     """
     views = {"picture": ("graph", svg), "timeline": ("timeline", timeline), "memory": ("memory", memory)}
     views["topology"] = ("topology", topology)

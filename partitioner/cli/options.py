@@ -142,10 +142,11 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The model for which a command plans, from the user's function or from a configuration. ``model``: the module.
-    ``inputs``: one global batch; ``None`` if the function returned none. ``loss``: function that computes the loss from
-    the output, or ``None``. ``pretrained``: for a configuration, the same model together with its weights and with
-    notes for the user; ``None`` for a function.
+    """The model for which a command plans, from the user's function or from a configuration.
+
+    ``model``: the module. ``inputs``: one global batch; ``None`` if the function returned none. ``loss``: function that
+    computes the loss from the output; ``None`` if the output is the loss or has it. ``pretrained``: for a
+    configuration, the same model together with its weights and with notes for the user; ``None`` for a function.
     """
 
     model: nn.Module
@@ -167,14 +168,14 @@ class TargetModel:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Options of a command for a model and a batch that are built from a Hugging Face configuration; ``None``: the
+    """Options of a command for a model and a batch that are built from a Hugging Face configuration. ``None`` means the
     default.
 
     ``seq``: tokens of a sample. ``batch``: samples of the global batch. ``task``: name of the task, which decides the
     class of the model. ``lora``: options of LoRA adapters as text. ``objective``: ``train`` or ``infer``. ``values``:
-    whether tensors have values or are on the meta device. ``devices``: number of devices, from which the default number
-    of samples follows. ``plan``: an existing plan of the model; sizes that are not given are those of its batch.
-    ``tokens``: length of a sample of tokens if ``seq`` is not given; without effect on samples of other kinds.
+    whether tensors have values; otherwise they are on the meta device. ``devices``: number of devices, which decides
+    the default number of samples. ``plan``: an existing plan of the model, whose batch has the sizes that are not
+    given. ``tokens``: length of a sample of tokens if ``seq`` is not given; without effect on samples of other kinds.
     """
 
     seq: int | None = None
@@ -188,8 +189,8 @@ class SampleOptions:
     tokens: int | None = None
 
     def load(self, source: str) -> TargetModel:
-        """Return the model of a Hugging Face configuration with inputs for it. ``source``: path or name of the
-        configuration. Task, batch size and sequence length are those of these options.
+        """Return the model of a Hugging Face configuration with inputs for it. These options decide task, batch size
+        and sequence length. ``source``: path or name of the configuration.
         """
         from partitioner.pretrained.load import choose_samples, load_pretrained
 
@@ -218,8 +219,12 @@ class SampleOptions:
 
 
 def announce_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:
-    """Return the model that ``text`` names, as :func:`load_target` does. For the model of a configuration, print its
-    class, its task, why it has these, and the shapes of its inputs.
+    """Return the model that ``text`` names, with inputs and loss if it has them. If it was built from a configuration,
+    print its class, its task, why it has these, and the shapes of its inputs.
+
+    ``text``: ``FILE.py:FUNCTION``, where the function returns the model, or the path or name of a configuration.
+    ``meta``: create a function's tensors on the meta device. ``asked``: options for a configuration; ``None``: the
+    defaults. Raise the errors of :func:`load_target`.
     """
     with show_spinner(f"Loading {text}"):
         target = load_target(text, meta=meta, asked=asked)

@@ -27,8 +27,9 @@ _MOST_DIFFERENT = 12
 
 
 def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
-    """Yield the description of ``rank`` of a plan as parts to print: its device, coordinates in the mesh, groups, peak
-    memory, shards of parameters and buffers, and instructions. Raise :class:`PlanError` if the rank does not exist.
+    """Yield the description of one rank of ``plan`` as parts to print: its device, coordinates in the mesh, groups,
+    peak memory, shards of parameters and buffers, and instructions. ``rank``: its number. Raise :class:`PlanError` if
+    it does not exist.
     """
     if not 0 <= rank < plan.program.world_size:
         raise PlanError(f"there is no rank {rank}; the plan has ranks 0 to {plan.program.world_size - 1}")
@@ -166,8 +167,8 @@ def _format_power(entry: DeviceType) -> str:
 
 
 def _list_device_differences(topology: Topology) -> list[str]:
-    """Return one line of text for each node or device that differs from its group in the description of ``topology``,
-    such as a slower device; at most twelve of each, and the number of others.
+    """Return lines of text on nodes and devices that differ from their group in the description of ``topology``, such
+    as a slower device. At most twelve nodes and twelve devices have a line each; a further line counts the rest.
     """
     nodes = [(f"node {node}", own) for node, own in topology.node_overrides.items()]
     every = [*nodes[:_MOST_DIFFERENT], *list(topology.overrides.items())[:_MOST_DIFFERENT]]

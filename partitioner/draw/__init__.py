@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class DrawError(PartitionError):
-    """Raised if a kind of picture is requested that does not exist, that is, another one than ``graph``, ``timeline``,
-    ``topology`` or ``memory``.
+    """Raised if a kind of picture is requested that does not exist. The kinds are ``graph``, ``timeline``, ``topology``
+    and ``memory``.
     """
 
 

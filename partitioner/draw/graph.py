@@ -74,7 +74,7 @@ class Panel:
     ``header``: the card at the top. ``cards``: name such as ``g0`` -> the card of a sequence of repeated blocks, such
     as decoder layers. ``tips``: the tooltip of each card, by the same names. ``layout``: the positions of the cards and
     of the curves, in pixels. ``flows``: the curves, as (name of the source card, name of the target card, tooltip).
-    ``tooltip``: that of the whole panel.
+    ``tooltip``: the tooltip of the whole panel.
     """
 
     header: Card
@@ -94,10 +94,11 @@ class Panel:
 
 
 def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
-    """Return what is drawn for one pipeline stage. ``header``: the card (text lines) at the top. ``groups``: the
-    sequences of repeated blocks in the stage, such as decoder layers; each gets a card. ``flows``: the values that pass
-    from one sequence to another, in the whole model; only those inside this stage become curves. ``tooltip``: that of
-    the panel.
+    """Return what is drawn for one pipeline stage.
+
+    ``header``: the card (text lines) at the top. ``groups``: the sequences of repeated blocks in the stage, such as
+    decoder layers; each gets a card. ``flows``: the values that pass from one sequence to another, in the whole model;
+    those inside this stage become curves. ``tooltip``: the tooltip of the panel.
     """
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
     cards = {names[g.stage, g.index]: group_card(g) for g in groups}
@@ -151,8 +152,8 @@ def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: 
 
 
 def _short_of(tip: Point, start: Point) -> Point:
-    """Return the point (x, y) in pixels at which the line of an arrow ends, a little inside the arrow head. ``tip``:
-    the tip of the head. ``start``: a point of the line before it.
+    """Return the point (x, y) in pixels at which to end the line of an arrow, so that it stops a little inside the
+    arrow head. ``tip``: the tip of the head. ``start``: a point of the line before it.
     """
     dx, dy = start[0] - tip[0], start[1] - tip[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
@@ -230,7 +231,7 @@ def group_tooltip(calls: CallGroup) -> str:
 
 def flow_tooltip(flow: ValueFlow) -> str:
     """Return the tooltip of the curve that is drawn for ``flow``: the names of the values that pass along it, their
-    bytes, and those of their gradients.
+    bytes, and the bytes of their gradients.
     """
     names = ", ".join(flow.values[:8]) + (f" and {len(flow.values) - 8} more" if len(flow.values) > 8 else "")
     back = f", gradients {bytes_text(flow.backward_bytes)}" if flow.backward_bytes else ""
@@ -258,9 +259,7 @@ _LEGEND = (
 
 
 def draw_graph(plan: Plan) -> str:
-    """Return a picture of ``plan`` as SVG text: a panel for each pipeline stage, and what the stages send to each
-    other.
-    """
+    """Return a picture of ``plan`` as SVG text: a panel for each pipeline stage, and the transfers between stages."""
     scene = _GraphScene(plan, outline_program(plan.program))
     drawing, width, height = scene.draw_graph()
     used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
@@ -311,8 +310,8 @@ def clusters_of(whole: Outline) -> list[StageCluster]:
 
 
 def _build_likeness_key(stage: StageOutline) -> object:
-    """Return a key for ``stage``, the overview of a pipeline stage, that is equal for two stages if they are drawn as
-    one panel: their blocks (such as decoder layers), collectives and parameter bytes are equal.
+    """Return a key for ``stage``, the overview of a pipeline stage. Two stages have equal keys if they can be drawn as
+    one panel: if their blocks (such as decoder layers), collectives and parameter bytes are equal.
     """
     groups = [(g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed, g.selective) for g in stage.groups]
     return groups, stage.reductions, stage.parameter_bytes
@@ -361,7 +360,9 @@ class _GraphScene:
         return drawing, lanes.width, y
 
     def split_into_rows(self) -> list[list[int]]:
-        """Return the indices of the panels row by row, from the top; all rows but the last contain equally many."""
+        """Return the indices of the panels row by row, from the top. All rows but the last have the same number of
+        panels.
+        """
         widest = max(p.width for p in self.panels) + max(
             (self.compute_gap_width(i) for i in range(len(self.panels))), default=0.0
         )
@@ -379,8 +380,8 @@ class _GraphScene:
         return self.clusters[index].stages[-1], self.clusters[index + 1].stages[0]
 
     def link_labels(self, stages: tuple[int, int]) -> tuple[str, str]:
-        """Return the labels of two arrows: the bytes that are sent forward, and those that are sent backward, each as
-        text; empty if nothing is sent. ``stages``: the indices of the earlier and of the later stage.
+        """Return the labels of two arrows as texts: the bytes that are sent forward, and the bytes that are sent
+        backward. A label is empty if nothing is sent. ``stages``: the indices of the earlier and of the later stage.
         """
         forward = self.links.get((*stages, "forward"))
         backward = self.links.get((stages[1], stages[0], "backward"))
@@ -400,7 +401,7 @@ class _GraphScene:
     def draw_hand_over(self, parent: ET.Element, index: int, left: float, right: float, y: float) -> None:
         """Draw the arrows between a panel and the next one in the row into ``parent``: activations forward and, below,
         gradients backward. ``index``: index of the panel. ``left``, ``right``: x coordinates between which the arrows
-        are drawn. ``y``: that of the upper arrow.
+        are drawn. ``y``: y coordinate of the upper arrow.
         """
         stages = self.find_neighbour_stages(index)
         assert stages is not None
@@ -504,8 +505,8 @@ class _GraphScene:
         return Card(tuple(rows))
 
     def build_memory_rows(self, ranks: Sequence[int]) -> list[CardRow]:
-        """Return one row with the peak memory and the usable memory of that one of ``ranks`` which uses the largest
-        fraction of its device. The list is empty if the plan has no memory estimate for them.
+        """Return a list with one row: the peak memory and the usable memory of the rank among ``ranks`` that uses the
+        largest fraction of its device. The list is empty if the plan has no memory estimate for them.
         """
         peaks, rooms = self.plan.estimate.memory, list_usable_bytes(self.plan)
         known = [r for r in ranks if r < len(peaks)]

@@ -187,8 +187,8 @@ class WireLanes:
         return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
 
     def upper_first(self, index: int) -> tuple[int, int, bool]:
-        """Return three values for the wire with the index ``index``: the index of its panel in the upper row, that of
-        its other panel, and whether the first of these is the wire's target.
+        """Return three values for the wire (a line between two panels) with the index ``index``: the index of its panel
+        in the upper row, the index of its other panel, and whether the upper panel is the wire's target.
         """
         wire = self.wires[index]
         if self.boxes[wire.target].row < self.boxes[wire.source].row:
@@ -196,9 +196,9 @@ class WireLanes:
         return wire.source, wire.target, False
 
     def _place_wire_ends(self) -> None:
-        """Compute the x coordinates at which wires (lines between panels) leave and enter panels: spread the ends of
-        wires over the lower or upper side of each panel, in the order of the panels at their other ends. The attribute
-        ``ends`` receives them: (index of a wire, whether at its target) -> x coordinate.
+        """Compute the x coordinates at which wires (lines between panels) leave and enter panels, and store them in the
+        attribute ``ends``: (index of a wire, whether at its target) -> x coordinate. The ends are spread over the lower
+        or upper side of each panel, in the order of the panels at the other ends of the wires.
         """
         sides: dict[tuple[int, str], list[tuple[float, int, bool]]] = defaultdict(list)
         for index in range(len(self.wires)):
@@ -216,8 +216,9 @@ class WireLanes:
 
     def _build_wire_runs(self, index: int) -> None:
         """Compute the horizontal segments of the wire (a line between two panels) with the index ``index``, and store
-        them in the attribute ``runs``: one segment if its panels are in the same or in adjacent rows; otherwise two,
-        joined by a vertical part beside all panels, whose x coordinate is stored in the attribute ``margins``.
+        them in the attribute ``runs``. There is one segment if the panels are in the same row or in adjacent rows.
+        Otherwise there are two, joined by a vertical part beside all panels, whose x coordinate is stored in the
+        attribute ``margins``.
         """
         upper, lower, swapped = self.upper_first(index)
         start, end = self.ends[index, swapped], self.ends[index, not swapped]

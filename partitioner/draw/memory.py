@@ -110,9 +110,9 @@ def stage_levels(
 
 
 def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment: MemoryMoment) -> int:
-    """Return the bytes of temporary tensors while a layer runs; 0 if ``moment``, the memory at one time, is not that of
-    a running layer. ``durations``: the cost model's predictions for ``plan``, which include these bytes. ``stage``:
-    index of the pipeline stage.
+    """Return the bytes of temporary tensors while a layer runs. ``moment``: the memory at one time of the step; the
+    result is 0 if no layer runs at this time. ``durations``: the cost model's predictions for ``plan``, which include
+    these bytes. ``stage``: index of the pipeline stage.
     """
     if moment.call is None:
         return 0
@@ -257,8 +257,9 @@ class _MemoryChart:
         self.draw_tooltip_areas(root, columns, top)
 
     def find_fullest_moments(self, stage: int) -> list[MemoryLevel]:
-        """Return, for each column of pixels from left to right, the interval with the most memory among those it shows.
-        A column without an interval has that of the column before. ``stage``: index of the pipeline stage.
+        """Return, for each column of pixels from left to right, the interval with the most memory among those that the
+        column shows. A column without an interval gets the interval of the column before it. ``stage``: index of the
+        pipeline stage.
         """
         count = int(_WIDTH / _COLUMN)
         fullest: list[MemoryLevel | None] = [None] * count
@@ -369,8 +370,8 @@ class _MemoryChart:
 
 def byte_step(total: float, most: int) -> float:
     """Return the distance of grid lines in bytes: 1, 2, 5, 10, 20, 50, 100, 200 or 500 times a power of 1024. It is the
-    least one that puts at most ``most`` lines on an axis from 0 to ``total`` bytes, but not less than the largest power
-    of 1024 within ``total``.
+    smallest of these distances with which an axis from 0 to ``total`` bytes has at most ``most`` lines, but not less
+    than the largest power of 1024 within ``total``.
     """
     unit = 1024.0 ** max(0, math.floor(math.log(max(total, 1.0), 1024)))
     while True:

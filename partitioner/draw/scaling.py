@@ -27,9 +27,9 @@ _DOT = 7.0
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """Describes the best plan found for one number of ranks. ``throughput``: tokens or samples per second. ``mfu``:
-    model FLOPs utilization, a fraction of 1. ``step_time``: seconds. ``chosen``: whether this number of ranks was
-    selected.
+    """Describes the best plan found for one number of ranks, ``num_ranks``. ``throughput``: tokens or samples per
+    second. ``mfu``: model FLOPs utilization, a fraction of 1. ``step_time``: seconds. ``chosen``: whether this number
+    of ranks was selected.
     """
 
     num_ranks: int
@@ -44,7 +44,7 @@ def draw_scaling(title: str, what: str, points: Sequence[ScalingPoint]) -> str:
     text above the picture. ``what``: the unit of throughput, such as ``tokens``. ``points``: one entry for each number
     of ranks.
 
-    A further line shows perfect scaling, at which every number of ranks has the throughput per rank of the smallest.
+    A further line shows perfect scaling, where the throughput per rank stays that of the smallest number of ranks.
     """
     points = sorted(points, key=lambda point: point.num_ranks)
     header = Header(

@@ -206,8 +206,8 @@ def draw_rectangle(
     radius: float = 0.0,
 ) -> ET.Element:
     """Append a rectangle to ``parent`` and return it. ``x``, ``y``: the top left corner, and ``width``, ``height``: the
-    size, in pixels. ``fill`` and ``stroke``: names of colours of the palette; a fill of ``"hatched"`` marks idle time,
-    and no ``stroke`` means no outline. ``radius``: of the corners, in pixels.
+    size, in pixels. ``fill``: name of a colour of the palette, or ``"hatched"``, which marks idle time. ``stroke``:
+    name of the colour of the outline; ``None``: no outline. ``radius``: radius of the corners in pixels.
     """
     attributes = {
         "x": format_coordinate(x),
@@ -260,8 +260,8 @@ def draw_text(
     bold: bool = False,
 ) -> ET.Element:
     """Append ``content``, a line of text, to ``parent`` and return it, in bold letters if ``bold``. ``x``: the x
-    coordinate of its left end, middle or right end, for ``anchor`` ``start``, ``middle`` or ``end``. ``y``: that of its
-    baseline. ``size``: of the letters, in pixels. ``fill``: name of a colour of the palette.
+    coordinate of its left end, middle or right end, for ``anchor`` ``start``, ``middle`` or ``end``. ``y``: the y
+    coordinate of its baseline. ``size``: size of the letters in pixels. ``fill``: name of a colour of the palette.
     """
     attributes = {
         "x": format_coordinate(x),
@@ -400,9 +400,9 @@ class CardRow:
     """Describes a line of a card: a colour swatch, ``text``, the smaller grey text ``aside`` after it, and texts in
     ``columns`` that are aligned to the right.
 
-    ``size``: of the letters, in pixels. ``fill``, ``swatch``: names of the colours of the text and of the swatch; no
-    swatch if empty. ``bar``: a fraction of 1 that is drawn as a bar before the text; ``None`` for no bar. ``space``:
-    pixels above the line.
+    ``size``: size of the letters in pixels. ``bold``: whether they are bold. ``fill``, ``swatch``: names of the colours
+    of the text and of the swatch; no swatch if empty. ``bar``: a fraction of 1 that is drawn as a bar before the text;
+    ``None`` for no bar. ``space``: pixels above the line.
     """
 
     text: str
@@ -442,8 +442,8 @@ class Card:
 
     @property
     def column_widths(self) -> list[float]:
-        """Return the width in pixels of each right-aligned column, from left to right: that of its longest text, with a
-        margin.
+        """Return the width in pixels of each right-aligned column, from left to right: the width of its longest text,
+        with a margin.
         """
         most = max((len(r.columns) for r in self.rows), default=0)
         return [

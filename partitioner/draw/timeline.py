@@ -97,9 +97,9 @@ _CLOSE = 0.01  # of a step, by which a simulation may differ from the step time 
 
 @dataclass(frozen=True)
 class Bar:
-    """Describes one instruction on one pipeline stage, as a box of the picture. ``stage``: index of the stage.
-    ``start`` and ``end``: seconds from the start of the step. ``merged``: the number of instructions that are drawn as
-    this one box.
+    """Describes the box of one instruction on one pipeline stage in the picture. ``stage``: index of the stage.
+    ``start``, ``end``: seconds from the start of the step. ``instruction``: the instruction, or the first if the box
+    stands for several. ``merged``: the number of instructions that the box stands for.
     """
 
     stage: int
@@ -292,9 +292,9 @@ class _TimelineChart:
         return root
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
-        """Draw into ``root`` a bracket with the number of repetitions above the first of the several equal periods of
-        ``fold``, and two dashed lines where the others are left out. ``top``, ``bottom``: y coordinates of the edges of
-        the rows.
+        """Draw into ``root`` a bracket above the first of the equal periods of ``fold``, with the number of
+        repetitions, and two dashed lines where the further periods are left out. ``top``, ``bottom``: y coordinates of
+        the edges of the rows.
         """
         start, _ = fold.hidden
         words = f"× {fold.times:,}"
@@ -422,8 +422,8 @@ class _TimelineChart:
 
 
 def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
-    """Return ``bars`` by start time, with several of one microbatch joined into one if they run consecutive layers
-    without a pause. ``bars``: instructions of one pipeline stage.
+    """Return ``bars``, the instructions of one pipeline stage, by start time. Consecutive instructions of one
+    microbatch that run consecutive layers without a pause are joined into one bar.
     """
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
@@ -451,7 +451,7 @@ def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
 
 
 def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
-    """Return ``bars`` by start time, with adjacent ones of the same kind of instruction merged into one if each is
+    """Return ``bars`` by start time. Adjacent bars of the same kind of instruction are merged into one if each is
     shorter than ``narrow`` seconds.
     """
     merged: list[Bar] = []
@@ -472,7 +472,7 @@ def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
 
 def tick_step(total: float, most: int) -> float:
     """Return the distance of the ticks of an axis, in the unit of ``total``: 1, 2 or 5 times a power of ten. It is the
-    least one that puts at most ``most`` ticks on an axis from 0 to ``total``.
+    smallest of these distances with which an axis from 0 to ``total`` has at most ``most`` ticks.
     """
     rough = total / most
     magnitude = 10.0 ** math.floor(math.log10(rough))

@@ -165,10 +165,11 @@ def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[
 def _equal_periods(
     ordered: Sequence[Drawn], anchors: Sequence[Drawn], stride: int, folds: Sequence[Fold]
 ) -> Iterator[Fold]:
-    """Yield each part of a timeline in which at least four consecutive periods are equal. ``ordered``: the bars
-    (instructions) of all stages, by start. ``anchors``: bars at which a period may begin, in order of time. ``stride``:
-    a period runs from one anchor to the anchor this many positions later. ``folds``: the repeated parts that were found
-    before. Periods that overlap a part that is not drawn because of these are skipped.
+    """Yield each part of a timeline in which at least four consecutive periods are equal.
+
+    ``ordered``: the bars (instructions) of all stages, by start. ``anchors``: bars at which a period may begin, in
+    order of time. ``stride``: a period runs from one anchor to the anchor this many positions later. ``folds``: the
+    repeated parts that were found before. Periods that overlap the hidden repetitions of one of these are skipped.
     """
     begins = anchors[::stride]
     spans = [(a.start, b.start) for a, b in pairwise(begins)]
@@ -213,10 +214,11 @@ Picture = list[tuple[tuple[int, str, int, int, int], float, float]]
 
 def _build_period_picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture:
     """Return one period of a timeline in a form in which periods are compared: sorted tuples (key, start in seconds,
-    duration in seconds), one for each of ``bars``, the instructions of the period. A key has the stage, the kind of
-    instruction, and the microbatch, the index of the layer and the index of the gradient bucket. Microbatch and layer
-    are relative to ``anchor``, the instruction at which the period begins, and the bucket to the lowest bucket in the
-    period.
+    duration in seconds), one for each of ``bars``, the instructions of the period.
+
+    A key has the stage, the kind of instruction, and the indices of the microbatch, the layer and the gradient bucket.
+    ``anchor``: the instruction at which the period begins; microbatch and layer are relative to it. The bucket is
+    relative to the lowest bucket of the period.
     """
     microbatch, (call, _) = anchor.microbatch or 0, anchor.calls or (0, 0)
     bucket = min((b.instruction.bucket for b in bars if b.instruction.bucket is not None), default=0)

@@ -295,8 +295,8 @@ class _TopologyScene:
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
 
     def format_drawn_share(self, clusters: Sequence[NodeCluster]) -> str:
-        """Return, as text such as ``1 of 16``, for how many of the topology's nodes devices are drawn. ``clusters``:
-        the groups of equal nodes, of which only the first node is drawn.
+        """Return how many of the topology's nodes have their devices in the picture, as text such as ``1 of 16``.
+        ``clusters``: the groups of equal nodes, of which only the first node is drawn.
         """
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
@@ -355,8 +355,9 @@ class _TopologyScene:
         )
 
     def cluster_left_out_nodes(self, left_out: Sequence[Sequence[int]]) -> list[NodeCluster]:
-        """Return a list with one entry that only names nodes, for those in ``left_out`` (lists of node indices), whose
-        devices are not drawn because there are too many groups. The list is empty if ``left_out`` is.
+        """Return a list with one entry that only names nodes whose devices are not drawn, because there are too many
+        groups of nodes. ``left_out``: for each of these groups, the indices of its nodes; if it is empty, so is the
+        result.
         """
         if not left_out:
             return []
@@ -443,8 +444,8 @@ class _TopologyScene:
                 first = i
 
     def choose_device_colour(self, device: int) -> str:
-        """Return the name of the colour of a device: that of its pipeline stage, ``idle`` without a rank, or that of
-        its type if there is no plan. ``device``: index of the device.
+        """Return the name of the colour of a device: the colour of its pipeline stage, or ``idle`` if it has no rank.
+        Without a plan it is the colour of its device type. ``device``: index of the device.
         """
         if self.plan is None:
             return self.choose_stage_colour(self.kinds.index(self.topology.devices[device].kind))

@@ -62,15 +62,15 @@ class PlannedBucket:
       whether ZeRO shards the parameters or their gradients.
     - ``ready``: when the gradients are complete on this rank: (index of the action in the rank's order of forwards and
       backwards, position in the stage of the block call, such as a layer, whose backward completes them). ``None`` if
-      they do not exist, or are first summed over the stages that share the parameters.
-    - ``each``: under ZeRO-2 and ZeRO-3, where the gradients of every microbatch are reduce-scattered: index of a
-      virtual stage on the rank -> position in the stage of the block call whose backward is the last of this virtual
-      stage to add to the bucket.
+      there are no gradients, or if they must first be summed over the stages that share the parameters.
+    - ``each``: index of a virtual stage on the rank -> position in the stage of the block call whose backward is the
+      last in this virtual stage to add to the bucket. It is filled under ZeRO-2 and ZeRO-3, which reduce-scatter the
+      gradients of every microbatch.
     - ``levels``: for each level of a hierarchical or compressed reduction, the mesh axes over which the bucket is
       reduce-scattered and later gathered again. ``compression``: the number format of compressed gradients; ``None``:
       they are not compressed.
-    - ``turns``: the collectives that reduce the bucket, or the shards that a reduce-scatter leaves, in order, as pairs
-      (operation, mesh axes).
+    - ``turns``: the collectives of the reduction in order, as pairs (operation, mesh axes). If ZeRO shards the bucket,
+      they reduce the shards that a first reduce-scatter leaves.
     """
 
     states: tuple[str, ...]
@@ -83,10 +83,12 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return where in one action, a forward or backward of one microbatch, the reduction of this bucket (gradients
-        that are reduced together) starts: the position in the stage of the block call (such as a layer) after whose
-        backward it starts; ``None`` if it does not start in this action. ``index``: index of the action in the rank's
-        order. ``chunk``: index on the rank of the virtual stage that it runs.
+        """Return where the reduction of this bucket (gradients that are reduced together) starts in one action, a
+        forward or backward of one microbatch. The result is the position in the stage of the block call (such as a
+        layer) after whose backward it starts; ``None`` if it does not start in this action.
+
+        ``index``: index of the action in the rank's order. ``chunk``: index on the rank of the virtual stage that it
+        runs.
         """
         if self.each:
             return self.each.get(chunk)
@@ -101,8 +103,8 @@ def plan_buckets(
     limit: Callable[[tuple[str, ...]], int],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Group ``gradients``, those of one pipeline rank, into buckets, whose gradients are reduced together, and return
-    the buckets in the order in which they are reduced.
+    """Group the gradients of one pipeline rank, ``gradients``, into buckets. The gradients of a bucket are reduced
+    together. Return the buckets in the order in which they are reduced.
 
     ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
     for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns
@@ -137,9 +139,9 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key for ``gradient`` that is equal for gradients that may share a bucket: they are summed over the
-        same mesh axes, sharded over the same axes and have the same number format; the same stages share their
-        parameters, and the same block calls (such as layers) read them. Under ZeRO-2 and ZeRO-3 the same virtual stages
+        """Return a key for ``gradient`` that is equal for gradients that may share a bucket. These are summed over the
+        same mesh axes, sharded over the same axes and have the same number format; their parameters are shared by the
+        same stages and read by the same block calls (such as layers). Under ZeRO-2 and ZeRO-3 the same virtual stages
         must add to them, too.
         """
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
@@ -167,13 +169,13 @@ def follow_buckets(
     zero: int = 0,
 ) -> list[PlannedBucket]:
     """Return buckets (gradients that are reduced together) for a further program on the same weights, such as
-    evaluation beside training. Each bucket has the same parameters as one of the first program, and has the place in
-    this program's schedule where its reduction starts.
+    evaluation beside training. Each bucket has the parameters of one bucket of the first program. Its reduction starts
+    at the place that suits the schedule of the further program.
 
     ``buckets``: for each bucket of the first program, the names of its parameters. ``stage``: the block calls (such as
     layers) of the pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients.
     ``adds``: for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``:
-    the ZeRO stage, 0 to 3. A bucket whose parameters have no gradient in this program only gathers parameters.
+    the ZeRO stage, 0 to 3. A bucket whose parameters have no gradient in the further program only gathers parameters.
     """
     here = {g.state: g for g in gradients}
     planned = []
@@ -215,7 +217,7 @@ class ReductionScheme:
 
     ``inside``: for a hierarchical reduction, the number of neighbouring ranks of the mesh axis ``dp`` that form a
     group; gradients are reduce-scattered inside each group, then reduced between groups. 0: one reduction over all
-    ranks. ``compression``: compression of what crosses the outermost links; ``None``: none.
+    ranks. ``compression``: format to which gradients are compressed on the outermost links; ``None``: not compressed.
     """
 
     inside: int = 0
@@ -250,16 +252,18 @@ def with_levels(
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh axes of the reduction inside groups of neighbouring ranks, for a reduction over ``axes``: ``dp``
-    is replaced by ``dp_shard``, the ranks of ``dp`` in one group, and likewise ``edp`` (data-parallel ranks of experts)
-    by ``edp_shard``. Other axes stay."""
+    """Return the mesh axes of the reduction inside groups of neighbouring ranks, for a reduction over ``axes``. ``dp``
+    is replaced by ``dp_shard``, the ranks of ``dp`` in one group, and ``edp`` (data-parallel ranks of experts) by
+    ``edp_shard``. Other axes stay.
+    """
     return tuple(_INNER.get(axis, axis) for axis in axes)
 
 
 def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh axes of the reduction between groups of neighbouring ranks, for a reduction over ``axes``: for
-    ``dp`` it is ``dp_replicate``, the ranks at the same place in different groups, and for ``edp`` (data-parallel ranks
-    of experts) ``edp_replicate``. Other axes are left out."""
+    """Return the mesh axes of the reduction between groups of neighbouring ranks, for a reduction over ``axes``. ``dp``
+    is replaced by ``dp_replicate``, the ranks at the same place in different groups, and ``edp`` (data-parallel ranks
+    of experts) by ``edp_replicate``. Other axes are left out.
+    """
     return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
 
 
@@ -273,12 +277,13 @@ def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
 
 
 def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
-    """Yield ``instructions``, the list of one pipeline rank, with the missing collectives of each gradient bucket
-    inserted. A bucket whose reduction takes several collectives has only the first of them in ``instructions``.
+    """Yield ``instructions``, the list of one pipeline rank, and insert the missing collectives of each gradient bucket
+    (gradients that are reduced together). If the reduction of a bucket takes several collectives, ``instructions`` have
+    only the first of them.
 
     After each later backward instruction, one more collective of every such bucket starts, so that computation hides
-    it. Those that remain come before the first SYNC or STEP, at the end of the step. ``buckets``: the buckets of the
-    stage, in the order of their numbers.
+    it. The remaining ones come at the end of the step, before the first SYNC (sums gradients of shared parameters over
+    stages) or STEP (waits for all reductions). ``buckets``: the buckets of the stage, in the order of their numbers.
     """
     started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
     waiting: list[deque[Instruction]] = []  # the remaining turns of each bucket

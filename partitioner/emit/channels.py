@@ -25,7 +25,8 @@ class Fetch:
     receiver sees it.
 
     ``direction``: ``F`` for values, sent from virtual stage ``hop - 1`` to ``hop``; ``B`` for their gradients, sent
-    back from ``hop``. ``microbatch``: index of the microbatch. ``peer``: the pipeline rank that sends it.
+    back from ``hop`` to ``hop - 1``. ``microbatch``: index of the microbatch. ``peer``: the pipeline rank that sends
+    it.
     """
 
     direction: Direction
@@ -64,10 +65,11 @@ def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[l
 
 
 def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
-    """Return the pair (pipeline rank that receives it, transfer) for what ``action``, a forward or backward of one
-    microbatch, of the pipeline rank ``rank`` sends; ``None`` if it sends nothing. ``routes``: the values that are sent
-    between virtual stages. ``virtual``: the virtual stage of the action, counted over all ranks. ``train``: whether
-    gradients are sent.
+    """Return what an action (a forward or backward of one microbatch) of a pipeline rank sends, as (pipeline rank that
+    receives it, transfer); ``None`` if it sends nothing.
+
+    ``rank``: the rank that runs ``action``. ``virtual``: the virtual stage of the action, counted over all ranks.
+    ``routes``: the values that are sent between virtual stages. ``train``: whether gradients are sent.
     """
     if action.kind == "F":
         hop = virtual + 1
@@ -79,9 +81,11 @@ def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, tr
 
 
 def _find_wanted_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> Fetch | None:
-    """Return the transfer from another rank that an action (a forward or backward of one microbatch) of the pipeline
-    rank ``rank`` must receive first; ``None`` if it needs none. ``routes``: the values that are sent between virtual
-    stages. ``virtual``: the virtual stage of the action, counted over all ranks. ``train``: whether gradients are sent.
+    """Return the transfer from another rank that an action (a forward or backward of one microbatch) of a pipeline rank
+    must receive first; ``None`` if it needs none.
+
+    ``rank``: the rank that runs ``action``. ``virtual``: the virtual stage of the action, counted over all ranks.
+    ``routes``: the values that are sent between virtual stages. ``train``: whether gradients are sent.
     """
     if action.kind == "F":
         if routes.arriving[virtual]:

@@ -96,9 +96,9 @@ def with_passing(
     hosted: Collection[str],
     buckets: Mapping[int, Sequence[str]],
 ) -> list[Instruction]:
-    """Return ``instructions``, the list of one pipeline rank, with copies of the parameters in host memory: each is
-    copied to the device (FETCH) one computation before the one that reads it, and freed (FREE) after it, unless the
-    next computation reads it, too.
+    """Return ``instructions``, the list of one pipeline rank, with instructions that copy parameters in host memory to
+    the device (FETCH) and free them (FREE). A parameter is copied one computation ahead of the computation that reads
+    it. It is freed afterwards, unless the next computation reads it, too.
 
     ``hosted``: names of the parameters in host memory. ``calls``: the block calls (such as layers) of the stage.
     ``runs``: for each call, whether it has a backward. ``buckets``: the parameters that ZeRO shards, in buckets that
@@ -176,9 +176,8 @@ def with_gradients(
 
 
 def _is_call_covered(instruction: Instruction, position: int, call: CallData) -> bool:
-    """Return whether ``instruction`` runs the block call ``call`` (a use of a piece of the model, such as a layer).
-    ``position``: index of the call in the stage. An instruction without a range of calls runs the prologue, the calls
-    before the pipeline starts.
+    """Return whether ``instruction`` runs the block call ``call``, such as a layer. ``position``: index of the call in
+    the stage. An instruction without a range of calls runs the prologue, the calls before the pipeline starts.
     """
     if instruction.calls is None:
         return call.prologue

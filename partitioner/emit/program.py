@@ -95,15 +95,19 @@ class ProgramSpec:
     """The choices for which a program is built: the mesh, the schedule, the layouts and the techniques.
 
     - ``mesh``: number of ranks by mesh axis (1 if missing). ``schedule``: name or table of the pipeline schedule.
-      ``virtual_stages``: number of virtual stages on each rank, if the schedule leaves it open.
+      ``virtual_stages``: number of virtual stages on each rank; ``None``: the number that the schedule fixes.
+      ``objective``: ``train`` or ``infer`` (no backward). ``layouts``: how tensors are sharded over the mesh.
+    - ``num_microbatches``: microbatches of a step on each data-parallel rank. ``data_shares``: these numbers for each
+      data-parallel rank, if they differ; otherwise empty.
     - ``recompute``: indices of the model's block calls (such as layers) whose activations are recomputed in backward.
-      ``selective``: indices of the calls of which only the nodes in ``again`` (names of nodes by block) are recomputed.
+      ``selective``: indices of the calls in which only some nodes are recomputed. ``again``: these nodes: block ->
+      names of nodes.
     - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter (0: all). ``left_whole``:
       names of the parameters that ZeRO-3 does not shard.
     - ``layout_of``: another program on the same weights; this program then shards parameters and fills buckets as that
       one does. ``None``: both are chosen.
-    - ``bucket_bytes``: bytes of gradients that are reduced together. ``reducing``: the scheme of gradient reductions.
-    - ``data_shares``: number of microbatches of each data-parallel rank; empty if all have ``num_microbatches``.
+    - ``bucket_bytes``: bytes of gradients that are reduced together; ``None``: a default. ``reducing``: the scheme of
+      gradient reductions.
     - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``: attention kernels save no scores
       for backward. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``offload``: the
       kinds of data in host memory or on disk, such as ``"optimizer"``.
@@ -335,12 +339,12 @@ Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
 def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
-    """Return, for each pipeline stage, two values for a step of ``num_microbatches`` microbatches: its buckets
-    (parameters whose gradients are reduced together), and its instructions.
+    """Return, for each pipeline stage, its buckets (parameters whose gradients are reduced together) and its
+    instructions, for a step of ``num_microbatches`` microbatches.
 
-    ``lists``: function that computes the same for any number of microbatches. ``found``: the repeating part of the
-    schedule, if there is one: the instructions for many microbatches are then stored as repetitions of those for few.
-    ``None``: the instructions are stored in full.
+    ``lists``: function that computes both in full for any number of microbatches. ``found``: the repeating part of the
+    schedule; the instructions are then stored as those for few microbatches with repetitions. ``None``: they are stored
+    in full.
     """
     if found is None:
         return lists(num_microbatches)
@@ -354,9 +358,9 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
 
 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
-    """Raise ``EmitError`` if ``mesh`` (axis name -> number of ranks) has an unknown axis or a size below 1, or if
-    ``dp_shard`` (number of ``dp`` ranks that shard a parameter; 0: all) does not divide the size of ``dp``, or if
-    ``objective`` is ``train`` and ``model`` has no loss.
+    """Raise ``EmitError`` for a mesh or an objective that cannot be emitted: if ``mesh`` (axis name -> number of ranks)
+    has an unknown axis or a size below 1; if ``dp_shard`` (number of ``dp`` ranks that shard a parameter; 0: all) does
+    not divide the size of ``dp``; or if ``objective`` is ``train`` and ``model`` has no loss.
     """
     unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):
@@ -368,8 +372,9 @@ def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_
 
 
 def _select_split_axes(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return those of the mesh axes ``axes`` that have more than one rank, in the order of the mesh. ``sizes``: number
-    of ranks by axis."""
+    """Return the mesh axes in ``axes`` that have more than one rank, in the order of the mesh. ``sizes``: number of
+    ranks by axis.
+    """
     return tuple(a for a in ALL_AXES if a in axes and sizes[a] > 1)
 
 
@@ -390,8 +395,8 @@ def _build_state_data(
     shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
 ) -> dict[str, StateData]:
     """Return the description of each parameter and buffer of ``model`` by name, with the pipeline stages that read it.
-    A parameter or buffer that no block (a piece of the model, such as a layer) reads is on stage 0; constants that no
-    block reads are left out. Raise :class:`EmitError` if a layout does not divide a shape.
+    A parameter or buffer that no block (such as a layer) reads is on stage 0; constants that no block reads are left
+    out. Raise :class:`EmitError` if a layout does not divide a shape.
 
     ``routes``: the block calls of each stage. ``layouts``: layouts of the tensors over the mesh. ``sizes``: number of
     ranks by mesh axis. ``shared``: function that returns the mesh axes over which ZeRO shards a parameter, given its
@@ -436,13 +441,13 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Return ``states``, the parameters and buffers of a program by name, matched to the program ``base`` on the same
-    weights: those that only ``base`` has are added, and those that this program does not read are placed as in
-    ``base``.
+    """Match ``states``, the parameters and buffers of a program by name, to those of the program ``base`` on the same
+    weights, and return the result. Those that only ``base`` has are added. Those that this program does not read are
+    placed as in ``base``.
 
-    ``read``: names of the parameters and buffers that this program's calls or updates use; these keep their layout, and
-    are also on the stages that read them in ``base`` alone. If they are placed otherwise than in ``base``, a later
-    check of the program raises an error.
+    ``read``: names of the parameters and buffers that this program's calls or updates use. They keep their layout, and
+    are also placed on stages where only ``base`` reads them. If their layout is not that of ``base``, a later check of
+    the program raises an error.
     """
     found = dict(states)
     for name, held in base.states.items():
@@ -459,10 +464,11 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
 
 
 def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str, ...]]:
-    """Return, for each bucket of the program ``base`` on one pipeline stage (parameters whose gradients are reduced
-    together), the names of its parameters, so that a further program on the same weights can have the same buckets.
-    ``stage``: index of the stage. ``train``: whether the further program trains; otherwise only buckets whose
-    parameters ZeRO shards are returned, since it has to gather these.
+    """Return the buckets (parameters whose gradients are reduced together) of the program ``base`` on one pipeline
+    stage, each as the names of its parameters. A further program on the same weights can then have the same buckets.
+
+    ``stage``: index of the stage. ``train``: whether the further program trains; otherwise only buckets of parameters
+    that ZeRO shards are returned, since it has to gather these.
     """
     buckets = [b.states for b in base.stages[stage].buckets]
     return [states for states in buckets if train or base.states[states[0]].zero_axes]
@@ -489,16 +495,16 @@ def _build_gradient(
 
 
 def _find_reader_positions(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
-    """Return the positions, in ``calls``, of those block calls (uses of pieces of the model, such as layers) of a
-    pipeline stage that read the parameter ``state``.
+    """Return the positions in ``calls``, the block calls (such as layers) of a pipeline stage, of those that read the
+    parameter ``state``.
     """
     return tuple(position for position, call in enumerate(calls) if state in call.states)
 
 
 def _find_gradient_additions(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:
-    """Return, for each parameter of a pipeline rank with a gradient, the positions of the block calls (such as layers)
-    whose backward adds to it, as name -> positions in increasing order. ``here``: the calls of the rank. ``flow``:
-    which gradients calls compute.
+    """Return, for each parameter with a gradient on a pipeline rank, the positions of the block calls (such as layers)
+    whose backward adds to it: name -> positions in increasing order. ``here``: the calls of the rank. ``flow``: which
+    gradients calls compute.
     """
     adds: dict[str, list[int]] = {}
     for position, i in enumerate(here.calls):

@@ -40,11 +40,11 @@ class StageCalls:
     totals: tuple[str, ...]
 
     def chunk_of(self, position: int) -> int:
-        """Return which virtual stage of this pipeline rank has the block call (such as a layer) at ``position`` in
-        ``calls``, the list of all calls that the rank runs; the result is the index of the virtual stage on the rank,
-        from 0.
+        """Return which virtual stage of this pipeline rank a block call (such as a layer) belongs to, as the index of
+        the virtual stage on the rank, from 0. ``position``: position of the call in ``calls``, the list of all calls
+        that the rank runs.
 
-        The list begins with calls that belong to no virtual stage: those that run before the pipeline starts, and those
+        The list begins with calls that belong to no virtual stage: calls that run before the pipeline starts, and calls
         that every rank runs for itself. ``position`` must not be one of these.
         """
         return next(c for c, (start, end) in enumerate(self.chunks) if start <= position < end)
@@ -127,9 +127,9 @@ def make_routes(
 def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
     """Return the virtual stages that receive a value from the virtual stage before them, in increasing order.
 
-    ``start``: index of the virtual stage that computes the value. ``readers``: indices of those that read it.
-    ``ranks``: pipeline rank of each virtual stage. Each rank that reads or forwards the value receives it once, at its
-    first virtual stage after ``start``.
+    ``start``: index of the virtual stage that computes the value. ``readers``: indices of the virtual stages that read
+    it. ``ranks``: pipeline rank of each virtual stage. Each rank that reads or forwards the value receives it once, at
+    its first virtual stage after ``start``.
     """
     hops: set[int] = set()
     for reader in sorted(readers):
@@ -144,10 +144,13 @@ def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> lis
 
 
 def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
-    """Return the pipeline ranks that get a value through one of its transfers: the receiver, and the ranks to which it
-    sends the value on, directly or through others. If one of them computes a gradient of the value, the transfer has a
-    counterpart for this gradient. ``hop``: index of the virtual stage that receives the transfer. ``hops``: indices of
-    all virtual stages that receive the value, in increasing order. ``ranks``: rank of each virtual stage."""
+    """Return the pipeline ranks that get a value through one of its transfers: the receiver, and all ranks to which the
+    value is sent on from there. (If one of them computes a gradient of the value, the gradient is sent back against
+    this transfer.)
+
+    ``hop``: index of the virtual stage that receives the transfer. ``hops``: indices of all virtual stages that receive
+    the value, in increasing order. ``ranks``: rank of each virtual stage.
+    """
     found = {ranks[hop]}
     for later in hops:
         if later > hop and ranks[later - 1] in found:
@@ -178,9 +181,9 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Return the block calls (such as layers) that one pipeline rank runs: those of its virtual stages, and those calls
-    outside of stages whose results it needs, which every rank may run for itself or which run before the pipeline
-    starts.
+    """Return the block calls (such as layers) of ``model`` that one pipeline rank runs: the calls of its virtual
+    stages, and calls outside of stages whose results it needs. Calls outside of stages run before the pipeline starts,
+    or every rank that needs their results runs them for itself.
 
     ``chunks``: for each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names of values
     that this rank provides as outputs of the model and that no virtual stage computes. Raise :class:`EmitError` if a

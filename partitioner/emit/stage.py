@@ -37,17 +37,17 @@ class StageJob:
     """All inputs from which the instructions of one pipeline rank are built. "Stage" means everything that the rank
     holds, in one or several virtual stages.
 
-    ``stage``: index of the rank along the mesh axis ``pp``, of ``num_stages``. ``train``: whether there are backwards.
-    ``routes``: the values sent between virtual stages. ``calls``: the block calls (such as layers) of the stage.
-    ``flow``: the gradients that their backwards read and compute. ``order``: the forwards and backwards of the rank.
-    ``fetches``: for each of them, the transfers received before it. ``buckets``: the gradients that are reduced
-    together. ``syncs``: names of the parameters shared with other stages, in one tuple for each set of stages that
-    share them. ``total_axes``: the mesh axes over which results of the calls before the pipeline are summed. ``zero``:
-    the ZeRO stage. ``offload``: the kinds of data in host memory.
-
-    ``hosted``: names of the parameters in host memory. ``trained``: names of the stage's parameters with a gradient.
-    ``updates``: names of the buffers that forward changes, in one tuple for each set of stages that hold them.
-    ``new_values``: for each such buffer whose new value this stage computes, the name of that value.
+    - ``stage``: index of the rank along the mesh axis ``pp``, of ``num_stages``. ``num_microbatches``: microbatches of
+      a step. ``train``: whether there are backwards. ``routes``: the values sent between virtual stages. ``calls``: the
+      block calls (such as layers) of the stage. ``flow``: the gradients that their backwards read and compute.
+    - ``order``: the forwards and backwards of the rank. ``fetches``: for each of them, the transfers received before
+      it. ``buckets``: the gradients that are reduced together.
+    - ``syncs``: names of the parameters shared with other stages, in one tuple for each set of stages that share them.
+      ``total_axes``: the mesh axes over which results of the calls before the pipeline are summed. ``zero``: the ZeRO
+      stage. ``offload``: the kinds of data in host memory.
+    - ``hosted``: names of the parameters in host memory. ``trained``: names of the stage's parameters with a gradient.
+      ``updates``: names of the buffers that forward changes, in one tuple for each set of stages that hold them.
+      ``new_values``: for each such buffer whose new value this stage computes, the name of that value.
     """
 
     stage: int

@@ -41,8 +41,8 @@ def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: boo
 
 def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
     """Return the names of the parameters and buffers that ZeRO-3 does not shard because they have only a small part of
-    the bytes of their block (a piece of the model, such as a layer), such as the weights of a norm. ``sizes``: bytes of
-    the parameters and buffers of one block, by name.
+    the bytes of their block (such as a layer), for example the weights of a norm. ``sizes``: bytes of the parameters
+    and buffers of one block, by name.
 
     Gathering them in a separate collective would cost its latency and save next to no memory (compare DeepSpeed's
     persistent parameters).
@@ -67,9 +67,9 @@ def states_left_whole(model: FoldedModel) -> frozenset[str]:
 
 
 def bucket_needs(calls: Sequence[CallData], buckets: Mapping[int, Sequence[str]]) -> Needs:
-    """Return, for each of the block calls ``calls`` (uses of blocks such as layers), the numbers of the buckets of
-    which it reads parameters. A bucket consists of parameters that ZeRO shards and that are all-gathered together.
-    ``buckets``: names of the parameters of each bucket, by number of the bucket.
+    """Return, for each of the block calls (such as layers) ``calls``, the numbers of the buckets that have parameters
+    which it reads. A bucket consists of parameters that ZeRO shards and that are all-gathered together. ``buckets``:
+    number of a bucket -> names of its parameters.
     """
     home = {state: number for number, states in buckets.items() for state in states}
     return [frozenset(home[s] for s in call.states if s in home) for call in calls]
@@ -101,10 +101,11 @@ def with_sharding(
 def _find_read_buckets(
     instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: Sequence[int]
 ) -> frozenset[int]:
-    """Return the numbers of the buckets (sharded parameters that are all-gathered together) of which ``instruction``
-    reads parameters. ``needs``: for each block call (such as a layer) of the stage, the numbers of the buckets that it
-    reads. ``runs``: for each call, whether it has a backward. ``calls``: positions in the stage of the calls that the
-    instruction runs.
+    """Return the numbers of the buckets (sharded parameters that are all-gathered together) that ``instruction`` reads
+    parameters from.
+
+    ``needs``: for each block call (such as a layer) of the stage, the numbers of the buckets that it reads. ``runs``:
+    for each call, whether it has a backward. ``calls``: positions in the stage of the calls that the instruction runs.
     """
     backward = instruction.op in _BACKWARD
     return frozenset().union(*(needs[p] for p in calls if runs[p] or not backward))
@@ -113,9 +114,9 @@ def _find_read_buckets(
 def _gathered_by_call(
     instructions: Sequence[Instruction], needs: Needs, runs: Sequence[bool], prologue: Sequence[int]
 ) -> list[Instruction]:
-    """Return ``instructions``, the list of one pipeline rank, with the gathers of ZeRO-3: a GATHER (all-gather) of each
-    bucket (sharded parameters that are gathered together) one computation before the one that reads its parameters, and
-    a FREE after the computation, unless the next one reads them, too.
+    """Return ``instructions``, the list of one pipeline rank, with the gathers of ZeRO-3. A bucket (sharded parameters
+    that are gathered together) is all-gathered (GATHER) one computation ahead of the computation that reads its
+    parameters. It is freed (FREE) afterwards, unless the next computation reads them, too.
 
     ``needs``: for each block call (such as a layer) of the stage, the numbers of the buckets whose sharded parameters
     it reads. ``runs``: for each call, whether it has a backward. ``prologue``: positions of the calls that run before

@@ -119,8 +119,8 @@ def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
-    """Return pairs (name, value as text) of the figures of ``plan`` by which two plans are compared; all plans have the
-    same names in the same order.
+    """Return the figures of ``plan`` by which two plans are compared, as pairs (name, value as text). All plans have
+    the same names in the same order.
     """
     chosen, estimate = plan.chosen, plan.estimate
     given = plan.constraints.given
@@ -222,8 +222,7 @@ def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator
 
 def _compare_layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
     """Yield a line for each weight that the plans ``plan`` and ``other`` shard differently over the mesh axes ``tp`` or
-    ``ep``. Weights of repeated layers share a line. At most 20 lines are listed. Nothing is yielded if a plan has no
-    program.
+    ``ep``, at most 20. The weights of repeated layers share a line. Nothing is yielded if a plan has no program.
     """
     if plan.written is None or other.written is None:
         return

@@ -152,9 +152,9 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
 
 
 def _describe_programs(plan: Plan) -> Iterator[str]:
-    """Yield one line for each program of ``plan``: its name, batch shape, seconds and memory. A plan has several if
-    batches have different shapes, or for evaluation. The first line is for the main program: parameters and optimizer
-    states are sharded as it needs them.
+    """Yield one line for each program of ``plan``: its name, batch shape, seconds and memory. A plan has several
+    programs if batches have different shapes, or for evaluation. The first line is for the main program, which decides
+    how parameters and optimizer states are sharded.
     """
     most = max(plan.estimate.memory)
     first = f"{seconds_text(plan.estimate.step_time)}, {bytes_text(most)} on the fullest rank"
@@ -182,9 +182,9 @@ def _describe_shape(padding: BatchPadding | None) -> str:
 
 
 def _hosted_unasked(plan: Plan) -> str:
-    """Return a text to append to a line on memory, which says that ``plan`` fits into device memory only with the
-    offload that the search chose. Return an empty text if it fits without offload, or if the user requested the
-    offload.
+    """Return a text to append to a line on memory, such as ``: fits only with optimizer in host memory``, if ``plan``
+    fits into device memory only with the offload that the search chose. Return an empty text if it fits without
+    offload, or if the user requested the offload.
     """
     return f": fits only {format_offload(plan)}" if plan.lacking and plan.offload else ""
 
@@ -220,7 +220,7 @@ def _format_items(lines: Sequence[str]) -> list[RenderableType]:
 
 
 def _planned_only(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines which say why ``plan`` cannot be executed; nothing if it has a program."""
+    """Yield lines that say why ``plan`` cannot be executed; nothing if it has a program."""
     if plan.written is None:
         what = ", ".join(plan.planned_only)
         yield format_text_line(
@@ -422,9 +422,8 @@ def _calls_text(group: CallGroup) -> str:
 
 
 def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
-    """Yield lines that list the weights of each type of block (a repeated piece of the model, such as a decoder layer)
-    by the way in which they are sharded. A type that occurs on several stages is listed once. ``whole``: the overview
-    of a program.
+    """Yield lines that list the weights of each type of block (such as a decoder layer) by the way in which they are
+    sharded. A type that occurs on several stages is listed once. ``whole``: the overview of a program.
     """
     seen: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for stage in whole.stages:
@@ -513,9 +512,8 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a line with the names of the standard layouts, such as ZeRO-3 alone, whose step time was computed for
-    comparison with ``plan`` although its search did not consider them, so that they are not in the table of layouts;
-    nothing if there are none.
+    """Yield a line that names standard layouts, such as ZeRO-3 alone, that are in no other list of ``plan``: its search
+    did not consider them, and their step times were computed only for comparison. Nothing is yielded if there are none.
     """
     rows = {_get_layout(row) for row in plan.certificate.candidates}
     names = [
@@ -529,8 +527,8 @@ def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
-    """Return the mesh as text, the microbatch size in samples, and the schedule of ``candidate``, as a key by which
-    equal layouts are found.
+    """Return (mesh as text, microbatch size in samples, schedule) of ``candidate``, a key by which equal layouts are
+    found.
     """
     return candidate_text(candidate), candidate.microbatch_size, candidate.schedule
 

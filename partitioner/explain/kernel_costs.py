@@ -42,10 +42,12 @@ _WORDS = {
 
 
 def with_kernel_seconds(plan: Plan) -> Plan:
-    """Return a copy of ``plan`` whose estimate has up to two more dicts, for the explanation of the plan. ``kinds``:
-    kind of operator -> seconds of one microbatch on the stage that computes longest; it is filled if computation is a
-    large part of the step and the MFU is low. ``exchanges``: purpose -> seconds of a step for communication inside
-    layers; it is filled if this is a large part of the step."""
+    """Return a copy of ``plan`` whose estimate has up to two more dicts, for the explanation of the plan.
+
+    ``kinds``: kind of operator -> seconds of one microbatch, on the stage with the longest computation. It is filled if
+    computation is a large part of the step and the MFU is low. ``exchanges``: purpose, such as tensor parallelism ->
+    seconds of a step for communication inside layers. It is filled if this is a large part of the step.
+    """
     estimate = plan.estimate
     total = sum(estimate.breakdown.values())
     if plan.written is None or not total:
@@ -85,9 +87,9 @@ def sum_exchange_seconds(plan: Plan) -> Seconds:
 
 
 def _list_exchange_seconds(durations: PlanDurations, stage: int, name: str) -> Iterator[tuple[str, float]]:
-    """Yield pairs (purpose, seconds) for the communication in one call of a block; a purpose is a text such as ``tensor
-    parallelism (tp)``. ``durations``: the cost model's predictions for the plan. ``stage``: index of the stage that
-    makes the call. ``name``: name of the block.
+    """Yield pairs (purpose, seconds) for the communication in one call of a block (such as a layer). A purpose is a
+    text such as ``tensor parallelism (tp)``. ``durations``: the cost model's predictions for the plan. ``stage``: index
+    of the stage that makes the call. ``name``: name of the block.
     """
     train = durations.plan.program.objective == "train"
     seat = durations.machine.seats[stage][0]
@@ -129,10 +131,12 @@ def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
 def _of_call(
     block: Block, cost: CallCost, device: DeviceType, train: bool, fused: bool = False
 ) -> tuple[Seconds, Seconds]:
-    """Return two dicts, kind of operator -> seconds, for the forward and the backward of one call of ``block``, a piece
-    of the model such as a decoder layer. ``cost``: the predicted seconds of the whole call on ``device``. What exceeds
-    the sum of the operators is time in which the device waits for the host to launch them, listed as a kind of its own.
-    ``train``: whether there is a backward. ``fused``: whether a compiler merges operators.
+    """Return the computation seconds of one call of ``block`` by kind of operator, as two dicts: for its forward and
+    for its backward. ``block``: a piece of the model, such as a decoder layer.
+
+    ``cost``: the predicted seconds of the whole call on ``device``. If they exceed the sum of the operators, the device
+    waits for the host to launch operators; this time is listed as a kind of its own. ``train``: whether there is a
+    backward. ``fused``: whether a compiler merges operators.
     """
     asked = asked_by(block, train, fused_kernels=fused).kernels
     found: tuple[Seconds, Seconds] = defaultdict(float), defaultdict(float)

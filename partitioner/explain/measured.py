@@ -99,10 +99,9 @@ def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[
 
 @dataclass(frozen=True)
 class StageComparison:
-    """Describes the predicted and the measured seconds of one line of a comparison. ``stage``: index of the pipeline
-    stage; -1 for a sum over all stages. ``what``: what took the time: a kind of work, ``waiting``, or the name of an
-    instruction. ``predicted``, ``measured``: seconds in one step; the measured ones are the median over the ranks of a
-    stage.
+    """Describes one line of a comparison of predicted and measured seconds. ``stage``: index of the pipeline stage; -1
+    for a sum over all stages. ``what``: what took the time: a kind of work, ``waiting``, or the name of an instruction.
+    ``predicted``, ``measured``: seconds in one step; ``measured`` is the median over the ranks of a stage.
     """
 
     stage: int
@@ -147,8 +146,8 @@ def compare_steps(plan: Plan, spans: Sequence[TraceSpan]) -> list[RenderableType
 
 
 def _require_same_plan(program: Program, spans: Sequence[TraceSpan]) -> None:
-    """Raise :class:`PlanError` if the measured instructions ``spans`` are not those of ``program``, or miss some of its
-    ranks.
+    """Raise :class:`PlanError` if the measured instructions ``spans`` are not the instructions of ``program``, or if
+    some of its ranks are missing.
     """
     ranks = {s.rank for s in spans}
     if ranks != set(range(program.world_size)):
@@ -167,9 +166,9 @@ def _require_same_plan(program: Program, spans: Sequence[TraceSpan]) -> None:
 
 
 def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
-    """Return two entries for each pipeline stage: the predicted and measured seconds of work, then those of waiting.
-    ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks. Measured seconds are the median
-    over the ranks of a stage.
+    """Return two entries for each pipeline stage, each with predicted and measured seconds: one for work, then one for
+    waiting. ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks. Measured seconds are
+    the median over the ranks of a stage.
     """
     rows = []
     for stage, lane in enumerate(timeline.stages):
@@ -219,8 +218,8 @@ def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[Stage
 
 
 def _group_spans_by_rank(spans: Sequence[TraceSpan], stage: int) -> list[list[TraceSpan]]:
-    """Return the measured instructions of one pipeline stage, a list for each of its ranks. ``spans``: those of all
-    ranks. ``stage``: index of the stage.
+    """Return the measured instructions of one pipeline stage, a list for each of its ranks. ``spans``: the measured
+    instructions of all ranks. ``stage``: index of the stage.
     """
     found: dict[int, list[TraceSpan]] = {}
     for s in spans:

@@ -17,10 +17,11 @@ _SEVERAL = "several stages on a rank"
 
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether ``certificate``, the proof of optimality with a lower bound on the step time, covers plans of the
-    layout ``candidate``. It does not cover layouts that were tried after the search. Of all others it covers those with
-    the schedules 1F1B, ZB-1P and GPipe (which takes as long as 1F1B), and those with other schedules if the search
-    tried these on all meshes.
+    """Return whether the proof of optimality in ``certificate``, a lower bound on the step time, holds for plans of the
+    layout ``candidate``.
+
+    It does not hold for layouts that were tried after the search. It holds for other layouts with the schedules 1F1B,
+    ZB-1P and GPipe (which takes as long as 1F1B), and for other schedules if the search tried them on all meshes.
     """
     return not candidate.beside and _is_schedule_covered(candidate, certificate)
 
@@ -44,9 +45,9 @@ def _describe_uncovered(plan: Plan) -> str:
 
 
 def certificate_text(plan: Plan) -> str:
-    """Return a text on what is proven of the step time of ``plan``: that it is the fastest, or by which fraction a plan
-    may be faster at most. If the proof does not hold for some schedules, a further sentence states the fastest layout
-    found with one of them, if a plan of that layout may be faster than ``plan``.
+    """Return a text on what is proven of the step time of ``plan``: that no plan is faster, or by which fraction a plan
+    can be faster at most. Some schedules may not be covered by the proof; if a layout with one of them may be faster
+    than ``plan``, a further sentence names the fastest layout of this kind that was found.
     """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     takes = f"this plan takes {seconds_text(c.objective)}"
@@ -67,17 +68,17 @@ def certificate_text(plan: Plan) -> str:
 
 
 def _compare_with_covered(certificate: Certificate) -> str:
-    """Return a clause that says that the chosen plan is faster than every plan for which the proof of optimality holds,
-    because its step time is below the lower bound for these plans; otherwise an empty text. ``certificate``: the
-    results of the search.
+    """Return a clause that says that the chosen plan is faster than every plan that the proof of optimality covers, if
+    its step time is below the lower bound for these plans; otherwise an empty text. ``certificate``: the results of the
+    search.
     """
     faster = certificate.covered_bound is not None and certificate.objective < certificate.covered_bound
     return ", so it is faster than each of them" if faster else ""
 
 
 def _describe_proven(plan: Plan) -> str:
-    """Return a phrase that says of which plans ``plan`` is proven to be the fastest: of all, or of those for which the
-    proof of optimality holds.
+    """Return a phrase that says among which plans ``plan`` is proven to be the fastest: among all plans, or among those
+    that the proof of optimality covers.
     """
     if not list_uncovered_choices(plan):
         return "proven optimal, fastest of all plans"
@@ -87,8 +88,8 @@ def _describe_proven(plan: Plan) -> str:
 
 
 def explain_proof(plan: Plan) -> Iterator[str]:
-    """Yield sentences on what is proven of the step time of ``plan`` in comparison with all other plans, and what is
-    not.
+    """Yield sentences that say what is proven of the step time of ``plan`` compared with all other plans, and what is
+    not proven.
     """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     if c.covered_bound is not None:
@@ -108,9 +109,9 @@ def explain_proof(plan: Plan) -> Iterator[str]:
 
 
 def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
-    """Yield sentences on the layouts with schedules for which the proof of optimality does not hold: for how many of
-    them the search computed a step time, and which of them, apart from the chosen plan, has the shortest.
-    ``certificate``: the results of the search.
+    """Yield sentences on the layouts whose schedules the proof of optimality does not cover: for how many of them the
+    search computed a step time, and the fastest of them, apart from the chosen plan. ``certificate``: the results of
+    the search.
     """
     found = [row for row in certificate.candidates if row.step_time is not None and not is_covered(row, certificate)]
     if not found:
@@ -132,9 +133,10 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
 
 
 def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
-    """Return the layout with the shortest computed step time, of those that may be faster than the chosen plan although
-    it is proven optimal: their schedule is one for which the proof does not hold, and their lower bound is below the
-    plan's step time. Return ``None`` if there is none. ``certificate``: the results of the search.
+    """Return the fastest of the layouts that may be faster than the chosen plan, although that is proven optimal,
+    because the proof does not cover their schedules. Their lower bound is below the chosen plan's step time; the
+    computed step time decides which is the fastest. ``None`` if there is none. ``certificate``: the results of the
+    search.
     """
     below_s = certificate.objective * (1 - _ROUNDING)
     rivals = [
@@ -169,9 +171,9 @@ def _compare_bound(bound: float, objective: float, what: str) -> str:
 
 
 def list_uncovered_choices(plan: Plan) -> list[str]:
-    """Return a sentence for each choice (such as a schedule) for which the proof of optimality does not hold: attention
-    algorithms over the mesh axis ``cp`` with which the plan is estimated to be faster, then the choices that
-    :attr:`Certificate.beyond` lists, the most important first.
+    """Return a sentence for each choice (such as a schedule) that the proof of optimality of ``plan`` does not cover:
+    first attention algorithms over the mesh axis ``cp`` with which the plan is estimated to be faster, then the choices
+    that :attr:`Certificate.beyond` lists, the most important first.
     """
     found = []
     for way in plan.context:

@@ -210,8 +210,8 @@ def is_barred(candidate: Candidate) -> bool:
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the search computed the step time of the layout ``candidate`` and did not choose it, although the
-    step takes no longer than that of the chosen plan, up to rounding. ``certificate``: the results of the search.
+    """Return whether the layout ``candidate`` takes no longer than the chosen plan, up to rounding, by a step time that
+    the search computed, and was not chosen. ``certificate``: the results of the search.
     """
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
@@ -228,9 +228,9 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
     """Return what the search found for the layout ``candidate`` as one word: ``chosen``, ``solved`` (its step time was
-    computed), ``bounded`` (a lower bound on its step time rules it out), ``infeasible`` (it has no plan), or a word of
-    its own for a layout with only a lower bound that may be faster than the plan. ``certificate``: the results of the
-    search.
+    computed), ``bounded`` (a lower bound on its step time rules it out) or ``infeasible`` (it has no plan). Another
+    word means that only a lower bound is known and the layout may be faster than the plan. ``certificate``: the results
+    of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
@@ -372,8 +372,8 @@ def _find_peak_rate(plan: Plan) -> float | None:
 
 
 def constraint_cost_text(plan: Plan) -> str:
-    """Return a text on what the user's constraints cost: by which fraction a step of the fastest standard layout that
-    they exclude is shorter than one of ``plan``; empty if none is shorter.
+    """Return a text on what the user's constraints cost: the fastest standard layout that they exclude, and by which
+    fraction its step is shorter than a step of ``plan``. Empty if no such layout is faster.
     """
     step = plan.certificate.objective
     found = [
@@ -389,8 +389,8 @@ def constraint_cost_text(plan: Plan) -> str:
 
 
 def fewer_text(plan: Plan) -> str:
-    """Return a text that compares ``plan`` with the fastest plan found that leaves some of the devices idle: its number
-    of devices and its step time; empty if no such plan was found.
+    """Return a text that gives the number of devices and the step time of the fastest plan found that leaves some
+    devices idle, compared with ``plan``; empty if no such plan was found.
     """
     step = plan.certificate.objective
     found = [
@@ -501,9 +501,8 @@ def _format_recomputed(stage: StageEstimate) -> str:
 
 
 def host_text(plan: Plan) -> str:
-    """Return a text that names the kinds of data that ranks of ``plan`` keep in host memory instead of device memory
-    (such as optimizer states or activations), with the bytes of the rank that keeps most there; empty without such
-    offload.
+    """Return a text on the data that ranks of ``plan`` keep in host memory instead of device memory: the kinds of data,
+    such as optimizer states, and the bytes of the rank with the most. Empty without such offload.
     """
     most = max((stage.host for stage in plan.estimate.stages), default=0)
     return f"{' + '.join(host_kinds(plan))}: {bytes_text(most)} per rank" if plan.offload else ""
@@ -511,8 +510,8 @@ def host_text(plan: Plan) -> str:
 
 def host_kinds(plan: Plan | Baseline) -> list[str]:
     """Return names for the kinds of data that ``plan`` keeps in host memory, such as ``activations``. If the optimizer
-    runs on the host with its states on disk, only its parameters and gradients are in host memory, and are named
-    instead.
+    runs on the host and its states are on disk, ``optimizer`` is replaced by the data that the host still keeps: the
+    optimizer's parameters and gradients.
     """
     kinds = [kind for kind in plan.offload if kind != "disk"]
     steps = "the optimizer's parameters and gradients"
@@ -528,9 +527,9 @@ def format_offload(plan: Plan | Baseline) -> str:
 
 
 def describe_tried_offload(plan: Plan) -> str:
-    """Return a phrase on the offload with which the search of ``plan`` tried layouts, such as ``on the devices alone
-    (offload to host memory was not tried)``, for a message on a layout that does not fit and might fit with more
-    offload. It is empty if no more offload is possible, or if the user fixed the offload.
+    """Return a phrase on the offload that the search of ``plan`` has tried, such as ``on the devices alone (offload to
+    host memory was not tried)``. It is for a message on a layout that does not fit and might fit with more offload.
+    Empty if no more offload is possible, or if the user fixed the offload.
     """
     if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
         return ""
@@ -708,7 +707,7 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
 
 
 def fullest_bytes(plan: Plan) -> int | None:
-    """Return the peak bytes of that rank of ``plan`` which uses the largest fraction of its usable memory; ``None`` if
+    """Return the peak bytes of the rank of ``plan`` that uses the largest fraction of its usable memory; ``None`` if
     the plan has no memory estimate.
     """
     return plan.estimate.memory[fullest_rank(plan)] if plan.estimate.memory else None
@@ -733,8 +732,8 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def collective_table(whole: Outline) -> Padding | None:
-    """Return a table of the bytes that collectives transfer in one call of each type of block (a repeated piece of the
-    model, such as a decoder layer), per microbatch; ``None`` if there are none. ``whole``: the overview of a program.
+    """Return a table of the bytes that collectives transfer in one call of each type of block (such as a decoder
+    layer), per microbatch; ``None`` if there are none. ``whole``: the overview of a program.
     """
     made = build_empty_table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
     told: set[tuple[str, ...]] = set()
@@ -885,9 +884,9 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
 
 def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
     """Yield a line on the best layout that the search of ``plan`` found with ``size`` ranks on the mesh axis ``axis``,
-    for comparison with the plan: its step time; if none was computed, a lower bound; or that no such layout fits in
-    memory. Nothing is yielded if the search had no layout of this size. ``words``: the beginning of the line, which
-    names this size.
+    for comparison with the plan. It has the layout's step time, or a lower bound if none was computed, or says that no
+    such layout fits in memory. Nothing is yielded if the search had no layout of this size. ``words``: the beginning of
+    the line, which names this size.
     """
     others = [c for c in plan.certificate.candidates if c.mesh.get(axis, 1) == size]
     chosen = plan.certificate.objective

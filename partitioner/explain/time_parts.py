@@ -51,7 +51,7 @@ def without_residue(breakdown: Mapping[str, float]) -> dict[str, float]:
 
 
 def list_time_changes(old: Mapping[str, float], new: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return pairs (kind of time, seconds in ``new`` less seconds in ``old``), the largest change first. ``old``,
+    """Return pairs (kind of time, change in seconds from ``old`` to ``new``), the largest change first. ``old``,
     ``new``: the seconds of two steps by kind. Changes of at most a thousandth of the step of ``old`` are left out.
     """
     least_s = _SAME * sum(old.values())

@@ -46,9 +46,11 @@ _BEYOND = {
 
 def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
     """Return the training layout (mesh, batch, schedule, state sharding) that a YAML configuration of accelerate
-    describes. ``text``: its content. ``folder``: the folder of the configuration. If the configuration names a
-    DeepSpeed file, the file is read from there; ``None``: it must not name one. ``ignore``: names of options that the
-    training script itself defines; they are not reported as unknown.
+    describes.
+
+    ``text``: its content. ``folder``: the folder in which a DeepSpeed file that the configuration names is looked for;
+    ``None``: it must not name one. ``ignore``: names of options that the training script itself defines; they are not
+    reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -156,9 +158,10 @@ def _read_axes(options: Options, zero: int) -> dict[str, Any]:
 
 
 def _read_deepspeed_section(options: Options, folder: Path | None, processes: int | None) -> TrainingLayout:
-    """Return the training layout of a configuration that uses DeepSpeed. Its section ``deepspeed_config`` names a
-    DeepSpeed file or holds the options. ``folder``: the folder in which this file is looked for; ``None``: a named file
-    is an error. ``processes``: number of processes; ``None`` if unknown.
+    """Return the training layout of a configuration of accelerate that uses DeepSpeed. ``options``: the options of the
+    configuration; its section ``deepspeed_config`` names a DeepSpeed file or holds the options of DeepSpeed.
+    ``folder``: the folder in which this file is looked for; ``None``: a named file is an error. ``processes``: number
+    of processes; ``None`` if unknown.
     """
     file = options.take_text("deepspeed_config.deepspeed_config_file")
     if file is not None:

@@ -130,8 +130,8 @@ def _read_axes(options: Options) -> dict[str, Any]:
 
 def _read_batch(options: Options) -> dict[str, Any]:
     """Return microbatch size, number of microbatches and global batch, as fields of a training layout (name -> value).
-    Raise :class:`ContradictionError` if the global batch is no multiple of the others. ``options``: the options of the
-    configuration.
+    Raise :class:`ContradictionError` if the global batch is no multiple of the product of the other numbers.
+    ``options``: the options of the configuration.
     """
     micro, steps = options.take_number(_MICRO), options.take_number(_STEPS)
     total = options.take_number(_TOTAL)

@@ -23,10 +23,10 @@ Written = tuple[str, tuple[UnusedOption, ...]]
 
 @dataclass(frozen=True)
 class _Source:
-    """The text of a configuration of another framework, which is read. ``path``: its file; ``None`` if the text itself
-    was given. ``function``: if the text is a Python module, the name of the function in it that builds the
-    configuration. ``ignore``: names of options that the training script itself defines; they are not reported as
-    unknown.
+    """A configuration of another framework as it is read. ``text``: its text. ``path``: its file; ``None`` if the text
+    itself was given. ``function``: if the text is a Python module, the name of the function in it that builds the
+    configuration; ``None`` if not given. ``ignore``: names of options that the training script itself defines; they are
+    not reported as unknown.
     """
 
     text: str
@@ -128,8 +128,9 @@ def read_layout(
 
 
 def find_format(name: str, others: Iterable[str] = ()) -> Format:
-    """Return the reader and writer of the format ``name``. ``others``: names that the caller accepts besides, for the
-    message. Raise :class:`LayoutError` for an unknown name.
+    """Return the reader and writer of the configuration format ``name``, such as ``megatron``. Raise
+    :class:`LayoutError` for an unknown name. ``others``: further names that the caller accepts, which the message lists
+    with the formats.
     """
     if name not in FORMATS:
         known = [*FORMATS, *others]
@@ -140,8 +141,8 @@ def find_format(name: str, others: Iterable[str] = ()) -> Format:
 
 
 def _check_ending(format_name: str, path: Path) -> None:
-    """Raise :class:`LayoutError` if the ending of ``path`` is that of another syntax than the format ``format_name`` is
-    written in, such as ``.json`` for YAML. Other endings, and none, are accepted.
+    """Raise :class:`LayoutError` if the ending of ``path`` belongs to another syntax than that of the format
+    ``format_name``, such as ``.json`` for a format in YAML. Unknown endings are accepted, and so is a path without one.
     """
     own = _ENDINGS[format_name]
     if path.suffix.lower() in _SYNTAXES - {*own}:

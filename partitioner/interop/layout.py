@@ -130,7 +130,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
 
     def _check(self) -> None:
         """Raise :class:`ContradictionError` if fields of the layout contradict each other, such as sizes that do not
-        divide. If the layout has a number of devices, it must fit it, too."""
+        divide, or if the layout does not fit the number of devices that it names.
+        """
         shard, replicate = self.dp_shard, self.dp_replicate
         if shard and replicate and self.dp not in (None, shard * replicate):
             raise ContradictionError(
@@ -238,8 +239,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         )
 
     def _resolve_batch(self, dp: int) -> dict[str, Any]:
-        """Return two fields of the layout as a dict: ``global_batch`` (samples in a step) and ``microbatches`` (on each
-        of ``dp`` data-parallel ranks). Each is computed from the other sizes if they suffice, and ``None`` if not.
+        """Return two fields of the layout as a dict: ``global_batch`` (samples in a step) and ``microbatches`` (their
+        number on each of ``dp`` data-parallel ranks). Each is computed from the other sizes if possible, else ``None``.
         Raise :class:`ContradictionError` if the sizes contradict each other.
         """
         batch, size, count = self.global_batch, self.microbatch_size, self.microbatches
@@ -307,10 +308,10 @@ def _show_value(value: Any) -> str:
 
 
 def divide_layers(layout: TrainingLayout, num_layers: int) -> tuple[int, ...]:
-    """Return the number of layers in each pipeline stage, virtual ones included, if a model of ``num_layers`` layers is
-    divided as ``layout`` says: as listed in its ``stage_layers`` or else equally.
+    """Return the number of layers in each (virtual) pipeline stage, if a model of ``num_layers`` layers is divided as
+    ``layout`` says: as listed in its ``stage_layers`` or else equally.
 
-    In an equal division, the first and the last stage have ``first_less`` and ``last_less`` layers fewer than the
+    In an equal division, the first stage has ``first_less`` and the last stage ``last_less`` layers fewer than the
     others, and a remainder goes to the first stages. Raise :class:`ContradictionError` if the layers cannot be divided
     in this way.
     """

@@ -407,9 +407,9 @@ def _read_stages(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _divide_rest(options: Options, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
-    """Return the number of layers in each of ``stages`` stages. ``first``, ``last``: the configured numbers of the
-    first and the last stage, or ``None``; the other stages share the remaining layers equally. ``options``: the options
-    of the configuration.
+    """Return the number of layers in each of ``stages`` stages. ``first``, ``last``: the configured number of layers of
+    the first and of the last stage; ``None``: not configured. All other stages share the remaining layers equally.
+    ``options``: the options of the configuration.
     """
     layers = options.take_number("num-layers")
     if layers is None:
@@ -451,9 +451,9 @@ def _parse_stage_layout(options: Options, given: Any) -> tuple[int, ...]:
 
 
 def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, Any]:
-    """Return the fields of the execution profile (how the framework runs a plan) that ``options``, options of
-    Megatron-LM, change, as name -> value. ``precision``: that of matrix products. ``sharded``: whether optimizer states
-    are sharded.
+    """Return the fields of the execution profile (how the framework runs a plan) that options of Megatron-LM change, as
+    name -> value. ``options``: these options. ``precision``: the precision of matrix products. ``sharded``: whether
+    optimizer states are sharded.
     """
     facts: dict[str, Any] = {}
     gradients, parameters = options.take_flag("overlap-grad-reduce"), options.take_flag("overlap-param-gather")

@@ -25,12 +25,12 @@ _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
 
 def read_words(text: str) -> list[str]:
-    """Return the words of a Megatron-LM command. ``text``: the command line, or a shell script that contains it. Of a
-    script, these are the words of the line that has options and starts a Python script, with variables and arrays
-    replaced by their values; without such a line, the words of all lines or else of all arrays that contain options.
+    """Return the words of a Megatron-LM command. ``text``: the command line, or a shell script that contains it.
 
-    Commands and assignments in a branch of a condition count if the condition holds, or if it cannot be evaluated.
-    Raise :class:`LayoutError` for an unbalanced quote.
+    In a script, the command is the line that has options and starts a Python script; variables and arrays are replaced
+    by their values. If there is no such line, the words of all lines with options are returned, or else those of all
+    arrays with options. Commands and assignments in a branch of a condition count if the condition holds or cannot be
+    evaluated. Raise :class:`LayoutError` for an unbalanced quote.
     """
     if len(text) > _LONGEST:
         raise LayoutError(f"the command has {len(text)} characters; expected a command line or a shell script")
@@ -68,10 +68,11 @@ def _assign(found: re.Match[str], variables: dict[str, str]) -> None:
 
 
 def _follow_condition(line: str, variables: dict[str, str], branches: list[list[bool]]) -> bool:
-    """Return whether ``line``, a line of a shell script, should be skipped, because it belongs to a condition (``if``
-    to ``fi``) or only prints or exits. ``variables``: name -> value of the shell variables. ``branches``: for each
-    condition that is open, the innermost last, whether its current branch is taken, and whether any of its branches has
-    been; this function updates it.
+    """Update ``branches`` by ``line``, a line of a shell script, and return whether the line itself should be skipped,
+    because it is a keyword of a condition (from ``if`` to ``fi``) or only prints or exits.
+
+    ``variables``: name -> value of the shell variables. ``branches``: for each open condition, the innermost last, two
+    flags: whether its current branch is taken, and whether one of its branches has been taken.
     """
     word = line.split(None, 1)[0].rstrip(";")
     if word == "if":
@@ -142,8 +143,8 @@ def _split(line: str, variables: dict[str, str]) -> list[str]:
 
 
 def _replace_variables(line: str, variables: dict[str, str]) -> str:
-    """Return ``line`` with variables and products of numbers replaced by their values. Values that would make it longer
-    than a script may be are not filled in. ``variables``: variable name -> value.
+    """Return ``line`` with variables and products of numbers replaced by their values. ``variables``: variable name ->
+    value. Once the values exceed the greatest length of a script, further variables are left as they are.
     """
     room = _LONGEST
 

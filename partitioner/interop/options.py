@@ -60,8 +60,8 @@ def read_text_file(path: Path) -> str:
 
 def parse_mapping(text: str, kind: str, where: str) -> dict[str, Any]:
     """Return the mapping that ``text`` describes. ``kind``: its syntax, ``json``, ``json with comments``, ``toml`` or
-    ``yaml``; comments are those of Hjson, and commas may end a list. ``where``: the name of the source, for error
-    messages.
+    ``yaml``. In ``json with comments``, comments are written as in Hjson, and commas may end a list. ``where``: the
+    name of the source, for error messages.
 
     Raise :class:`LayoutError` for malformed text, or if its content is no mapping.
     """
@@ -186,7 +186,9 @@ class Options:
         return value
 
     def take_share(self, option: str, default: float) -> float:
-        """Return the value of ``option`` as a float, or ``default`` if it is not given."""
+        """Return the value of ``option`` as a float, such as a fraction, or ``default`` if it is not given. Mark the
+        option as read. Raise :class:`OptionValueError` for anything but a number.
+        """
         value = self.take(option)
         if value is None:
             return default
@@ -199,7 +201,7 @@ class Options:
         return found
 
     def take_flag(self, option: str, default: Any = False) -> Any:
-        """Return whether ``option`` is switched on, or ``default`` if it is not given."""
+        """Return whether ``option`` is switched on, or ``default`` if it is not given. Mark the option as read."""
         value = self.take(option)
         if value is None:
             return default
@@ -224,7 +226,7 @@ class Options:
         return folded[text]
 
     def take_text(self, option: str, default: Any = None) -> Any:
-        """Return the value of ``option`` as text, or ``default`` if it is not given."""
+        """Return the value of ``option`` as text, or ``default`` if it is not given. Mark the option as read."""
         value = self.take(option)
         if value is None:
             return default
@@ -283,8 +285,8 @@ class Options:
 
 
 def _shorten(names: Iterable[str], like: str) -> list[str]:
-    """Return those of ``names`` (``section.name``) that are in the same section as the option ``like``, without the
-    section; all names if its section has none.
+    """Return the options in ``names`` (each ``section.name``) that are in the section of the option ``like``, without
+    the section. Return all of ``names`` if the section has none.
     """
     section = like.rpartition(".")[0]
     inside = sorted(name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section)

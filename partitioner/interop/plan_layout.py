@@ -70,9 +70,9 @@ def _lose(name: str, value: Any, reason: str) -> UnusedOption:
 
 
 def _find_recompute(plan: Plan, missing: list[UnusedOption]) -> str:
-    """Return what the backward of ``plan`` recomputes, as one word for all stages: ``none``, ``selective`` (what is
-    quick to compute), ``full``, or the word that the user fixed. If stages differ, this is added to ``missing``, the
-    properties that the word does not express.
+    """Return what the backward of ``plan`` recomputes, as one word for all stages: ``none``, ``selective`` (results
+    that are quick to compute), ``full``, or the word that the user fixed. If stages differ, a note on this is added to
+    ``missing``, the properties of the plan that the layout does not express.
     """
     given = plan.constraints.recompute
     if given is not None:
@@ -90,7 +90,8 @@ def _find_recompute(plan: Plan, missing: list[UnusedOption]) -> str:
 
 def _count_stage_layers(plan: Plan, missing: list[UnusedOption]) -> tuple[int, ...]:
     """Return the number of layers in each pipeline stage of ``plan``; empty if it is not known, or if a layer is
-    divided between stages. The reason is added to ``missing``, the properties that are not expressed.
+    divided between stages. In these cases the reason is added to ``missing``, the properties that the layout cannot
+    express.
     """
     if plan.written is None or plan.chosen.virtual_stages > 1:
         missing.append(_lose("stage_of", "", "the cuts between stages are those of the framework"))

@@ -93,10 +93,11 @@ def predict_layout(
     """Predict a training step of ``layout``: its time and the memory of every rank, before a job is launched.
 
     Args:
-        layout: from :func:`partitioner.read_layout`. What it leaves open is chosen by the search:
-            ``layout.replace(recompute="full")`` fixes more.
+        layout: the layout of another framework's configuration, from :func:`partitioner.read_layout`. The search
+            chooses the fields that are ``None``; ``layout.replace(recompute="full")`` sets one.
         model, topology: as for :func:`partitioner.partition`.
-        inputs: one global batch, or a sample of it if the layout says how large the batch is.
+        inputs: one global batch, or a sample of it if the layout says how large the batch is; ``None`` as for
+            ``partition``.
         loss: as for :func:`partitioner.partition`.
         compare: also make this project's own plan for the job.
         time_limit_s: seconds after which each search ends with its best plan so far; ``None``: no limit.
@@ -202,8 +203,8 @@ def _add_cuts(layout: TrainingLayout, model: nn.Module, notes: list[str]) -> Con
 
 
 def _note_other_model(layout: TrainingLayout, model: nn.Module) -> list[str]:
-    """Return a sentence for each option of the configuration that describes another model than ``model``: another
-    number of layers, or another size than that in the configuration of a model of transformers.
+    """Return a sentence for each option in ``layout`` that describes another model than ``model``: another number of
+    layers, or a size that differs from the model's own configuration (for models of transformers).
     """
     config = getattr(unwrap_model(model)[0], "config", None)
     notes = []

@@ -59,8 +59,9 @@ def read_torchtitan(
 
     ``text``: the content of the configuration. ``kind``: its format: ``toml`` (up to version 0.2), ``json`` (written by
     ``debug.save_config_file``), ``flags`` (options such as ``--parallelism.tensor_parallel_degree 2``) or ``py`` (a
-    Python module of version 0.3, in which the function named ``function`` builds the configuration). ``ignore``: names
-    of options that the training script itself defines; they are not reported as unknown.
+    Python module of version 0.3). ``function``: name of the function in a Python module that builds the configuration;
+    ``None``: the only one that does. ``ignore``: names of options that the training script itself defines; they are not
+    reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """

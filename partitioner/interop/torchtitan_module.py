@@ -102,9 +102,10 @@ class _Reader:
         return None
 
     def _assign(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
-        """Store ``value`` under the target of an assignment: a variable in ``names`` (variable -> value), or a field of
-        a configuration that is the value of such a variable, as in ``config.training.steps = 10``. Other targets are
-        ignored."""
+        """Store ``value`` under ``target``, the left side of an assignment: a variable in ``names`` (variable ->
+        value), or a field of a configuration that is the value of such a variable, as in ``config.training.steps =
+        10``. Other targets are ignored.
+        """
         if isinstance(target, ast.Name):
             names[target.id] = value
             return

@@ -29,10 +29,12 @@ _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 
 
 def read_transformers(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
-    """Return the training layout that a JSON configuration of transformers describes. ``text``: the fields of a
-    ``DistributedConfig`` or of ``TrainingArguments``. ``folder``: the folder to which the path of a DeepSpeed file in
-    the configuration is relative. ``ignore``: names of options that the training script itself defines; they are not
-    reported as unknown.
+    """Return the training layout (mesh, batch, schedule, state sharding) that a JSON configuration of transformers
+    describes.
+
+    ``text``: the fields of a ``DistributedConfig`` or of ``TrainingArguments``. ``folder``: the folder to which the
+    path of a DeepSpeed file in the configuration is relative; ``None``: the current folder. ``ignore``: names of
+    options that the training script itself defines; they are not reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -157,10 +159,13 @@ def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
 
 
 def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder: Path | None) -> TrainingLayout:
-    """Return the training layout of ``TrainingArguments`` that use DeepSpeed: that of the DeepSpeed configuration,
-    completed by other options. ``layout``: the fields (name -> value) that follow from the other options. ``given``:
-    the DeepSpeed configuration, or the path of its file. ``folder``: the folder to which this path is relative. Raise
-    an error if both say different things."""
+    """Return the training layout of ``TrainingArguments`` that use DeepSpeed: the layout of the DeepSpeed
+    configuration, completed by other options. Raise an error if a field has different values in both.
+
+    ``options``: the fields of ``TrainingArguments``. ``layout``: the fields (name -> value) of the layout that follow
+    from options other than DeepSpeed's. ``given``: the DeepSpeed configuration, or the path of its file. ``folder``:
+    the folder to which this path is relative; ``None``: the current folder.
+    """
     where = "deepspeed"
     if isinstance(given, str):
         path = Path(given) if Path(given).is_absolute() else (folder or Path()) / given

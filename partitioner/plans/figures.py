@@ -22,7 +22,7 @@ COLLECTIVE_NAMES = {
 
 
 def mesh_text(mesh: dict[str, int]) -> str:
-    """Return the mesh (axis -> number of ranks) as text, such as ``pp 4 × dp 2 × tp 2``. Axes of one rank are left out;
+    """Return ``mesh`` (axis -> number of ranks) as text, such as ``pp 4 × dp 2 × tp 2``. Axes of one rank are left out;
     a mesh of a single rank gives ``one rank``.
 
     ``ep`` comes after a comma, because its ranks are also ranks of the other axes and no factor of the product.
@@ -33,9 +33,9 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 
 def candidate_text(candidate: Candidate) -> str:
-    """Return the mesh of ``candidate`` as text, such as ``dp 64, zero 3``. Its ZeRO stage (``zero``), the number of
-    ranks that shard (``dp_shard``) and the number of virtual stages per rank (``v``) follow if they are not the
-    defaults.
+    """Return the mesh of ``candidate``, a layout of the search, as text such as ``dp 64, zero 3``. The ZeRO stage
+    (``zero``), the number of ranks that shard (``dp_shard``) and the number of virtual stages per rank (``v``) follow
+    the mesh if they are not the defaults.
     """
     more = [("zero", candidate.zero, 0), ("dp_shard", candidate.dp_shard, 0), ("v", candidate.virtual_stages, 1)]
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
@@ -100,8 +100,8 @@ def share_of_usable(peak: float, usable: float) -> float:
 
 
 def memory_text(plan: Plan) -> str:
-    """Return as text the peak memory of that rank of ``plan`` which uses the largest fraction of its memory, the usable
-    memory of its device, and their ratio in percent; ``unknown`` if the plan has no memory estimate.
+    """Return a text on the memory of ``plan``, for the rank that uses the largest fraction of its device: its peak
+    memory, the usable memory of its device, and their ratio in percent; ``unknown`` if the plan has no memory estimate.
     """
     if not plan.estimate.memory:
         return "unknown"
@@ -130,8 +130,8 @@ class WaitingShares:
     """The fractions of a step, from 0 to 1, in which ranks wait for other ranks of the pipeline (the bubble). The time
     of transfers does not count as waiting.
 
-    ``slowest``: of the rank that works longest. ``mean``: the mean over all ranks; ``None`` if the work of each stage
-    is unknown.
+    ``slowest``: the fraction of the rank that works longest. ``mean``: the mean over all ranks; ``None`` if the work of
+    each stage is unknown.
     """
 
     slowest: float
@@ -142,9 +142,9 @@ def waiting_shares(plan: Plan) -> WaitingShares:
     """Return the fractions of a step in which the slowest rank and the mean rank of ``plan`` wait in the pipeline (the
     bubble).
 
-    The slowest rank is the one with the most work. All ranks have the same step time, so each of the others waits as
-    long as the slowest one, and in addition for as long as it has less work. The work of a rank is the forward and
-    backward of its stage, in proportion to its microbatches if data-parallel replicas have different numbers of them.
+    The slowest rank is the one with the most work. All ranks have the same step time, so every other rank waits longer
+    than the slowest one, by the difference of their work. The work of a rank is the forward and backward of its stage,
+    in proportion to its microbatches if data-parallel replicas have different numbers of them.
     """
     estimate = plan.estimate
     works = [stage.forward_s + stage.backward_s for stage in estimate.stages]
@@ -197,9 +197,10 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
-    """Return two times of a step of ``plan`` in seconds: that of the whole simulated step (``gradients_s`` plus the
-    optimizer update), and that of the optimizer update alone. ``gradients_s``: simulated seconds from the start of the
-    step until all gradients are complete."""
+    """Return two times in seconds: the time of a whole simulated step of ``plan`` (``gradients_s`` plus the optimizer
+    update), and the time of the optimizer update alone. ``gradients_s``: simulated seconds from the start of the step
+    until all gradients are complete.
+    """
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     return gradients_s + update, update
 

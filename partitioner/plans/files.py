@@ -93,8 +93,8 @@ def plan_schema() -> dict[str, Any]:
 
 
 def _rank_content(program: Program, rank: int) -> dict[str, Any]:
-    """Return the content of the file of ``rank``: its coordinates in the mesh, its groups (mesh axis -> ranks), and
-    ``program`` reduced to what the rank uses: graphs of pieces of the model, parameters and buffers, values, and
+    """Return the content of the file of ``rank``: its coordinates in the mesh, its groups (mesh axis -> ranks), and the
+    part of ``program`` that the rank uses: graphs of blocks (such as layers), parameters and buffers, values, and
     instructions.
     """
     mine = program.rank(rank)
@@ -174,8 +174,10 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _upgrade_first_version(body: dict[str, Any]) -> dict[str, Any]:
-    """Return ``body``, the content of a plan file of version 1, in the form of version 2. Entries of ``constraints``
-    that say how the plan is executed (such as the framework's kernels) move to the new entry ``profile``."""
+    """Convert ``body``, the content of a plan file of version 1, to version 2, and return it. Entries of
+    ``constraints`` that say how the plan is executed (such as the framework's kernels) move to the new entry
+    ``profile``.
+    """
     given = body.get("constraints")
     if not isinstance(given, dict):
         return body

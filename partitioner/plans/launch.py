@@ -52,12 +52,12 @@ class LaunchJob:
 def job_of(
     plan: Plan, plan_file: str, script: str | None = None, arguments: Sequence[str] = (), max_restarts: int = 3
 ) -> LaunchJob:
-    """Return the job that runs ``script`` on the devices of ``plan``. Without a script it runs ``-m
-    partitioner.runtime`` on the file ``plan_file``, which loads the weights that ``plan.weights`` names unless
-    ``arguments`` contain ``--weights``.
+    """Return the job that runs a training script on the devices of ``plan``.
 
-    ``arguments``: command-line arguments of the program. ``max_restarts``: how often a failed job is started again.
-    Raise :class:`PlanError` if the plan has no program, or if ``max_restarts`` is negative.
+    ``script``: the script. ``None``: the job runs ``-m partitioner.runtime`` on the plan's file ``plan_file``, with the
+    weights that ``plan.weights`` names unless ``arguments`` contain ``--weights``. ``arguments``: command-line
+    arguments of the script or module. ``max_restarts``: how often a failed job is started again. Raise
+    :class:`PlanError` if the plan has no program, or if ``max_restarts`` is negative.
     """
     plan.program  # noqa: B018 - a plan that is an estimate says so
     if max_restarts < 0:
@@ -96,12 +96,12 @@ def torchrun_commands(job: LaunchJob) -> str:
 
 
 def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | None = None) -> str:
-    """Return a batch script for ``sbatch`` that starts torchrun once on each node. If the job fails, or shortly before
-    its time limit, the script puts the job back into Slurm's queue.
+    """Return a batch script for ``sbatch`` that starts torchrun once on each node for ``job``. If the job fails, or
+    shortly before its time limit, the script puts the job back into Slurm's queue.
 
-    ``time``: the time limit as Slurm writes it, such as ``24:00:00``. ``partition``: the Slurm partition. ``None``:
-    Slurm's default. Raise :class:`PlanError` if ``time`` is malformed or so short that the job would go back into the
-    queue at once.
+    ``time``: the time limit as Slurm writes it, such as ``24:00:00``. ``partition``: the Slurm partition. If one of
+    them is ``None``, Slurm's default applies. Raise :class:`PlanError` if ``time`` is malformed or so short that the
+    job would go back into the queue at once.
     """
     if time is not None:
         _check_time(time)
@@ -136,8 +136,10 @@ def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | No
 
 
 def _check_time(time: str) -> None:
-    """Raise :class:`PlanError` if ``time`` is no time limit that Slurm accepts. Also raise it for a limit of at most
-    four minutes (0 means none): a job goes back into the queue two minutes before its limit, and would hardly run."""
+    """Raise :class:`PlanError` if ``time`` is no time limit that Slurm accepts, or if the limit is at most four minutes
+    (0 means no limit). A job goes back into the queue two minutes before its limit, so with a shorter one it would
+    hardly run.
+    """
     found = _TIME.fullmatch(time)
     if found is None and time.upper() not in _NO_LIMIT:
         raise PlanError(

@@ -38,9 +38,10 @@ class AxisCell:
 
 
 def axis_text(plan: Plan) -> str:
-    """Return a text like ``tp inside a node (nvlink4), dp over ib-ndr (4 nodes)``: the links over which the ranks of
-    each mesh axis of ``plan`` communicate, and the number of nodes of one group. If groups of an axis differ, the links
-    are those of the slowest. Empty for a single rank."""
+    """Return a text on the links over which the ranks of each mesh axis of ``plan`` communicate, such as ``tp inside a
+    node (nvlink4), dp over ib-ndr (4 nodes)``, with the number of nodes of one group. If groups of an axis differ, the
+    slowest is described. Empty for a single rank.
+    """
     of_nodes, devices = plan.topology.node_of, np.array(plan.devices)
     said = []
     for axis, uses in _find_axis_uses(plan).items():
@@ -69,9 +70,10 @@ def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 
 def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
-    """Return one row of texts for each kind of link of ``topology``: its name, what it connects, three bandwidths and
-    the latency. The bandwidths are the described one, and those of a device and of a node while all devices
-    communicate; the last two are empty for links between single pairs of devices.
+    """Return one row of six texts for each kind of link of ``topology``: its name, the parts that it connects, three
+    bandwidths and the latency. The first bandwidth is that in the topology's description. The second and third are the
+    bandwidth of a device and of a node while all devices communicate; they are empty for links between single pairs of
+    devices.
     """
     rows = []
     for level in topology.levels:
@@ -83,9 +85,9 @@ def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def level_rates(topology: Topology, level: Level) -> tuple[str, str, str]:
-    """Return three texts on the bandwidth of ``level``, a level of links of ``topology``: the described bandwidth of
-    one device or network card, then that of a device and that of a node while all devices communicate. If devices or
-    nodes differ, the text gives the least and the greatest.
+    """Return three bandwidths of ``level``, a level of links of ``topology``, as texts: of one device or network card
+    as described, of one device while all devices communicate, and of one node while all devices communicate. If devices
+    or nodes differ, a text gives the least and the greatest.
     """
     left = level.bandwidth / level.oversubscription
     beyond = spans_nodes(level)

@@ -26,9 +26,10 @@ from partitioner.units import bytes_text
 
 
 def group_notes(calls: CallGroup) -> list[str]:
-    """Return short texts for pictures on what is unusual about ``calls``, a group of block calls (such as layers): they
-    are recomputed in backward (all of them or in part), run before the pipeline starts, or are computed by each stage
-    that reads their results instead of being sent."""
+    """Return short texts for pictures on unusual properties of ``calls``, a group of block calls (such as layers): the
+    calls are recomputed in backward, in full or in part; they run before the pipeline starts; or each stage that reads
+    their results computes these for itself.
+    """
     notes = (
         ("recomputed in backward", calls.recomputed),
         ("recomputed in part in backward", calls.selective),
@@ -46,8 +47,8 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def kept_bytes(program: Program, state: str) -> int:
-    """Return the bytes that a rank holds of a parameter or buffer of ``program`` during the whole step: with ZeRO-3 the
-    bytes of the rank's piece, otherwise those of its tensor-parallel shard. ``state``: name of the parameter or buffer.
+    """Return the bytes of a parameter or buffer of ``program`` that a rank holds during the whole step: with ZeRO-3 the
+    bytes of the rank's piece, otherwise of its tensor-parallel shard. ``state``: name of the parameter or buffer.
     """
     sizes = state_sizes(program, state)
     return sizes.piece if program.zero == 3 else sizes.part
@@ -94,8 +95,8 @@ def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTo
 
 def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tuple[str, ...]) -> tuple[Exchange, int]:
     """Return two values on one transfer of ``bucket``, a group of parameters or gradients of ``program`` that are
-    communicated together: a tuple (collective, mesh axes joined by ``×``, what is moved), and the bytes of the transfer
-    on one rank.
+    communicated together. The first is a tuple (collective, mesh axes joined by ``×``, contents such as ``gradients``);
+    the second is the bytes of the transfer on one rank.
 
     ``op``: the instruction that transfers: ``GATHER`` (parameters), ``SCATTER`` or ``REDUCE`` (gradients). ``axes``:
     the mesh axes named in the instruction; empty: the axes over which the bucket is usually transferred.
@@ -126,9 +127,10 @@ class CollectiveTotal:
     """Collectives of one kind on one rank, added up. Collectives inside block calls (such as layers) are counted for
     one microbatch, transfers of parameter or gradient buckets for one step.
 
-    ``op``: the collective, such as ``all_reduce``. ``axis``: the mesh axis, or several joined by ``×``. ``count``:
-    number of collectives. ``num_bytes``: their total bytes. ``even``: whether all have the same size. For transfers of
-    buckets, ``what`` says what is moved, such as ``gradients``, and ``buckets`` is the number of different buckets.
+    ``op``: the collective, such as ``all_reduce``. ``axis``: the mesh axis, or several joined by ``×``. ``direction``:
+    ``forward`` or ``backward``. ``count``: number of collectives. ``num_bytes``: their total bytes. ``even``: whether
+    all have the same size. For transfers of buckets, ``what`` says what is moved, such as ``gradients``, and
+    ``buckets`` is the number of different buckets.
     """
 
     op: str
@@ -152,19 +154,18 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class CallGroup:
-    """Consecutive block calls (uses of pieces of the model, such as decoder layers) of one stage in which a sequence of
-    blocks is repeated.
+    """Consecutive block calls (such as decoder layers) of one stage in which a sequence of blocks is repeated.
 
-    ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range
-    ``[start, stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``:
-    these names as text for reports, such as ``layers.* + norm``. ``count``: number of repetitions. ``paths``: the
-    module paths of the calls as text. ``collectives``: totals over all calls of the group, for one rank and one
-    microbatch. ``weights``: the parameters of one repetition.
+    ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range ``[start,
+    stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``: these names
+    as text for reports, such as ``layers.* + norm``. ``count``: number of repetitions. ``paths``: the module paths of
+    the calls as text. ``collectives``: totals over all calls of the group, for one rank and one microbatch.
+    ``weights``: the parameters of one repetition.
 
-    ``num_parameters``: elements of the parameters before sharding. ``parameter_bytes``: bytes that one rank holds of
-    them. ``recomputed``, ``selective``: whether the backward recomputes all of each call, or a part. ``prologue``:
-    whether the calls run before the pipeline starts. ``everywhere``: whether each stage that reads the results computes
-    them for itself.
+    ``num_parameters``: elements of the parameters before sharding. ``parameter_bytes``: bytes of these parameters that
+    one rank holds. ``recomputed``, ``selective``: whether the backward recomputes all of each call, or a part.
+    ``prologue``: whether the calls run before the pipeline starts. ``everywhere``: whether each stage that reads the
+    results computes them for itself.
     """
 
     stage: int
@@ -187,12 +188,12 @@ class CallGroup:
 
 @dataclass(frozen=True)
 class ValueFlow:
-    """Values that one group of block calls (such as consecutive layers) of the model computes and another one reads.
-    ``source`` and ``target``: these groups, as (index of the stage, index of the group in it). ``values``: names of the
-    values.
+    """Values that one group of block calls (such as consecutive layers) of the model computes and another group reads.
 
-    ``forward_bytes``: bytes of the values on one rank for one microbatch. ``backward_bytes``: bytes of their gradients.
-    ``hops``: index of the reading stage minus index of the computing stage; 0 inside a stage.
+    ``source``, ``target``: the group that computes them and the group that reads them, as (index of the stage, index of
+    the group in it). ``values``: names of the values. ``forward_bytes``: bytes of the values on one rank for one
+    microbatch. ``backward_bytes``: bytes of their gradients. ``hops``: index of the reading stage minus index of the
+    computing stage; 0 inside a stage.
     """
 
     source: tuple[int, int]
@@ -240,8 +241,8 @@ class StageOutline:
 
     ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls (such as layers), as groups in
     which a sequence of blocks is repeated. ``num_calls``: number of block calls. ``num_parameters``: elements of the
-    parameters before sharding. ``parameter_bytes``: bytes that one rank holds of them. ``reductions``: transfers of
-    gradient and parameter buckets in one step. ``loads``: paths of the model inputs that it reads.
+    parameters before sharding. ``parameter_bytes``: bytes of these parameters that one rank holds. ``reductions``:
+    transfers of gradient and parameter buckets in one step. ``loads``: paths of the model inputs that the stage reads.
     """
 
     index: int
@@ -324,8 +325,8 @@ def path_range(paths: Sequence[str]) -> str:
 
 
 def chunk_starts(stage: Stage) -> list[int]:
-    """Return the positions, from 0, of those block calls (such as layers) of the pipeline stage ``stage`` with which
-    its virtual stages begin, in increasing order.
+    """Return the positions, from 0, at which the virtual stages of the pipeline stage ``stage`` begin in its list of
+    block calls (such as layers), in increasing order.
     """
     starts: set[int] = set()
     fresh = True
@@ -395,8 +396,8 @@ class _Outliner:
         )
 
     def group_stage_calls(self, index: int) -> tuple[CallGroup, ...]:
-        """Return the block calls (uses of pieces of the model, such as layers) of the pipeline stage number ``index``,
-        in order, as groups in which a sequence of blocks is repeated.
+        """Return the block calls (such as layers) of the pipeline stage number ``index``, in order, as groups in which
+        a sequence of blocks is repeated.
         """
         stage = self.program.stages[index]
         recomputed, selective = set(stage.checkpoint_calls), set(stage.selective_calls)
@@ -435,8 +436,8 @@ class _Outliner:
         return tuple(made)
 
     def describe_block(self, name: str, prologue: bool) -> str:
-        """Return the name of a block (a piece of the model, such as a decoder layer) for reports. ``name``: its name in
-        the program. ``prologue``: whether it runs before the pipeline starts.
+        """Return the name of a block (such as a decoder layer) for reports. ``name``: its name in the program.
+        ``prologue``: whether it runs before the pipeline starts.
 
         A block that needs sums over the whole batch, such as the number of targets, is two blocks in the program. The
         first computes the sums before the pipeline starts; its name gets ``(sums over the batch)``. The second does the

@@ -104,9 +104,10 @@ class _DoubleData(TorchFunctionMode):
 
 
 def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return ``(args, kwargs)`` of a call of the function named ``name``. If some tensors among them are float64 and
-    others have a narrower floating type, the narrower ones are converted to float64. These come from outside the model,
-    such as globals. Arguments of functions that write to a tensor (whose names end in ``_``) are unchanged."""
+    """Return ``(args, kwargs)`` of a call of the function named ``name``. If some of the tensors are float64, the
+    tensors of narrower floating types are converted to float64, too; they come from outside the model, such as globals.
+    Arguments of functions that write to a tensor (whose names end in ``_``) are unchanged.
+    """
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     types = {x.dtype for x in leaves}
     if not types & _REDUCED or not types & {torch.float64, torch.complex128} or name.endswith("_"):
@@ -186,7 +187,8 @@ def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class _ByPlace(TorchFunctionMode):
     """A torch mode in which each call of a function with dropout draws from a stream of random numbers of its own, as
     in the programs of plans. Streams are numbered in the order of calls. ``seed``: seed of the streams. ``group``:
-    number of the group of samples that runs; each group draws other numbers."""
+    number of the group of samples on which the model runs; each group draws other numbers.
+    """
 
     def __init__(self, seed: int, group: int) -> None:
         super().__init__()
@@ -209,9 +211,10 @@ class _ByPlace(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Return a context in which the functions with dropout in ``torch.nn.functional`` are replaced by this mode's
-        own. It is needed while another function of that module runs: PyTorch reports only the outer call to modes, and
-        not the calls of dropout inside it."""
+        """Return a context in which the functions with dropout in ``torch.nn.functional`` are replaced by the functions
+        of this mode. It is needed while another function of that module runs: PyTorch reports only the outer call to
+        modes, and not the calls of dropout inside it.
+        """
         known = {name: getattr(nn.functional, name) for name in _DROPPING if hasattr(nn.functional, name)}
 
         def shown(name: str) -> Callable[..., Any]:
@@ -240,7 +243,8 @@ class _ByPlace(TorchFunctionMode):
         return the outputs and final states as PyTorch does.
 
         ``func``: PyTorch's function for the stack of layers. ``x``: the input sequence. ``state``: the initial hidden
-        state, or a pair of states. ``weights``: those of all layers. ``stack``: the number of layers and their options.
+        state, or a pair of states. ``weights``: the weights of all layers. ``stack``: the number of layers and their
+        options.
         """
         each, ways = len(weights) // stack.layers, stack.ways
         several = not isinstance(state, Tensor)
@@ -317,10 +321,11 @@ _DROPPING: dict[str, Callable[..., Tensor]] = {
 
 
 def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """Return the arguments of a call of a function with dropout, as a dict by parameter name; ``None`` if they switch
-    dropout off (probability 0, or no training), so that PyTorch's own function can run. ``replacement``: the method
-    that would replace PyTorch's function, which has the parameter names. ``args``, ``kwargs``: arguments of the
-    call."""
+    """Return the arguments of a call of a function with dropout, as a dict by parameter name. Return ``None`` if they
+    switch dropout off (probability 0, or no training), so that PyTorch's own function can run. ``replacement``: the
+    method that would replace PyTorch's function and has its parameter names. ``args``, ``kwargs``: arguments of the
+    call.
+    """
     names = list(inspect.signature(replacement).parameters)[1:]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     if "train" in bound:
@@ -378,10 +383,10 @@ def run_reference(
         seed: seed of the random operators. Each of their calls draws from a stream of its own, as in plans.
         group: number of the group of samples that ``inputs`` are, for ``couple="microbatch"``; each group draws its own
             random numbers.
-        buffers: initial values of buffers, parameters and ``counters``, instead of the model's.
+        buffers: initial values of buffers, parameters and ``counters``; ``None``: those of the model.
         counters: names of attributes that are Python numbers; they are returned among the buffers.
-        precision: the plan's precision. ``torch.finfo`` then gives the limits of that type, also in float64, and
-            numbers in the model's code are rounded to it.
+        precision: the plan's precision; ``None``: the type of the model's parameters. ``torch.finfo`` then gives the
+            limits of that type, also in float64, and numbers in the model's code are rounded to it.
     """
     if not isinstance(model, nn.Module):
         raise InputsError(f"the model itself is run, an nn.Module; got {type(model).__name__}")
@@ -401,8 +406,13 @@ def run_reference(
 
 @dataclass(frozen=True)
 class _ReferenceRun:
-    """The arguments of one run of the unmodified model: the model, its inputs, the loss function and the options.
-    ``planned``: the floating type of the plan if the model runs in float64; ``None`` if the model runs in its own type.
+    """The arguments of one run of the unmodified model.
+
+    ``model``: the model. ``inputs``: one global batch. ``loss``: computes the loss from the result; ``None`` if the
+    result contains it. ``train``: whether to run a backward. ``planned``: the floating type of the plan if the model
+    runs in float64; ``None`` if the model runs in its own type. ``seed``: seed of random operators. ``group``: number
+    of the group of samples in ``inputs``, by which random numbers differ. ``buffers``: initial values of buffers.
+    ``counters``: names of attributes that are Python numbers and count as buffers.
     """
 
     model: nn.Module
@@ -516,8 +526,11 @@ def _run_copied_model(
     counters: Collection[str],
 ) -> Reference:
     """Run ``model`` once, with a backward if ``train`` is set and there is a loss, and return outputs, loss, gradients,
-    and the parameters and buffers afterwards. ``inputs``: arguments of the model: one global batch. ``grad``: whether
-    autograd is on. ``counters``: names of attributes that are Python numbers; they are returned among the buffers.
+    and the parameters and buffers afterwards.
+
+    ``inputs``: arguments of the model: one global batch. ``loss``: computes the loss from the model's result; ``None``
+    if the result contains it. ``grad``: whether autograd is on. ``counters``: names of attributes that are Python
+    numbers; they are returned among the buffers.
     """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
@@ -567,7 +580,9 @@ def _failing_by_itself(model: nn.Module) -> Iterator[None]:
 
 
 def _is_tensor_unchanged(held: Tensor, before: Tensor | None) -> bool:
-    """Return whether the buffer or parameter ``held`` equals ``before``, its earlier value; NaN equals NaN."""
+    """Return whether the buffer or parameter ``held`` equals ``before``, its earlier value; NaN equals NaN. False if
+    ``before`` is ``None``, because there was no such tensor.
+    """
     if before is None or before.shape != held.shape:
         return False
     return torch.allclose(held, before, rtol=0.0, atol=0.0, equal_nan=True)

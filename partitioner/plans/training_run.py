@@ -20,9 +20,10 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 class TrainingRun:
     """What a whole training run takes on a cluster.
 
-    ``seconds``: of all ``steps``, the number of optimizer steps, without restarts, evaluation and other pauses.
-    ``tokens``: number of tokens of the run; 0 if the model has no sequences. ``money``: US dollars; ``energy``: joules
-    of the devices; each is ``None`` if the topology gives no price or no power.
+    ``steps``, ``samples``, ``tokens``: length of the run in optimizer steps, samples and tokens (0 if the model has no
+    sequences). ``seconds``: time of all steps, without restarts, evaluation and other pauses. ``num_devices``: number
+    of devices. ``money``: US dollars; ``None`` if the topology gives no price. ``energy``: joules of the devices;
+    ``None`` if the topology gives no power.
     """
 
     steps: int
@@ -61,8 +62,9 @@ def training_run(
     steps: int | None = None,
     price: float | None = None,
 ) -> TrainingRun:
-    """Return what a training run under ``plan`` takes. Its length is given by exactly one of ``tokens``, ``samples``
-    and ``steps``; an incomplete last step counts as a whole one.
+    """Return the time, money and energy that a training run under ``plan`` takes. The length of the run is given by
+    exactly one of ``tokens``, ``samples`` and ``steps``; the others are ``None``. An incomplete last step counts as a
+    whole one.
 
     Args:
         price: US dollars per device and hour; ``None``: the price in the topology.
@@ -119,8 +121,8 @@ def _is_positive(value: Any) -> bool:
 
 
 def money_of(plan: Plan, price: float | None = None) -> float | None:
-    """Return the cost of one step on all devices in US dollars. ``price``: US dollars per device and hour; ``None``:
-    the prices in the plan's topology. ``None`` is returned if the topology lacks a price.
+    """Return the cost of one step of ``plan`` on all devices in US dollars. ``price``: US dollars per device and hour;
+    ``None``: the prices in the plan's topology. ``None`` is returned if the topology lacks a price.
     """
     hours = plan.estimate.step_time / 3600
     if price is not None:

@@ -40,12 +40,14 @@ def run_groups(
     counters: Collection[str] = (),
     precision: str | None = None,
 ) -> Reference:
-    """Run ``model`` in float64 on consecutive groups of ``size`` samples of ``inputs``, and return the combined result.
-    ``inputs``: one whole global batch of ``program``.
+    """Run ``model`` in float64 on consecutive groups of ``size`` samples of ``inputs``, one whole global batch of
+    ``program``, and return the combined result.
 
     The loss, the gradients, and outputs that are means over samples are averaged over the groups; outputs with a batch
-    dim are concatenated. Each group starts with the buffers that the previous one left. ``counters``: names of
-    attributes that are Python numbers, which are passed on likewise. ``precision``: the plan's precision.
+    dim are concatenated. Each group starts with the buffers that the previous one left. ``loss``: computes the loss
+    from the model's result; ``None`` if the result contains it. ``counters``: names of attributes that are Python
+    numbers; they are passed from group to group like buffers. ``precision``: the plan's precision; ``None``: the type
+    of the model's parameters.
     """
     dims = {i.path: i.batch_dim for i in program.inputs}
     batch = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
@@ -119,8 +121,8 @@ class Verification:
     Attributes:
         ok: whether no error exceeds the tolerance.
         max_error: largest relative error.
-        errors: relative error by name: ``loss``, ``output ...``, ``grad ...``, and ``buffer ...`` and ``parameter ...``
-            for those that forward changes.
+        errors: relative error by name: ``loss``, ``output ...`` and ``grad ...``, and ``buffer ...`` and ``parameter
+            ...`` for buffers and parameters that forward changes.
         tolerance: largest relative error that counts as equal.
     """
 
@@ -144,12 +146,12 @@ def verify(
     tolerance: float = TOLERANCE,
 ) -> Verification:
     """Run the programs of all ranks of ``plan`` on this machine in float64, and compare them with ``model``: outputs,
-    loss, every gradient, and what forward leaves in buffers and parameters.
+    loss, every gradient, and the values of buffers and parameters after the forward.
 
-    ``inputs``: one global batch. ``loss``: as it was given to ``partition``. ``tolerance``: largest relative error that
-    counts as equal. If samples interact only within a microbatch (``couple="microbatch"``), the model runs on one group
-    of samples after the other, and the results are averaged. Gradients are not compressed here, even if the plan does
-    so.
+    ``inputs``: one global batch. ``loss``: as it was given to ``partition``; ``None`` if the model's result contains
+    the loss. ``tolerance``: largest relative error that counts as equal. If samples interact only within a microbatch
+    (``couple="microbatch"``), the model runs on one group of samples after the other, and the results are averaged.
+    Gradients are not compressed here, even if the plan compresses them.
 
     Raise :class:`partitioner.WeightsError` or :class:`partitioner.BatchError` if the model or the inputs are not the
     plan's, and :class:`InputsError` if the plan has a loss and the model gives none.
@@ -182,21 +184,22 @@ def verify(
 
 
 def counters_of(program: Program, model: nn.Module) -> list[str]:
-    """Return the names of those parameters and buffers of ``program`` that are Python numbers in the modules of
-    ``model``, such as a step counter, and that forward changes, so that a verification compares them, too."""
+    """Return the names of those parameters and buffers of ``program`` that forward changes and that are Python numbers
+    in the modules of ``model``, such as a step counter. A verification compares them like buffers.
+    """
     held = dict(model.named_buffers(remove_duplicate=False))
     changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
     return [name for name in changed if number_of(model, name) is not None]
 
 
 def compare(run: Run, reference: Reference, program: Program) -> dict[str, float]:
-    """Return the relative error of everything that the model computes: ``loss``, ``output <path>``, ``grad <name>``,
-    ``buffer <name>`` or ``parameter <name>`` -> error. ``run``: results of the plan's programs. ``reference``: results
-    of the model. ``program``: the program that ran, which says what each output and buffer is.
+    """Return the relative errors of everything that the model computes, by name: ``loss``, ``output <path>``, ``grad
+    <name>``, ``buffer <name>`` or ``parameter <name>``.
 
-    The difference of a gradient is divided by its largest element, or by 1/1000 of the largest element of all gradients
-    if that is greater, so that gradients that are zero except for rounding count as equal. Buffers and parameters are
-    treated likewise.
+    ``run``: results of the plan's programs. ``reference``: results of the model. ``program``: the program that ran,
+    which says what each output and buffer is. The difference of a gradient is divided by its largest element, or by
+    1/1000 of the largest element of all gradients if that is greater, so that gradients that are zero except for
+    rounding count as equal. The differences of buffers and parameters are divided in this way, too.
     """
     errors: dict[str, float] = {}
     if program.loss is not None and reference.loss is not None:

@@ -77,7 +77,8 @@ def _parse_number(text: str) -> float:
 class AdaptedLinear(nn.Linear):
     """A linear layer whose weight and bias are frozen, with a low-rank adapter.
 
-    ``transposed``: the weight is ``[inputs, outputs]``, as that of ``Conv1D`` of transformers.
+    ``transposed``: the weight has the shape ``[inputs, outputs]``, like ``Conv1D`` of transformers; otherwise
+    ``[outputs, inputs]``.
     """
 
     def __init__(self, base: nn.Module, lora: Lora, *, transposed: bool) -> None:

@@ -57,11 +57,12 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Shape and content of one input of a model: random integers from ``low`` to below ``high``, or normally
+    """Shape and content of one input of a model. It has random integers from ``low`` to below ``high``, or normally
     distributed numbers if ``high`` is 0.
 
-    ``placeholder``, ``places``: of token ids, how many after the first of each sample are this one, which stands for a
-    feature of an image. ``fixed``: the input is this Python value, and no tensor.
+    ``shape``: shape of the tensor. ``placeholder``, ``places``: for token ids: the id that stands for a feature of an
+    image, and how many of these ids follow the first token of each sample. ``fixed``: if it is not ``None``, the input
+    is this Python value instead of a tensor.
     """
 
     shape: tuple[int, ...]
@@ -124,16 +125,16 @@ def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) 
 
 
 def _wants_numbers(error: Exception) -> bool:
-    """Return whether ``error``, with which a model failed on meta tensors, was raised because the model reads the
-    values of tensors, which meta tensors do not have. The shapes of the inputs may be right in this case.
+    """Return whether ``error`` was raised because a model that ran on meta tensors tried to read the values of tensors,
+    which meta tensors do not have. The shapes of the inputs may be right in this case.
     """
     return isinstance(error, NotImplementedError) or "on meta tensors" in str(error)
 
 
 def make_batch(specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Return a tensor, or a fixed value, for each entry of ``specs`` (argument name -> shape and content), by argument
-    name, on ``device``. On the device ``meta`` tensors have no values; otherwise their values are random, from
-    ``seed``.
+    """Return a batch by argument name: for each entry of ``specs`` (argument name -> shape and content of the input), a
+    tensor on ``device`` or a fixed value. On the device ``meta`` tensors have no values; otherwise their values are
+    random, from ``seed``.
     """
     generator = torch.Generator().manual_seed(seed)
     return {name: spec.make(device, generator) for name, spec in specs.items()}
@@ -202,8 +203,8 @@ def reads_images(model: nn.Module) -> bool:
 
 
 def list_left_out(model: nn.Module, inputs: Collection[str]) -> list[str]:
-    """Return the kinds of input, ``images`` and ``audio``, that ``model`` reads with text, and that ``inputs``, the
-    names of a batch's inputs, do not have.
+    """Return the kinds of input, ``images`` and ``audio``, that ``model`` can read besides text and that a batch does
+    not have. ``inputs``: the names of the batch's inputs.
     """
     names = inspect.signature(model.forward).parameters
     if "input_ids" not in inputs:
@@ -213,7 +214,10 @@ def list_left_out(model: nn.Module, inputs: Collection[str]) -> list[str]:
 
 
 def _list_pairs(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
-    """Yield the batches to try with ``model``, whose loss compares all images of a batch with all texts."""
+    """Yield the batches to try with ``model``, whose loss compares all images of a batch with all texts. Each is
+    argument name -> shape and content of the input. ``found``: the model's configuration. ``request``: kind and size of
+    the batch. Raise :class:`PretrainedError` if the model has no such loss.
+    """
     parameters = inspect.signature(model.forward).parameters
     if not reads_images(model) or (request.trains and "return_loss" not in parameters):
         raise PretrainedError(
@@ -227,8 +231,12 @@ def _list_pairs(model: nn.Module, found: Configuration, request: BatchRequest) -
 
 
 def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
-    """Yield the batches with an image for each sample to try with ``model``: none if its images have no fixed shape, as
-    where several of different sizes are joined to one list of patches.
+    """Yield the batches with an image for each sample to try with ``model``, which reads text with images. Each is
+    argument name -> shape and content of the input.
+
+    Nothing is yielded if labels are requested and the model takes none, or if its images have no fixed shape, because
+    images of different sizes are joined to one list of patches. ``found``: the model's configuration. ``request``: kind
+    and size of the batch. Raise :class:`PretrainedError` if a sample is too short for the placeholders of an image.
     """
     parameters = inspect.signature(model.forward).parameters
     if any(name.endswith("grid_thw") for name in parameters) or (request.trains and "labels" not in parameters):
@@ -250,7 +258,9 @@ def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequ
 
 
 def _count_image_features(model: nn.Module, pixels: InputSpec) -> int:
-    """Return how many features ``model``, which is on the meta device, makes of one image; 0 if it does not tell."""
+    """Return how many features ``model``, which is on the meta device, computes from one image; 0 if this cannot be
+    found out. ``pixels``: shape and content of the images.
+    """
     try:
         with torch.no_grad():
             made: Any = model.get_image_features(pixel_values=make_batch({"": pixels}, "meta")[""])  # type: ignore[operator]
@@ -271,9 +281,10 @@ def _label_spec(config: Any, request: BatchRequest) -> InputSpec:
 
 
 def _text_length(config: Any, request: BatchRequest) -> int:
-    """Return the number of tokens of one sample in the labels, and in the input of a decoder. ``config``: the model's
-    transformers configuration. ``request``: the requested batch: the kind of its labels decides whether this number is
-    a fixed small one, the model's number of positions, or the requested length."""
+    """Return the number of tokens of one sample in the labels, and in the input of a decoder. It is a fixed small
+    number, the model's number of positions or the requested length, depending on the kind of labels. ``config``: the
+    model's transformers configuration. ``request``: the requested batch.
+    """
     if request.labels == "few":
         return _TEXT
     if request.labels == "text":
@@ -313,8 +324,8 @@ def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Itera
 
 
 def _list_image_sizes(found: Configuration) -> Iterator[tuple[int, int]]:
-    """Yield pairs (height, width) of images in pixels to try: those of the configuration ``found``, else of its
-    preprocessor, else a usual size.
+    """Yield pairs (height, width) in pixels of images to try: the sizes in the configuration ``found``, or else in its
+    preprocessor, or else a usual size.
     """
     for field in ("image_size", "input_size", "img_size"):
         size = _as_size(getattr(found.config, field, None))

@@ -54,9 +54,9 @@ class Configuration:
         config: the ``PreTrainedConfig`` of transformers.
         source: where it was read: a file, or a name on the hub.
         folder: the folder of the file; ``None`` for a name on the hub.
-        architectures: the class names that the file has for the model.
+        architectures: the names of the model's classes in the file.
         preprocessor: the fields of ``preprocessor_config.json`` in the folder; empty if there is no such file.
-        notes: sentences for the user about settings of the file that the model is built without.
+        notes: sentences for the user about settings of the file that are ignored when the model is built.
     """
 
     config: Any
@@ -105,7 +105,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_configuration(source: str | Path) -> Configuration:
-    """Return the configuration at ``source``: a folder with a ``config.json``, such a file, or a name on the hub.
+    """Return the configuration at ``source``: a folder with a ``config.json``, the path of a ``config.json``, or a name
+    on the Hugging Face hub.
 
     Raise :class:`PretrainedError` if it is missing, is not JSON or is not a configuration of transformers,
     :class:`RemoteCodeError` if it names code of its own, and :class:`HubError` if the hub does not have it.
@@ -206,8 +207,9 @@ def _parse_configuration(
 
 
 def _note_defaults(data: Mapping[str, Any], config: Any) -> list[str]:
-    """Return sentences for the user on sizes that ``data``, the content of a configuration file, leaves to the defaults
-    of the type, and on fields of it that look like misspelt ones. ``config``: the configuration that was made of it.
+    """Return sentences for the user on sizes that a configuration file does not give, so that the defaults of the model
+    type apply, and on fields that look misspelt. ``data``: the content of the file. ``config``: the configuration that
+    was made of it.
     """
     notes = []
     inner = import_transformers().PreTrainedConfig
@@ -308,8 +310,8 @@ def _leave_out(data: Any, names: tuple[str, ...]) -> Any:
 
 
 def _decode_floats(data: Any) -> Any:
-    """Return a copy of ``data``, parsed JSON, with numbers in place of objects such as ``{"__float__": "Infinity"}``,
-    as which transformers writes the numbers that JSON does not have.
+    """Return a copy of ``data``, parsed JSON, in which objects such as ``{"__float__": "Infinity"}`` are replaced by
+    the number. transformers writes numbers in this way that JSON does not have.
     """
     if isinstance(data, dict):
         if {*data} == {"__float__"} and (value := _FLOATS.get(str(data["__float__"]))) is not None:
@@ -319,7 +321,9 @@ def _decode_floats(data: Any) -> Any:
 
 
 def list_parts(config: Any) -> Iterator[Any]:
-    """Yield ``config``, a ``PreTrainedConfig``, and the configurations inside it, such as that of a text model."""
+    """Yield ``config``, a ``PreTrainedConfig``, and all configurations inside it, such as the configuration of a text
+    model.
+    """
     yield config
     for value in vars(config).values():
         if isinstance(value, import_transformers().PreTrainedConfig):
@@ -327,8 +331,9 @@ def list_parts(config: Any) -> Iterator[Any]:
 
 
 def read_number(config: Any, *names: str) -> int | None:
-    """Return the first positive integer that ``config``, a transformers configuration, or a configuration inside it has
-    in a field with one of ``names``. If the field is a list, its first number counts. ``None`` if there is none.
+    """Return the first positive integer that a field of ``config``, a transformers configuration, or of a configuration
+    inside it has. ``names``: the names of the fields, the preferred one first. If a field is a list, its first number
+    counts. ``None`` if there is none.
     """
     for name in names:
         for part in list_parts(config):

@@ -167,11 +167,12 @@ def _heads_of(tensor: Tensor) -> tuple[int, int]:
 def build_inputs(
     model: nn.Module, shapes: CacheShapes, batch: int, prompt: int, length: int, *, prefill: bool
 ) -> dict[str, Any]:
-    """Return the inputs of the forward that :func:`generating` traces, as meta tensors: ``batch`` samples, and caches
-    of ``length`` places.
+    """Return the inputs of the forward of ``model`` that :func:`generating` traces, as meta tensors by argument name:
+    ``batch`` samples, and key/value caches for ``length`` tokens.
 
-    ``prompt``: the tokens of each sample that the program reads at once if ``prefill``; otherwise it reads one. With an
-    encoder, these are the tokens of the encoder, and both programs read one token of the decoder.
+    ``shapes``: shapes of the cached keys and values. ``prompt``: number of tokens of each sample. With ``prefill``, the
+    program reads all of them at once; otherwise it reads one token. With an encoder, these are the tokens of the
+    encoder, and both programs read one token of the decoder.
     """
 
     def integers(*shape: int) -> Tensor:
@@ -194,11 +195,12 @@ def build_inputs(
 
 
 def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, grouped: bool) -> PreparedModel:
-    """Return ``model`` prepared to be planned for ``inputs``, those of a step of generation. It must be called inside
-    of :func:`generating`, where the forward of ``model`` reads and writes key/value caches.
+    """Return ``model`` prepared to be planned for ``inputs``, the inputs of a step of generation. It must be called
+    inside the context of :func:`generating`, where the forward of ``model`` reads and writes key/value caches.
 
-    ``precision``: as for ``partition``. ``grouped``: where several heads of queries read one head of keys, attention
-    reads the caches as they are, instead of a copy with a head for each head of queries. The CPU's kernels can do so.
+    ``precision``: as for ``partition``; ``None``: the model's own type. ``grouped``: if several heads of queries read
+    one head of keys, attention reads the caches as they are, instead of a copy with a head for each head of queries.
+    The CPU's kernels can do so.
     """
     prepared = prepare(model, inputs, objective="infer", precision=precision)
     if grouped:
@@ -222,7 +224,9 @@ def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[No
     accepted = inspect.signature(generated.forward).parameters
 
     def call(module: nn.Module, **given: Any) -> Tensor:
-        """Return the logits of the last position."""
+        """Run the forward of ``module``, or of its submodule that reads the tokens, on those of the arguments ``given``
+        that it accepts. Return the logits of the last position.
+        """
         given = {key: value for key, value in given.items() if key in accepted and value is not None}
         output = module.get_submodule(path)(**given) if path else kind.forward(module, **given)
         logits: Tensor = output.logits
@@ -303,10 +307,10 @@ def _make_cache(
 ) -> Any:
     """Return a key/value cache that transformers' models accept as ``past_key_values``.
 
-    ``caches``: keys and values of each attention layer as ``[batch, heads, length, d]``; the new ones are written to
-    them from the position ``start`` on. ``None``: nothing is stored, and the model attends to the new keys and values
-    only. ``length``: number of positions of ``caches``. ``found``: a dict to which each write of the model adds: index
-    of the layer -> new keys and values.
+    ``caches``: keys and values of each attention layer as ``[batch, heads, length, d]``. ``start``: the position in
+    them from which new keys and values are written. Both ``None``: nothing is stored, and the model attends to the new
+    keys and values only. ``length``: number of positions of ``caches``. ``found``: a dict to which each write of the
+    model adds: index of the layer -> new keys and values.
     """
     import_transformers()  # raises an error of its own where there is none
     from transformers.cache_utils import Cache, StaticLayer
@@ -371,9 +375,8 @@ def _make_cache(
 
 
 def _make_cross_cache(caches: CachePairs, known: bool) -> Any:
-    """Return an object for the keys and values of an encoder's results, to which each layer of a decoder writes once.
-
-    ``caches``: keys and values of each layer. ``known``: they are written already.
+    """Return an object for the keys and values of an encoder's results in cross-attention, to which each layer of a
+    decoder writes once. ``caches``: keys and values of each layer. ``known``: whether they have been written already.
     """
     length = caches[0][0].shape[2]
     cache = _make_cache(caches, caches[0][0].new_zeros((), dtype=torch.int64), length, {})
@@ -393,5 +396,5 @@ def _join_caches(own: Any, cross: Any) -> Any:
 
 
 def is_cache(path: str) -> bool:
-    """Return whether the input at ``path`` of the traced forward is a cache, as ``caches.0.1`` is."""
+    """Return whether the input with the path ``path`` of the traced forward is a cache, such as ``caches.0.1``."""
     return path.startswith((f"{CACHES}.", f"{CROSS_CACHES}."))

@@ -99,16 +99,16 @@ def load_pretrained(
     """Return the model of a configuration, with a batch that suits it. No code in the configuration is executed.
 
     Args:
-        source: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
+        source: a folder with a ``config.json``, the path of a ``config.json``, or a name on the Hugging Face hub.
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of the batch.
-        task: what the model is trained for; ``None``: as the class in the configuration's ``architectures``, else as
-            follows from its type, ``is_encoder_decoder`` and ``is_decoder``.
+        task: what the model is trained for, such as ``causal``. ``None``: the task of the class in the configuration's
+            ``architectures``, or else the task that follows from its type, ``is_encoder_decoder`` and ``is_decoder``.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         objective: ``train``: the batch has labels; ``infer``: it has none.
-        values: give the model real weights: those of the safetensors files beside ``config.json`` if there are any,
-            else random ones. Without, the model is on the meta device and needs no memory.
+        values: give the model real weights, from the safetensors files beside ``config.json`` if there are any, else
+            random. If false, the model is on the meta device and needs no memory.
 
     Raises :class:`PretrainedError`, or one of its subclasses, for a configuration or option that cannot be used, and if
     neither ``task`` nor the configuration says which of several tasks the model is for.
@@ -168,14 +168,14 @@ def partition_pretrained(
     empty.
 
     Args:
-        source: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
+        source: a folder with a ``config.json``, the path of a ``config.json``, or a name on the Hugging Face hub.
         constraints: as for :func:`partitioner.partition`.
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of a step; ``None``: eight for each device.
         task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or ``contrastive``; ``None``: as for
             :func:`load_pretrained`.
-        lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``.
+        lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         more: further arguments of :func:`partitioner.partition`.
 
     Raises :class:`PretrainedError` for a configuration or option that cannot be used, and the errors of
@@ -197,7 +197,7 @@ def choose_samples(devices: int) -> int:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The class that was chosen for a configuration.
+    """The transformers class that was chosen for a configuration.
 
     Attributes:
         name: name of the class in transformers.
@@ -216,7 +216,7 @@ class ModelChoice:
 
 def _choose_class(found: Configuration, asked: str | None) -> ModelChoice:
     """Return the class of the model for the configuration ``found``. ``asked``: the task that the user chose; ``None``:
-    that of the class which the configuration names, or else the one that follows from the type of the model.
+    the task of the class that the configuration names, or else of the class that follows from the type of the model.
 
     Raise :class:`PretrainedError` if there is no class for the task, or if no task was chosen and several are possible.
     """
@@ -254,8 +254,9 @@ def _choose_class(found: Configuration, asked: str | None) -> ModelChoice:
 
 
 def _follow_type(found: Configuration, every: list[tuple[str, Labels, str]]) -> tuple[tuple[str, Labels, str], str]:
-    """Return that one of ``every``, classes with labels and task, which follows from the type of the model, and why as
-    a clause. ``found``: the configuration. Raise :class:`PretrainedError`, with the tasks to choose from, if none does.
+    """Choose a model class by the type of the model. Return two values: the class, as one of ``every``, and the reason
+    as a clause. ``every``: the possible classes, each as (name, kind of labels, task). ``found``: the configuration.
+    Raise :class:`PretrainedError`, with the tasks to choose from, if the type decides for none.
     """
     from transformers.models.auto import modeling_auto
 
@@ -285,8 +286,9 @@ def _follow_type(found: Configuration, every: list[tuple[str, Labels, str]]) -> 
 
 
 def _note_other_classes(same: Sequence[tuple[str, Labels, str]]) -> tuple[str, ...]:
-    """Return a sentence on the classes of one task that were not chosen, if there are any. ``same``: all classes of the
-    task, the chosen one first."""
+    """Return a sentence for the user on the classes of one task that were not chosen, as a tuple of one; empty if there
+    is only one class. ``same``: all classes of the task, the chosen one first, each as (name, kind of labels, task).
+    """
     others = [name for name in dict.fromkeys(name for name, _, _ in same) if name != same[0][0]]
     if not others:
         return ()
@@ -299,8 +301,10 @@ def _note_other_classes(same: Sequence[tuple[str, Labels, str]]) -> tuple[str, .
 def _note_attention(
     found: Configuration, name: str, task: str, every: Sequence[tuple[str, Labels, str]]
 ) -> tuple[str, ...]:
-    """Return a sentence if the class ``name`` is to predict the next token, but attends to it. ``found``: the
-    configuration. ``task``: the task of the class. ``every``: all classes of the type."""
+    """Return a warning, as a tuple of one sentence, if the class ``name`` is trained to predict the next token although
+    its attention sees later tokens; otherwise empty. ``found``: the configuration. ``task``: the task of the class.
+    ``every``: all classes of the model type, each as (name, kind of labels, task).
+    """
     config = found.config
     encodes = "masked" in {each[2] for each in every} and not getattr(config, "is_encoder_decoder", False)
     if task != "causal" or not encodes or getattr(config, "is_decoder", None) is not False:
@@ -312,9 +316,8 @@ def _note_attention(
 
 
 def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
-    """Return a tuple for each model class that transformers has for the configuration ``config``, the usual class
-    first: the name of the class, the kind of its labels (such as ``tokens``) and the name of its task (such as
-    ``causal``).
+    """Return the model classes that transformers has for the configuration ``config``, the usual class first. Each is a
+    tuple: name of the class, kind of its labels (such as ``tokens``), name of its task (such as ``causal``).
     """
     from transformers.models.auto import modeling_auto
 
@@ -337,8 +340,8 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
     read. ``name``: the name of the model's class in transformers. ``device``: ``meta``, where the weights have no
     values, or ``cpu``.
 
-    On ``cpu`` the weights are those of the safetensors files in the folder of the configuration if it has some, else
-    random. Raise :class:`PretrainedError` if transformers cannot build the model.
+    On ``cpu`` the weights are loaded from the safetensors files in the folder of the configuration if it has some, else
+    they are random. Raise :class:`PretrainedError` if transformers cannot build the model.
     """
     what = f"{found.source}: transformers cannot build {name} from this configuration"
     try:
@@ -360,9 +363,10 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
 
 
 def _part_for(cls: Any, config: Any) -> Any:
-    """Return the configuration to pass to the model class ``cls`` of transformers: ``config`` itself, or that
-    configuration inside it (such as the one of its text model) whose type is the one that ``cls`` expects; ``config``
-    if there is none."""
+    """Return the configuration to pass to the model class ``cls`` of transformers. If ``config`` has another type than
+    ``cls`` expects, and a configuration inside it (such as that of its text model) has this type, the inner one is
+    returned; otherwise ``config`` itself.
+    """
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config

@@ -64,14 +64,14 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can overlap with the
 class KernelRow:
     """One GPU kernel of a block (such as a layer), and its role in the block.
 
-    - ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix product or an attention. ``again``:
-      selective recomputation runs it a second time in backward. ``ring``: if its operator is an attention over a
-      sharded sequence, the index of that attention among those of the block, else -1.
-    - ``expert``: its operator is a matrix product of a mixture of experts. Only then the other fields matter:
-      ``widest``: the smaller side of an expert's weight matrix; the smallest of M, N and K of the product is never
-      greater, however many rows the expert gets. ``rows``: the number of rows (tokens) of all experts in the graph; 0:
-      every expert processes all rows. ``held``: the number of experts in the graph. ``each``: a rank launches the
-      kernel separately for each of its experts.
+    - ``kernel``: its traffic, FLOPs and launches. ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix
+      product or an attention. ``again``: selective recomputation runs it a second time in backward. ``ring``: if its
+      operator is an attention over a sharded sequence, the index of that attention among those of the block, else -1.
+    - ``expert``: its operator is a matrix product of a mixture of experts. The other fields matter only for these.
+      ``widest``: the smaller side of an expert's weight matrix, an upper bound on the smallest of M, N and K of the
+      product. ``rows``: the number of rows (tokens) of all experts in the graph; 0: every expert processes all rows.
+      ``held``: the number of experts in the graph. ``each``: a rank launches the kernel separately for each of its
+      experts.
     """
 
     kernel: Kernel
@@ -88,9 +88,19 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Table of the kernels of a block (such as a layer): the fields of :class:`Kernel` and :class:`KernelRow` as arrays
-    of shape ``[kernels]``. ``kinds`` and ``precisions`` list the distinct names; ``kind`` and ``precision`` hold an
-    index into them for each kernel.
+    """Table of the GPU kernels of a block (such as a layer), with one array of shape ``[kernels]`` for each property.
+
+    - ``kinds``, ``precisions``: the distinct names of kinds (such as ``"norm"``) and number formats. ``kind``,
+      ``precision``: index of each kernel in these.
+    - ``num_bytes``: bytes read and written. ``state_bytes``: the part of them that belongs to weights. ``flops``:
+      FLOPs. ``smallest``: the smallest of M, N and K of a product. ``width``: head width of an attention. ``launches``:
+      number of launches.
+    - ``aligned``: the sizes suit matrix units. ``learned``: the kernel computes a gradient of weights. ``way``: 0
+      forward, 1 backward. ``product``: it is a matrix product or an attention. ``again``: selective recomputation runs
+      it a second time. ``ring``: index of its attention over a sharded sequence, else -1.
+    - ``expert``: it is a product of experts. For these: ``widest``: the smaller side of an expert's weight. ``rows``:
+      number of rows (tokens) of all experts; 0: every expert has all. ``held``: number of experts. ``each``: it is
+      launched for each expert separately.
     """
 
     kinds: tuple[str, ...]
@@ -186,9 +196,10 @@ class StateRead:
     small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
-        """Return two numbers: the bytes of this parameter and the bytes of its gradient on a rank that holds the
-        fraction ``share`` of both (0 to 1), such as of experts' weights. ``short_gradients``: the gradient has the
-        parameter's dtype, even if gradients are otherwise accumulated in float32.
+        """Return two numbers: the bytes of this parameter and the bytes of its gradient, on a rank that holds a
+        fraction of both. ``share``: this fraction, from 0 to 1, for example for weights of experts.
+        ``short_gradients``: the gradient has the parameter's dtype, even if gradients are otherwise accumulated in
+        float32.
         """
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
@@ -200,9 +211,9 @@ class BlockProfile:
 
     - ``kernels``: the table of GPU kernels. ``exchanges``: the collectives. ``states``: the parameters and buffers that
       the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it runs backward).
-    - ``issued``: three numbers of operators that the host launches: in forward, in backward for gradients of inputs,
-      and in backward for gradients of weights. ``issued_each``: the same for operators that it launches once per
-      expert.
+    - ``issued``: numbers of operators that the host launches in three parts: in forward, in backward for gradients of
+      inputs, and in backward for gradients of weights. ``issued_each``: such numbers for operators that the host
+      launches once per expert; they are not in ``issued``.
     - ``held``: number of experts in the graph. ``region``: the matrix products of experts. ``routing``: number of
       forward operators between the attention and the experts, which route tokens to experts.
     """
@@ -242,7 +253,7 @@ def asked_by(
 
 
 class _BlockProfiler:
-    """Collects the kernels and collectives of a block's operators. A block is a piece of the model, such as a layer.
+    """Collects the kernels and collectives of the operators of a block, such as a layer.
 
     ``train``: the block has a backward. ``fp8``: products with weights are in fp8. ``again``: the nodes that selective
     recomputation runs a second time, in backward. ``fused_casts``: the preceding kernels write operands in fp8.
@@ -281,7 +292,8 @@ class _BlockProfiler:
 
     def read(self, merged: FusedRegions | None = None) -> BlockProfile:
         """Collect the kernels and collectives of every operator of the block (such as a layer), and return them with
-        the parameters and buffers that the block reads. ``merged``: the regions of operators that a compiler merges.
+        the parameters and buffers that the block reads. ``merged``: the regions of operators that a compiler merges;
+        ``None``: none are merged.
         """
         if merged is not None:
             self.merged = {n: number for n, number in merged.region.items() if n not in self.fused}
@@ -361,7 +373,7 @@ class _BlockProfiler:
         the kernels that cast its operands. Each launch of a cast is added to the operators that the host launches.
         Return ``kernels`` unchanged for any other node.
 
-        ``kernels``: those of ``node`` without fp8. ``way``: 0 forward, 1 backward. ``operands``, ``results``: the
+        ``kernels``: the kernels of ``node`` without fp8. ``way``: 0 forward, 1 backward. ``operands``, ``results``: the
         tensors that ``node`` reads and writes.
         """
         if node not in self.short:
@@ -401,9 +413,10 @@ class _BlockProfiler:
 
     def _is_issued(self, node: fx.Node) -> bool:
         """Return whether the host launches an operator for ``node``. It does not if a fused kernel does the work of
-        ``node``, nor for views in compiled code; the kernels of merged operators are counted elsewhere. If each
-        expert's products are launched separately, of several products with the same operand only the first counts,
-        because their weights lie together in memory and form one product.
+        ``node``, and not for views in compiled code. Operators that a compiler merges are counted elsewhere.
+
+        If each expert's products are launched separately, several products with the same operand count as one, because
+        their weights lie together in memory: only the first is launched.
         """
         if node in self.merged or (self.compiled and is_view(node)):
             return False
@@ -419,9 +432,9 @@ class _BlockProfiler:
     def _add_kernel_rows(
         self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int
     ) -> None:
-        """Append ``kernels``, those that run ``node``, to the block's list of kernels. ``way``: 0 forward, 1 backward.
-        ``operands``: the tensors that ``node`` reads. ``ring``: if ``node`` is an attention over a sharded sequence,
-        its index among those of the block, else -1. A block is a piece of the model, such as a layer.
+        """Append ``kernels``, which run ``node``, to the list of kernels of the block (such as a layer). ``way``: 0
+        forward, 1 backward. ``operands``: the tensors that ``node`` reads. ``ring``: if ``node`` is an attention over a
+        sharded sequence, its index among these attentions of the block, else -1.
         """
         expert, product = node in self.region.products, any(k.flops for k in kernels)
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
@@ -469,10 +482,12 @@ class _BlockProfiler:
 
 
 def merge_rows(rows: list[KernelRow], regions: Sequence[int | None], merged: FusedRegions) -> tuple[int, int]:
-    """Change the kernels ``rows`` of merged operators in place, to parts of one kernel for each region, forward and
-    backward, which has its bytes and launches. Return the launches of these kernels, forward and backward.
+    """Price merged operators as one kernel for each region, forward and backward: replace their kernels in ``rows`` (in
+    place) by parts of this kernel, which together have its bytes and launches. Return the launches of all these
+    kernels, as (forward, backward).
 
-    ``regions``: for each of ``rows`` the number of its region among ``merged``; ``None``: it runs by itself.
+    ``regions``: for each of ``rows``, the number of its region in ``merged``; ``None``: its operator is not merged.
+    ``merged``: the regions of operators that a compiler merges.
     """
     places: dict[tuple[int, int], list[int]] = {}
     for place, region in enumerate(regions):
@@ -532,13 +547,13 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Return how much longer the host needs to launch the linear layers of ``block`` (a piece of the model, such as a
-    layer) if Transformer Engine runs them and not torch, as a dict: first matrix product of a layer -> number of
-    operator launches that would take this additional time. Products that read the same value are one layer. ``region``:
-    the products of experts, which are left out.
+    """Return the additional time in which the host launches each linear layer of ``block`` if Transformer Engine runs
+    it instead of torch: first matrix product of the layer -> additional time, as a number of operator launches that
+    take as long.
 
-    One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
-    NVIDIA/TransformerEngine issue 2053).
+    ``block``: a piece of the model, such as a decoder layer. Products that read the same value are one linear layer.
+    ``region``: the products of experts, which are left out. One forward takes 2.7 times the host time of torch's linear
+    layer (100 us over 37 on GB200, 91 over 33 on GH200: NVIDIA/TransformerEngine issue 2053).
     """
     states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
     for node in block.graph.nodes:
@@ -551,8 +566,8 @@ def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, floa
 
 
 def learned_nodes(block: Block) -> set[fx.Node]:
-    """Return the parameters and buffers of ``block`` (a piece of the model, such as a layer), and all nodes that are
-    computed from these alone.
+    """Return the parameters and buffers of ``block`` (such as a layer), and all nodes that are computed from these
+    alone.
     """
     states = set(block.states)
     found = {node for node in block.placeholders if node.name in states}
@@ -565,12 +580,11 @@ def learned_nodes(block: Block) -> set[fx.Node]:
 def node_operands(
     node: fx.Node, states: set[str], learned: Container[fx.Node], copied: bool = False
 ) -> tuple[list[Operand], list[Operand]]:
-    """Return two lists: the tensors that ``node`` reads and the tensors that it computes. A block is a piece of the
-    model, such as a layer.
+    """Return two lists: the tensors that ``node`` reads and the tensors that it computes.
 
-    ``states``: names of the block's parameters and buffers. ``learned``: nodes computed from these alone. ``copied``:
-    whether elements that ``expand`` repeated count as repeated (``Operand.repeats``) even if a later reshape copied
-    them to memory.
+    ``states``: names of the parameters and buffers of the block (such as a layer). ``learned``: nodes computed from
+    these alone. ``copied``: whether elements that ``expand`` repeated count as repeated (``Operand.repeats``) even if a
+    later reshape copied them to memory.
     """
     read = [(o.meta["val"], is_state(o, states), o in learned, repeats_of(o, copied)) for o in tensors_of(node)]
     operands = [Operand(tuple(v.shape), v.dtype, state, made, repeats) for v, state, made, repeats in read]
@@ -614,9 +628,9 @@ def gradient_bytes_of(placeholder: fx.Node) -> int:
 
 
 def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
-    """Return a list with the kernel that adds a parameter's gradient to that of earlier microbatches. It is empty if
-    ``placeholder`` is no parameter or has no gradient. ``states``: names of the block's parameters and buffers. A block
-    is a piece of the model, such as a layer.
+    """Return a list with the kernel that adds a parameter's gradient to the sum over earlier microbatches. It is empty
+    if ``placeholder``, an input of a graph, is no parameter or has no gradient. ``states``: names of the parameters and
+    buffers that the graph reads.
     """
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []

@@ -49,8 +49,8 @@ Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
 
 def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the nodes of ``block`` (a piece of the model, such as a layer) that selective recomputation runs a second
-    time, in backward. ``sent``: nodes whose values come from other ranks; these are never recomputed.
+    """Return the nodes of ``block`` (such as a layer) that selective recomputation runs a second time, in backward.
+    ``sent``: nodes whose values come from other ranks; these are never recomputed.
     """
     return find_recomputed_nodes(block, "selective", sent)
 
@@ -59,14 +59,13 @@ def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) ->
 class CallCost:
     """Cost of one microbatch through one call of a block (such as a layer) on one rank.
 
-    Fields that end in ``_comm_s`` are seconds of collectives; other ``_s`` fields are seconds without collectives.
-
-    - ``weights_s``: the part of ``backward_s`` that computes gradients of weights, which can run after the gradients of
-      inputs are sent to the previous stage. ``flops``, ``backward_flops``: FLOPs of matrix products, forward and
-      backward.
-    - ``saved_bytes``: bytes kept from forward to backward, besides those inputs that ``saved_inputs`` (one flag per
-      input) marks as kept. ``carried_bytes``: bytes held between backward for inputs and backward for weights.
-      ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host memory.
+    - ``forward_s``, ``backward_s``: seconds without collectives. ``forward_comm_s``, ``backward_comm_s``: seconds of
+      collectives. ``weights_s``: the part of ``backward_s`` that computes gradients of weights, which can run after the
+      gradients of inputs are sent to the previous stage. ``flops``, ``backward_flops``: FLOPs of matrix products,
+      forward and backward.
+    - ``saved_bytes``: bytes kept from forward to backward, without inputs. ``saved_inputs``: for each input, whether it
+      is kept, too. ``carried_bytes``: bytes held between the backward for gradients of inputs and that for gradients of
+      weights. ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host memory.
     - ``input_bytes``, ``output_bytes``: bytes of each input and output. ``output_grads``: for each output, whether it
       receives a gradient. ``state_bytes``: bytes of all parameters and buffers that the call reads. ``gathered_bytes``:
       bytes of parameters that ZeRO-3 gathers for it, and of their gradients.
@@ -151,7 +150,7 @@ class CallCost:
     @cached_property
     def later_s(self) -> float:
         """Return the seconds of the backward that may run after the gradients of inputs are sent to the previous
-        pipeline stage: those of gradients of weights, but at most half of the whole backward.
+        pipeline stage: the seconds of gradients of weights, but at most half of the whole backward.
         """
         return min(self.weights_s, self.backward_s / 2)
 
@@ -162,7 +161,7 @@ class CallCost:
     @cached_property
     def recompute_s(self) -> float:
         """Return the seconds that full recomputation of the block (such as a layer) adds to the backward of one
-        microbatch: those of its forward, without work that backward does anyway.
+        microbatch: the seconds of its forward, without work that backward does anyway.
         """
         return self.forward_total_s - self.forward_only_s
 
@@ -179,10 +178,10 @@ def call_costs(
     train: bool = True,
     spread: Spread = NO_SPREAD,
 ) -> CallCost:
-    """Return the cost of one call of ``block`` (a piece of the model, such as a layer), a local graph (one rank's
-    shapes, with its collectives), on ``device``. ``groups``: mesh axis -> the group of ranks over which collectives of
-    that axis run; collectives over other axes cost nothing. ``train``: whether the call has a backward and saves
-    activations for it. ``spread``: how expert parallelism and ZeRO-3 distribute the call over ranks.
+    """Return the cost of one call of ``block`` (such as a layer), a local graph (one rank's shapes, with its
+    collectives), on ``device``. ``groups``: mesh axis -> the group of ranks over which collectives of that axis run;
+    collectives over other axes cost nothing. ``train``: whether the call has a backward and saves activations for it.
+    ``spread``: how expert parallelism and ZeRO-3 distribute the call over ranks.
     """
     return CallWork(block, train).cost(device, groups, spread)
 
@@ -208,8 +207,8 @@ class _Computed:
 
 
 class CallWork:
-    """The work of one call of ``block`` (a piece of the model, such as a layer), from which :meth:`cost` computes
-    seconds and bytes for any device type and groups of ranks.
+    """The work of one call of ``block`` (such as a layer), from which :meth:`cost` computes seconds and bytes for any
+    device type and groups of ranks.
 
     ``train``: the call has a backward. ``again``: a function from the block and the values that come from other ranks
     to the nodes that selective recomputation runs a second time, in backward. Kernel times are cached by device and by
@@ -223,9 +222,8 @@ class CallWork:
         self._computed: dict[tuple[object, ...], _Computed] = {}
 
     def asked(self, fp8: bool, profile: ExecutionProfile = OURS) -> BlockProfile:
-        """Return the kernels and collectives of the block (cached). ``fp8``: products with weights run in fp8.
-        ``profile``: how the training framework runs casts and experts. A block is a piece of the model, such as a
-        layer.
+        """Return the kernels and collectives of the block (such as a layer); the result is cached. ``fp8``: products
+        with weights run in fp8. ``profile``: how the training framework runs casts and experts.
         """
         key = fp8, profile.fused_casts, profile.expert_kernels, profile.current_scaling, profile.fused_kernels
         if key not in self._asked:
@@ -334,11 +332,12 @@ class CallWork:
         comm: list[float],
         forward_only_s: float,
     ) -> CallCost:
-        """Return the complete cost of a call. ``asked``: kernels and collectives of the block (such as a layer).
-        ``spread``: how expert parallelism and ZeRO-3 distribute the call over ranks. ``halves``: three durations in
-        seconds without collectives: forward, backward for inputs, backward for weights. ``comm``: two durations in
-        seconds of collectives: forward, backward. ``computed``: seconds and FLOPs of the kernels. ``forward_only_s``:
-        seconds of the forward that full recomputation does not repeat.
+        """Return the complete cost of a call of the block (such as a layer).
+
+        ``asked``: its kernels and collectives. ``spread``: how expert parallelism and ZeRO-3 distribute the call over
+        ranks. ``computed``: seconds and FLOPs of the kernels. ``halves``: seconds without collectives of three parts:
+        forward, backward for gradients of inputs, backward for gradients of weights. ``comm``: seconds of collectives,
+        forward and backward. ``forward_only_s``: seconds of the forward that full recomputation does not repeat.
         """
         regather = self.train and spread.profile.regather
         apart = spread.ep > 1
@@ -397,10 +396,11 @@ class CallWork:
 
 
 def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Return the number of operators that the host launches in one part of a block call (``half`` 0: forward, 1:
-    backward for inputs, 2: backward for weights). Operators in recorded CUDA graphs do not count. ``asked``: kernels
-    and operators of the block. ``spread``: how experts are distributed over ranks. The number is a fraction if a rank
-    holds a fraction of an expert. A block is a piece of the model, such as a layer.
+    """Return the number of operators that the host launches in one part of a block call, such as of a layer. It is a
+    fraction if a rank holds a fraction of an expert. Operators in recorded CUDA graphs do not count.
+
+    ``half``: the part: 0 forward, 1 backward for gradients of inputs, 2 backward for gradients of weights. ``asked``:
+    kernels and operators of the block. ``spread``: how experts are distributed over ranks.
     """
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.profile.expert_kernels == "each" and asked.held:
@@ -409,10 +409,11 @@ def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> f
 
 
 def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Return the number of operators that the host launches once per expert, added up over the experts of a rank.
-    ``half``: the part of a block call (0: forward, 1: backward for inputs, 2: backward for weights). ``asked``: kernels
-    and operators of the block. ``spread``: how experts are distributed over ranks. A block is a piece of the model,
-    such as a layer.
+    """Return the number of operators that the host launches once per expert, added up over the experts of a rank, in
+    one part of a block call, such as of a layer.
+
+    ``half``: the part: 0 forward, 1 backward for gradients of inputs, 2 backward for gradients of weights. ``asked``:
+    kernels and operators of the block. ``spread``: how experts are distributed over ranks.
     """
     return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
 
@@ -462,11 +463,12 @@ def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _
 
 
 def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
-    """Return ``columns``, the table of a block's kernels, as one rank runs them if experts are distributed as in
-    ``spread``. Each rank of ``ep`` has a part of the experts' weights, and its experts get rows (tokens) of all these
-    ranks. The expected imbalance of load between experts is included. If ``spread.divided``, the graph of the block has
-    only one rank's experts already, and the weights and rows are not divided a second time. A block is a piece of the
-    model, such as a layer.
+    """Return ``columns``, the table of the kernels of a block (such as a layer), as one rank runs them with expert
+    parallelism. Each rank of ``ep`` has a part of the experts' weights, and its experts get rows (tokens) of all these
+    ranks. The expected imbalance of load between experts is included.
+
+    ``spread``: how the experts are distributed. If ``spread.divided``, the graph of the block has only one rank's
+    experts already, and weights and rows are not divided again.
     """
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():

@@ -81,10 +81,9 @@ def message_time(num_bytes: float, link: Link) -> float:
 
 
 def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
-    """Return a link whose message time stands for the following transfer of a tensor between two pipeline stages: each
-    of ``size`` ranks sends its part of the tensor over ``link`` to its peer in the next stage, and the peers then
-    all-gather the parts (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the peers; ``None``: the
-    all-gather takes no time.
+    """Return a link whose message time is that of sending a tensor between two pipeline stages in parts. Each of
+    ``size`` ranks sends its part over ``link`` to its peer in the next stage, and the peers then all-gather the parts
+    (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the peers; ``None``: the all-gather takes no time.
     """
     latency, per_byte = link.latency, 1 / (size * link.bandwidth)
     if gathering is not None:
@@ -101,13 +100,13 @@ _WIDE_BYTES = 4  # gradients of narrow types travel in float32
 def exchange_seconds(
     query: Operand, key: Operand, value: Operand, seen: Band, algorithm: str, zigzag: bool, group: Group
 ) -> Seconds:
-    """Return the seconds of communication, forward and backward, of one attention whose sequence is sharded over the
+    """Return the seconds of communication, as (forward, backward), of one attention whose sequence is sharded over the
     ranks of ``group``.
 
     ``query``, ``key``, ``value``: the operands with their shapes on one rank. ``seen``: the range of positions before
-    and after its own that a query attends to. ``algorithm``: ``"ring"``, whose steps follow one another and each take
-    as long as the slowest pair of ranks, or another name: keys and values are all-gathered. ``zigzag``: each rank has
-    two distant parts of the sequence, which balances a causal mask.
+    and after its own that a query attends to. ``algorithm``: with ``"ring"``, the steps follow one another, and each
+    takes as long as the slowest pair of ranks; with any other name, keys and values are all-gathered. ``zigzag``: each
+    rank has two distant parts of the sequence, which balances a causal mask.
     """
     if group.others:
         each = (exchange_seconds(query, key, value, seen, algorithm, zigzag, one) for one in group.every)
@@ -128,9 +127,9 @@ def exchange_seconds(
 
 
 def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Seconds, bool]:
-    """Return two values for the operator ``node``: the forward and backward seconds of communication if it is an
-    attention over a sharded sequence (0 for other operators), and whether this communication overlaps with the node's
-    computation. ``groups``: the communication group of each mesh axis.
+    """Return two values for the operator ``node``. The first is the seconds of its communication, as (forward,
+    backward), if it is an attention over a sharded sequence, and 0 otherwise. The second is whether this communication
+    overlaps with the node's computation. ``groups``: mesh axis -> communication group.
     """
     group = groups.get(get_node_argument(node, "axis", "")) if collective_name(node.target) in CONTEXT else None
     if group is None or group.size == 1:

@@ -38,10 +38,10 @@ class Spread:
     ``tp`` and ``cp``.
 
     - ``tp``: number of ranks of the axis ``tp``. ``experts``: the group over which experts are distributed (``ep``).
-      ``sharers``: the group of ranks that share one expert. ``expert_tensor``: ``tp`` divided by ``etp``, the number of
-      ranks that share one expert. ``num_experts``: the number of experts of the layer that has most.
-    - ``shards``, ``expert_shards``: the groups of ranks over which ZeRO-3 shards the weights outside of experts, and
-      those of experts.
+      ``sharers``: the group of ranks that share one expert; their number is called ``etp``. ``expert_tensor``: ``tp``
+      divided by ``etp``. ``num_experts``: the number of experts of the layer that has most.
+    - ``shards``: the group over which ZeRO-3 shards the weights outside of experts. ``expert_shards``: the group over
+      which it shards the weights of experts.
     - ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: products with
       weights are in fp8. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``profile``:
       how the training framework executes the plan.
@@ -134,8 +134,8 @@ class ExpertProducts:
 
 
 def expert_region(block: Block) -> ExpertProducts:
-    """Return the products of experts in ``block`` (a piece of the model, such as a layer), the values that enter the
-    first of them and those that leave the last. Empty if the block has no experts.
+    """Return the matrix products of the experts in ``block`` (such as a layer), the values that the first of them read,
+    and the values that the last of them compute. Empty if the block has no experts.
     """
     found = find_regions(block)
     if found:
@@ -177,9 +177,9 @@ def _skip_views_and_casts(node: object) -> fx.Node:
 
 
 def _count_row_copies(node: fx.Node) -> float:
-    """Return how many copies of each element a sequence of views, selections and repetitions of rows has made: the
-    number of elements of ``node``'s value divided by those of the tensor at the start of the sequence; for example
-    ``k`` if each row was repeated ``k`` times. 1 if this is unknown.
+    """Return how many copies of each element a chain of views, selections and repetitions of rows has made: the number
+    of elements at its end, ``node``, divided by the number at its start. It is ``k`` if each row was repeated ``k``
+    times, and 1 if it is unknown.
     """
     size, source = node.meta["val"].numel(), node
     while source.op == "call_function" and (is_view(source) or operator_name(source) in _REPEATS):
@@ -189,9 +189,9 @@ def _count_row_copies(node: fx.Node) -> float:
 
 
 def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
-    """Return the seconds of sending tokens to their experts and back, for one pass (forward or backward). ``region``:
-    the products of the block's experts. ``spread``: how the experts are distributed over ranks. 0 if each rank has all
-    experts, or if the graph contains these collectives already. A block is a piece of the model, such as a layer.
+    """Return the seconds of sending tokens to their experts and back, for one pass (forward or backward) of a block
+    (such as a layer). ``region``: the products of the block's experts. ``spread``: how the experts are distributed over
+    ranks. 0 if each rank has all experts, or if the graph contains these collectives already.
     """
     if spread.ep == 1 or spread.divided:
         return 0.0

@@ -17,9 +17,9 @@ _SHOWN = 3  # products that a note names
 
 
 def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozenset[fx.Node]:
-    """Return the matrix products of ``block`` (a piece of the model, such as a layer) that run in fp8: the nodes that
-    are fp8 operators already and, if ``asked`` (the user requested fp8 and the model is not converted yet), the
-    products that will be converted.
+    """Return the matrix products of ``block`` (such as a layer) that run in fp8: the nodes that are fp8 operators
+    already and, with ``asked``, the products that will be converted. ``asked``: the user requested fp8, and the model
+    is not converted yet.
 
     ``region``: the products of experts. With ``asked`` they are included if the planner can distribute them, although
     the runtime does not execute them in fp8.
@@ -31,10 +31,9 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozen
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the nodes in ``products`` (matrix products of ``block``) that are the first to read their operands. Only
-    for them a cast of the operand to fp8 is counted: software such as Transformer Engine casts an operand once, so of
-    the projections to queries, keys and values, which read one operand, the later two reuse the cast of the first. A
-    block is a piece of the model, such as a layer.
+    """Return those of ``products`` (matrix products of ``block``, such as a layer) that are the first to read their
+    operand, for which a cast of the operand to fp8 is counted. Software such as Transformer Engine casts an operand
+    once: the projections to queries, keys and values read one operand, so the last two reuse the cast of the first.
     """
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():
@@ -92,9 +91,10 @@ def in_fp8(
 
 
 def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
-    """Return ``kernel`` as an fp8 kernel: it reads operands of one byte per element, and its results have the width
-    that they had. A kernel that is no product of 16-bit numbers is returned unchanged. ``matrices``: the two operands
-    of the forward product. ``result``: its result. ``backward``: the kernel is one of the backward."""
+    """Return ``kernel`` as an fp8 kernel: it reads one byte for each element of its operands, and the dtype of its
+    results stays. A kernel that is no product of 16-bit numbers is returned unchanged. ``matrices``: the two operands
+    of the forward product. ``result``: its result. ``backward``: the kernel is one of the backward.
+    """
     if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
         return kernel
     read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
@@ -141,8 +141,8 @@ def least_in_fp8(
     fused: bool = False,
     first: bool = True,
 ) -> list[Kernel]:
-    """Return one of two lists of kernels for a matrix product, the one that takes less time on ``device``: those in
-    fp8, with casts of the operands but without the launches of these casts, or ``kernels``, those without fp8.
+    """Return the faster of two lists of kernels for a matrix product on ``device``: the kernels in fp8, with casts of
+    the operands but without the launch time of the casts, or ``kernels``, the kernels without fp8.
 
     Their time is a lower bound for any shard of the product: a shard runs in fp8 only if its sizes are multiples of 16.
     ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of the
@@ -183,8 +183,8 @@ def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
 
 
 def _left_out(block: Block) -> Iterator[tuple[int, str]]:
-    """Yield the matrix products with weights of ``block`` (a piece of the model, such as a layer) that are not in fp8,
-    as pairs (index of the weight among the block's parameters and buffers, reason).
+    """Yield the matrix products with weights of ``block`` (such as a layer) that are not in fp8, as pairs (index of the
+    weight among the block's parameters and buffers, reason).
     """
     states, short = list(block.states), products_in_fp8(block, True, expert_region(block))
     for node in block.graph.nodes:
@@ -198,7 +198,7 @@ def _left_out(block: Block) -> Iterator[tuple[int, str]]:
 
 def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str]) -> str:
     """Return the reason why the product ``node`` does not run in fp8, for a note to the user. ``states``: the names of
-    the block's parameters and buffers. A block is a piece of the model, such as a layer.
+    the parameters and buffers of its block (such as a layer).
     """
     product = product_of(node, states)
     if product is None:

@@ -51,11 +51,11 @@ class RegionTraffic:
 
 
 class FusedRegions:
-    """The regions of merged operators of ``block`` (a piece of the model, such as a layer), a graph with the shapes of
-    one rank. ``train``: whether the block has a backward.
+    """The regions of operators that a compiler merges to one kernel, in ``block`` (such as a layer), a graph with the
+    shapes of one rank. ``train``: whether the block has a backward.
 
     ``region``: operator -> number of its region. Operators that are not merged are left out, and so are views, which
-    are free.
+    take no time.
     """
 
     def __init__(self, block: Block, train: bool) -> None:
@@ -128,8 +128,9 @@ class FusedRegions:
 
 
 def find_least_traffic(block: Block, train: bool) -> dict[fx.Node, tuple[float, float]]:
-    """Return the bytes that each operator of ``block`` that can be merged moves at least, forward and backward, however
-    operators are merged. ``block``: a piece of the model, such as a layer. ``train``: whether it has a backward.
+    """Return, for each operator of ``block`` that a compiler can merge with others, a lower bound on its memory traffic
+    in bytes, as (forward, backward). The bound holds however operators are merged. ``block``: a piece of the model,
+    such as a layer. ``train``: whether it has a backward.
 
     Values between operators that can be merged count nothing, unless they are saved for backward. Each other value is
     counted once, at its first operator. Parameters and buffers are left out.
@@ -201,8 +202,8 @@ def can_merge(node: fx.Node) -> bool:
 
 
 def _ends_region(node: fx.Node) -> bool:
-    """Return whether what reads ``node`` cannot be in the same kernel: it is no merged operator and no view, or it
-    reduces over rows.
+    """Return whether operators that read the result of ``node`` cannot run in the same kernel as ``node``: it is
+    neither a view nor an operator that can be merged, or it reduces over rows.
     """
     if node.op != "call_function" or (collective_name(node.target) is None and _is_free(node)):
         return False
@@ -214,8 +215,8 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _reduces_rows(node: fx.Node) -> bool:
-    """Return whether ``node`` is a reduction or softmax over dims other than the innermost ones, or over all of several
-    dims.
+    """Return whether ``node`` is a reduction or softmax over other dims than the innermost ones, or over all dims of a
+    tensor with several.
     """
     if kind_of(node, operator_name(node)) not in ("reduction", "softmax"):
         return False
@@ -229,7 +230,7 @@ def _reduces_rows(node: fx.Node) -> bool:
 
 
 def _find_source(node: fx.Node) -> fx.Node:
-    """Return the node whose memory ``node`` shows: behind views and ``getitem``."""
+    """Return the node that computed the tensor of ``node``: views and ``getitem`` are traced back to it."""
     while node.op == "call_function" and collective_name(node.target) is None and _is_free(node):
         if not node.all_input_nodes:
             break
@@ -238,7 +239,9 @@ def _find_source(node: fx.Node) -> fx.Node:
 
 
 def _list_readers(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """Yield the operators that read the result of ``node``, behind views, each with the bytes that it reads."""
+    """Yield the operators that read the result of ``node``, directly or through views, as pairs (operator, bytes that
+    it reads).
+    """
     for user in node.users:
         if user.op == "call_function" and collective_name(user.target) is None and _is_free(user):
             yield from _list_readers(user)
@@ -258,13 +261,15 @@ def _count_bytes(value: object) -> int:
 
 
 def _passes_gradient(node: fx.Node, operand: fx.Node) -> bool:
-    """Return whether the gradient of ``operand`` is that of the result of ``node`` itself, as in an addition."""
+    """Return whether the gradient of ``operand`` equals the gradient of the result of ``node``, so that nothing is
+    computed, as in an addition.
+    """
     one, other = operand.meta["val"], results_of(node)[0]
     return operator_name(node) == "add" and one.shape == other.shape and one.dtype == other.dtype
 
 
 def _is_summed_over_rows(operand: fx.Node, node: fx.Node) -> bool:
-    """Return whether the gradient of ``operand`` is summed over rows of the result of ``node``, as that of a norm's
-    weight or of a bias.
+    """Return whether the gradient of ``operand`` is a sum over rows of the gradient of ``node``, as for the weight of a
+    norm or a bias.
     """
     return bool(operand.meta["val"].numel() < results_of(node)[0].numel())

@@ -41,11 +41,12 @@ _COPIES = frozenset(
 
 
 def find_recomputed_nodes(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the operators of ``block`` (a piece of the model, such as a layer) that backward runs a second time, so
-    that their results are not kept. ``how``: ``"scores"`` (attention scores only), ``"selective"`` (also other results
-    that take many bytes and little time) or ``"alternate"`` (also every second matrix product). The graph must mark
-    which nodes need gradients. ``sent``: values that come from other ranks when the block is executed; they are never
-    recomputed.
+    """Return the operators of ``block`` (such as a layer) that backward runs a second time, so that their results are
+    not kept. The graph must mark which nodes need gradients.
+
+    ``how``: ``"scores"`` (attention scores only), ``"selective"`` (also other results that take many bytes and little
+    time) or ``"alternate"`` (also every second matrix product). ``sent``: values that come from other ranks when the
+    block is executed; they are never recomputed.
     """
     scores = find_score_nodes(block)
     if how == "scores":
@@ -131,8 +132,8 @@ class _RecomputeCut:
         return kind_of(node, name) in _KINDS or name in _COPIES
 
     def _find_read_values(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """Yield the values that ``node`` reads when backward runs it a second time, except parameters and buffers, as
-        pairs (node that computed it, index of the result).
+        """Yield the values that ``node`` reads when backward runs it a second time, except parameters and buffers. A
+        value is a pair (node that computed it, index of the result).
         """
         for value in dict.fromkeys(map(value_of, node.all_input_nodes)):
             if value[0].name not in self.states:
@@ -142,8 +143,9 @@ class _RecomputeCut:
         return sum(size_of((node, result)) for result in self.read.get(node, ()))
 
     def _price_recomputation(self, node: fx.Node) -> int:
-        """Return the cost of running the operator of ``node`` a second time, as the number of kept bytes that would be
-        as bad. It is at least 1, so that no operator is run needlessly; attention scores cost 0.
+        """Return the cost of running the operator of ``node`` a second time, expressed in bytes: keeping so many bytes
+        for backward would cost as much. It is at least 1, so that no operator is run needlessly; attention scores cost
+        0.
         """
         kernels = forward_kernels(node, *node_operands(node, self.states, ()))
         traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)

@@ -71,8 +71,8 @@ class StateCost:
 
     @cached_property
     def rest_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes over which the gradient of the parameter is all-reduced; under ZeRO, those over which
-        the shard that is left by the reduce-scatter is all-reduced.
+        """Return the mesh axes over which the gradient of the parameter is all-reduced. Under ZeRO, the all-reduce
+        follows the reduce-scatter, and only the rank's shard is reduced.
         """
         if not self.stage:
             return self.grad_axes
@@ -81,7 +81,7 @@ class StateCost:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Return a key that is equal for parameters and buffers whose costs differ only in bytes, so that their bytes
+        """Return a key that is equal for parameters and buffers that differ only in their bytes, so that their bytes
         can be added up.
         """
         flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.disk
@@ -108,16 +108,16 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """Return the bytes of the shard of this parameter's gradient under ZeRO-2 and ZeRO-3, otherwise 0. The shard
-        stays on the rank but is not allocated before the first reduce-scatter of a step.
+        """Return the bytes of the rank's shard of this parameter's gradient under ZeRO-2 and ZeRO-3, otherwise 0. They
+        are kept, but not allocated before the first reduce-scatter of a step.
         """
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
     def in_host(self) -> float:
-        """Return the bytes of this parameter in host memory: if the optimizer runs on the host, its optimizer states
-        (unless they are on disk), a copy of the parameter and its gradient; otherwise the parameter itself, if it is
-        offloaded.
+        """Return the bytes of this parameter in host memory. If the optimizer runs on the host, they are its optimizer
+        states (unless these are on disk), a copy of the parameter and its gradient. Otherwise they are the parameter
+        itself if it is offloaded, else 0.
         """
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
@@ -213,9 +213,9 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def late(self) -> dict[str, float]:
-        """Return, by name of the parameter, the bytes that are not allocated before its gradient is first
-        reduce-scattered in a step: under ZeRO-2 and ZeRO-3 the rank's shard of the gradient. Parameters without such
-        bytes are left out.
+        """Return name of a parameter -> bytes that are not allocated until its gradient is reduce-scattered for the
+        first time in a step: the rank's shard of the gradient, under ZeRO-2 and ZeRO-3. Parameters without such bytes
+        are left out.
         """
         return {name: cost.late for name, cost in self.items() if cost.late}
 
@@ -242,8 +242,8 @@ WHOLE = Sharded()
 
 
 def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
-    """Return ``costs``, those of single parameters and buffers, in fewer entries: all that differ in bytes alone become
-    one entry with the sum of their bytes.
+    """Return ``costs`` of single parameters and buffers in fewer entries: those that differ only in bytes become one
+    entry with the sum of their bytes.
     """
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
@@ -363,10 +363,11 @@ def _build_state_cost(
     trained: bool,
     short_gradients: bool,
 ) -> StateCost:
-    """Return the cost of one parameter or buffer on a rank, without ZeRO. ``spec``: its whole shape and dtype.
-    ``layout``: its layout over the ``ranks`` ranks of ``tp``. ``mesh``: mesh axis -> number of ranks. ``trained``: it
-    has a gradient and optimizer states. ``short_gradients``: the gradient has the parameter's dtype, even if that is
-    shorter than float32.
+    """Return the cost of one parameter or buffer on a rank, without ZeRO.
+
+    ``spec``: its whole shape and dtype. ``layout``: its layout over the ``ranks`` ranks of ``tp``. ``mesh``: mesh axis
+    -> number of ranks. ``optimizer``: name of the optimizer. ``trained``: it has a gradient and optimizer states.
+    ``short_gradients``: the gradient has the parameter's dtype, even if that is shorter than float32.
     """
     local = TensorSpec(local_shape(layout, spec.shape, ranks), spec.dtype)
     if not trained:

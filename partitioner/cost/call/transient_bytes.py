@@ -34,11 +34,11 @@ NOTHING_SENT = Scattering()
 
 class AtEnds(NamedTuple):
     """Bytes of memory of a block call (such as a layer) if it is the first or the last call of a pipeline stage, where
-    gathered weights and gradients overlap with other memory in a special way.
+    gathered weights and gradients overlap with other memory than inside the stage.
 
     ``last``: if it is the last call, all temporary bytes during its backward: its working memory, gathered weights and
-    gradients. ``lingering``: if it is the first call, bytes of its gradients that are still being sent while the next
-    microbatch's backward of the last call runs. ``closing``: if it is the first call, bytes while its gradients are
+    gradients. ``lingering``: if it is the first call, bytes of its gradients that are still being sent while the last
+    call runs the backward of the next microbatch. ``closing``: if it is the first call, bytes while its gradients are
     sent after the last backward of the step, when all saved activations are freed.
     """
 
@@ -54,8 +54,8 @@ def passing_bytes(
     cost: CallCost, names: Collection[str], states: StateCosts, scattering: Scattering, is_last: bool, several: bool
 ) -> tuple[GatheredBytes, AtEnds]:
     """Return the bytes of gathered weights and of gradients that one call of a block (such as a layer) holds
-    temporarily because ZeRO shards its parameters. The first result holds for any position of the call in a pipeline
-    stage; the second holds if it is the first or the last call of a stage.
+    temporarily because ZeRO shards its parameters. The first result is for a call inside a pipeline stage; the second
+    has the different bytes of the first and the last call of a stage.
 
     ``cost``: the cost of the call. ``names``: names of the parameters that the call reads. ``states``: name -> cost of
     a parameter. ``scattering``: the bytes of the rank's gradient buckets. ``is_last``: the call may be the model's
@@ -64,10 +64,10 @@ def passing_bytes(
     """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """Return the two results of the enclosing function for its block call (such as a layer): ``own``, and the bytes
-        that the call holds if it is the first or the last call of its pipeline stage. ``own``: bytes of gathered
-        weights and of gradients at any position in a stage. ``copied``: bytes of the copy from which its gradients are
-        sent. ``lingers``: its gradients are still being sent during the next microbatch.
+        """Return the two results of the enclosing function: ``own``, and the bytes of its block call (such as a layer)
+        as the first or the last call of a pipeline stage. ``own``: bytes of gathered weights and of gradients of the
+        call inside a stage. ``copied``: bytes of the copy from which its gradients are sent. ``lingers``: its gradients
+        are still being sent during the next microbatch.
         """
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
@@ -99,8 +99,8 @@ def _get_gradient_bytes(state: StateCost | None) -> float:
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
     """Return, for each of several consecutive block calls (such as layers), the bytes of gathered weights and unsharded
-    gradients on the rank while this call runs, those of its neighbours included. ``calls``: for each call, its own
-    bytes of them.
+    gradients on the rank while this call runs. They include the bytes of the calls before and after it. ``calls``: for
+    each call, the bytes of this call alone.
 
     A call needs its own weights and gradients. In forward, the next call's weights are gathered at the same time. In
     backward, the previous call's weights are gathered and the next call's gradients are reduced. ``in_turns``: the rank

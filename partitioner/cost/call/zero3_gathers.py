@@ -16,9 +16,9 @@ from partitioner.topology.hardware import DeviceType
 class GatheredBytes(NamedTuple):
     """Bytes of the whole (unsharded) weights and gradients of a block call (such as a layer) under ZeRO-3.
 
-    ``whole``: bytes while the call runs: its gathered weights and its gradients. ``weights``: bytes of its gathered
-    weights while the call before or after it runs. ``sent``: bytes of its gradients that are still being
-    reduce-scattered while the backward of the call before it runs.
+    ``whole``: bytes of its gathered weights and its gradients while the call itself runs. ``weights``: bytes of its
+    gathered weights while a neighbouring call runs, before or after it. ``sent``: bytes of its gradients that are still
+    being reduce-scattered while the backward of the previous call runs.
     """
 
     whole: float = 0.0
@@ -64,9 +64,11 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
 
 def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
     """Return three durations in seconds of the copies on ``device`` that ZeRO-3 adds to a block call (such as a layer):
-    weights in forward, weights in backward, and gradients. ``states``: the parameters and buffers that the call reads.
-    ``spread``: the groups of ranks over which they are sharded. Tensors that one collective moves together lie in its
-    buffer rank by rank, so weights are copied out of it and gradients into it.
+    of weights in forward, of weights in backward, and of gradients. Weights are copied out of the buffer of a
+    collective, which has them rank by rank, and gradients are copied into one.
+
+    ``states``: the parameters and buffers that the call reads. ``spread``: the groups of ranks over which they are
+    sharded.
     """
     if spread.shards.size == 1 or spread.profile.gather == "parameter":
         return 0.0, 0.0, 0.0

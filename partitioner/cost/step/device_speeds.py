@@ -43,8 +43,8 @@ class PipelineSpeeds:
         microbatches, at least one in each pipeline.
 
         ``work``: seconds of one microbatch, forward and backward, on all stages together at speed 1. ``plain``: the
-        schedule is GPipe or 1F1B. Otherwise the bound holds for any schedule and is lower: it uses only that no stage
-        is busy for longer than the step, and that one microbatch passes through all stages.
+        schedule is GPipe or 1F1B. Otherwise the bound holds for any schedule and is lower: it uses only that a step
+        takes at least as long as a stage is busy, and that one microbatch passes through all stages.
         """
         speed = np.cumsum(self.speeds, axis=1)
         least = microbatches / float(speed[:, -1] @ self.counts)
@@ -135,12 +135,12 @@ def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> GroupS
 
 
 def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vector]:
-    """Return the seconds of all block calls on a device of speed 1, and the speed of each device type relative to the
-    fastest, shape ``[kinds]``. On each type, any set of calls takes at least its seconds at speed 1, divided by the
-    type's speed.
+    """Return two values: the seconds of all block calls (such as layers) on a device of speed 1, and the speed of each
+    device type relative to the fastest, shape ``[kinds]``. The seconds of any set of calls on a device type are at
+    least their seconds at speed 1, divided by the type's speed.
 
-    ``seconds``: seconds of one call of each block (such as a layer) on each device type, shape ``[kinds, blocks]``.
-    ``often``: for each block, the number of its calls in one microbatch.
+    ``seconds``: seconds of one call of each block on each device type, shape ``[kinds, blocks]``. ``often``: for each
+    block, the number of its calls in one microbatch.
 
     A speed is an average over all blocks. If a type runs some block relatively faster than its average, that block's
     work is reduced until the statement above holds for it. (The speeds are a feasible dual solution of the linear

@@ -109,9 +109,10 @@ def _estimate_peak_memory(
     bytes that no other component explains (communication buffers) are ``"buffers"``; components of 0 bytes are left
     out.
 
-    ``number``: index of the stage. ``calls``: its block calls (such as layers). ``held``: the costs of its parameters
-    and buffers. ``coming``: bytes of gradients that are not allocated before their first reduction. ``problem``: the
-    block calls of the model with their costs, to be cut into pipeline stages.
+    ``stage``: the plan of the stage: its range of block calls (such as layers), and its recomputation. ``number``:
+    index of the stage. ``calls``: its block calls. ``held``: the costs of its parameters and buffers. ``coming``: bytes
+    of gradients that are not allocated before their first reduction. ``problem``: the block calls of the model with
+    their costs, to be cut into pipeline stages.
     """
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["residuals"] = sum(cost.lost for cost in held)
@@ -134,7 +135,7 @@ def _estimate_peak_memory(
 
             def flying(gone: float) -> float:
                 """Return the bytes of saved activations of all microbatches in flight on this rank. ``gone``: bytes
-                that one of these microbatches has already freed.
+                that one of these microbatches has freed already.
                 """
                 return max(w * whole + h * half - min(w, 1) * gone for w, h in problem.held(number))
 
@@ -239,10 +240,10 @@ def stage_problem(
 
 
 def _in_part(asked: Asked | None) -> Recompute | None:
-    """Return the recomputation that a stage of the problem may choose: ``asked``, the user's constraint, but
-    ``"selective"`` in place of ``"scores"`` and ``"alternate"``. These three differ only in the operators that backward
-    runs a second time, and the costs of the block calls (such as layers) are computed for the right ones already.
-    ``None``: the choice is free.
+    """Return the kind of recomputation that a stage of the pipeline problem may choose; ``None`` if ``asked`` is
+    ``None``: the choice is free. It is ``asked``, the user's constraint, except that ``"scores"`` and ``"alternate"``
+    become ``"selective"``: these three differ only in the operators that backward runs a second time, and the costs of
+    the block calls (such as layers) are already computed for the right operators.
     """
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
@@ -281,10 +282,11 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Return ``paces`` (for each virtual stage, the costs of block calls on its devices, and the summed cost of the
-    calls that every stage runs) for ranks with several virtual stages. A rank runs the latter calls only once, so their
-    cost is set to zero in all its virtual stages but the first. ``ranks``: the rank of each virtual stage. A block is a
-    piece of the model, such as a layer.
+    """Correct costs by stage for ranks that hold several virtual stages, and return them. Such a rank runs the calls
+    that every stage needs only once, so their cost is set to zero in all its virtual stages but the first.
+
+    ``paces``: for each virtual stage, the costs of block calls (such as layers) on its devices, and the summed cost of
+    the calls that every stage runs. ``ranks``: the rank of each virtual stage.
     """
     without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
@@ -293,9 +295,9 @@ def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
-    """Return the summed cost of the block calls (such as layers) with these ``costs``, which every stage runs, as one
-    call: the sums of their forward seconds and FLOPs. Its working bytes are the sum of all bytes that the calls occupy
-    (temporary, outputs, parameters and gathered parameters), because it has no other fields for them.
+    """Return the summed cost of the block calls (such as layers) with these ``costs``, which every stage runs, as the
+    cost of one call. It has the sums of their forward seconds and FLOPs. Its working bytes are the sum of all bytes
+    that the calls occupy (temporary, outputs, parameters and gathered parameters); its other fields for bytes are 0.
     """
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
@@ -323,14 +325,14 @@ def estimate_step(
     ``problem``: the block calls (such as layers) of the model with their costs. ``machine``: the devices and links that
     the mesh is laid over. ``constraints``: the choices that the user fixed; ``None``: none. ``states``: the cost of
     each parameter and buffer by name. ``model_flops``: FLOPs of the whole unsharded model for the global batch.
-    ``schedule``: name or table of the pipeline schedule. ``chunks``: number of virtual stages of each rank, for
-    schedules that allow several numbers.
+    ``schedule``: name or table of the pipeline schedule. ``chunks``: number of virtual stages of each rank; ``None``:
+    the number that the schedule fixes.
 
     ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
 
-    - ``compute``, ``recompute``, ``tp_communication``, ``pp_communication``: what the slowest stage does. Only the part
-      of ``pp_communication`` that computation does not hide is counted; none with several virtual stages on a rank,
-      which computes for another one while values are on the way.
+    - ``compute``, ``recompute``, ``tp_communication``, ``pp_communication``: the work of the slowest stage. Only the
+      part of ``pp_communication`` that computation does not hide is counted; with several virtual stages on a rank it
+      is 0, because the rank computes for another one while values are on the way.
     - ``bubble``: the time in which the slowest stage waits for other stages.
     - ``contention``: additional time because more devices of a node compute at the same time than its cores allow.
     - ``reduction``: the part of the gradient reduction that computation does not hide.
@@ -389,9 +391,9 @@ def estimate_step(
 
 
 def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
-    """Return ``estimate``, that of a training step, with the step time ``seconds``, which must not be less than its
-    own. The difference is added to the bubble (the time spent waiting for other stages), and ``mfu`` is scaled
-    accordingly.
+    """Return a copy of ``estimate``, the estimate of a training step, with the step time ``seconds``, which must not be
+    less than before. The difference is added to the bubble (the time spent waiting for other stages), and ``mfu`` is
+    scaled accordingly.
     """
     more = seconds - estimate.step_time
     breakdown = {**estimate.breakdown, "bubble": estimate.breakdown.get("bubble", 0.0) + more}
@@ -403,9 +405,9 @@ def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
 
 
 def _find_contended_nodes(machine: PlacedMesh) -> NodeCores:
-    """Return, for each pipeline stage, how many of its ranks are on each node, and, for nodes with few processor cores,
-    how many of a node's devices can compute at full speed at the same time. ``machine``: the devices and links that the
-    mesh is laid over.
+    """Return two things: for each pipeline stage, how many of its ranks are on each node; and for nodes with few
+    processor cores, how many devices of the node can compute at full speed at the same time. ``machine``: the devices
+    and links that the mesh is laid over.
     """
     devices = machine.topology.devices
     ranks = tuple(
@@ -423,14 +425,14 @@ def _compute_contended_seconds(
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
-    """Return the seconds of the pipeline plus those of the optimizer's update if the ranks of a node compete for its
-    processor cores. 0 if every node has enough cores for all its devices to compute at the same time.
+    """Return the seconds of the pipeline plus the seconds of the optimizer's update, if the ranks of a node compete for
+    its processor cores. 0 if every node has enough cores for all its devices to compute at the same time.
 
-    ``updates``: for each stage, seconds of its update if each rank has a core of its own. ``chunks``: number of virtual
-    stages of each rank; ``None``: the number that the schedule fixes. Collectives get no further slowdown: their
-    measured times contain it already. ``problem``: the block calls (such as layers) of the model with their costs, to
-    be cut into pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``: the devices and links
-    that the mesh is laid over.
+    ``problem``: the block calls (such as layers) of the model with their costs, to be cut into pipeline stages.
+    ``split``: the block calls of each pipeline stage. ``updates``: for each stage, seconds of its update if each rank
+    has a core of its own. ``machine``: the devices and links that the mesh is laid over. ``schedule``: name or table of
+    the pipeline schedule. ``chunks``: number of virtual stages of each rank; ``None``: the number that the schedule
+    fixes. Collectives get no further slowdown: their measured times contain it already.
     """
     if not machine.topology.concurrent:
         return 0.0
@@ -491,13 +493,14 @@ def how_reduced(
     chunks: int | None = None,
 ) -> tuple[float, ReductionScheme]:
     """Choose the fastest way of reducing gradients. Return two values: the seconds that gradient reductions and gathers
-    of updated parameters add to the pipeline time, and the chosen scheme. If several schemes take equally long, the
-    simplest is chosen.
+    of updated parameters add to the pipeline time, and the chosen scheme (one collective or a hierarchical reduction,
+    with or without compression). If several schemes take equally long, the simplest is chosen.
 
-    ``split``: the stages. ``states``: the cost of each parameter and buffer by name. ``chunks``: number of virtual
-    stages of each rank; ``None``: the number that the schedule fixes. ``problem``: the block calls (such as layers) of
-    the model with their costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid
-    over. ``constraints``: the choices that the user fixed.
+    ``problem``: the block calls (such as layers) of the model with their costs, to be cut into pipeline stages.
+    ``split``: the block calls of each stage. ``states``: the cost of each parameter and buffer by name. ``machine``:
+    the devices and links that the mesh is laid over. ``constraints``: the choices that the user fixed. ``schedule``:
+    name or table of the pipeline schedule. ``chunks``: number of virtual stages of each rank; ``None``: the number that
+    the schedule fixes.
     """
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
@@ -537,9 +540,10 @@ def _followed_tail(
 
     ``schedule``: its name or table. ``states``: the cost of each parameter and buffer by name. ``held``: for each
     stage, the costs of its parameters and buffers. ``how``: the reduction scheme (one collective or a hierarchical
-    reduction, with or without compression). ``chunks``: number of virtual stages of each rank. ``problem``: the block
-    calls (such as layers) of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of
-    each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
+    reduction, with or without compression). ``chunks``: number of virtual stages of each rank; ``None``: the number
+    that the schedule fixes. ``problem``: the block calls (such as layers) of the model with their costs, to be cut into
+    pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh
+    is laid over.
     """
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []

@@ -47,7 +47,7 @@ def coding_time(compression: Compression, num_bytes: float, device: DeviceType) 
 
 
 class CommunicationTime(NamedTuple):
-    """Seconds of a collective: ``seconds`` of communication, and ``coding_s`` seconds in which the rank itself
+    """Seconds of a collective. ``seconds``: time of communication. ``coding_s``: time in which the rank itself
     compresses and decompresses.
     """
 
@@ -79,15 +79,15 @@ class Reducer:
     )
 
     def all_reduce(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of an all-reduce of ``num_bytes`` of gradients over the mesh axes ``axes``: the seconds of
-        communication and those of compression. The gradients are a bucket (several gradients in one buffer), or the
+        """Return the time of an all-reduce of ``num_bytes`` of gradients over the mesh axes ``axes``: seconds of
+        communication, and seconds of compression. The gradients are a bucket (several gradients in one buffer), or the
         shards of a bucket that are left after a reduce-scatter over other axes.
         """
         return self._time_once("all_reduce", num_bytes, axes, lambda: self._find_all_reduce_time(num_bytes, axes))
 
     def all_gather(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``: the seconds of
-        communication; those of compression are 0.
+        """Return the time of gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``, in seconds of
+        communication; nothing is compressed.
         """
         return self._time_once(
             "all_gather",
@@ -144,9 +144,9 @@ class Reducer:
         )
 
     def lost(self, axes: tuple[str, ...]) -> float:
-        """Return the bytes of the compression residual (the rounding error that is kept for the next step) for each
-        byte of gradients that is reduced over ``axes``. 0 if no residual is kept. A rank keeps the error of the
-        gradients that it sends and that of the sums that it sends back.
+        """Return the bytes of the compression residual (the rounding error that is kept for the next step) per byte of
+        gradients that are reduced over ``axes``; 0 if no residual is kept. A rank keeps the errors of the gradients
+        that it sends and of the sums that it sends back.
         """
         kind = self.how.compression
         if kind is None or not CODECS[kind].feedback or not {*axes} - _EXACT or self.group(axes).size == 1:
@@ -215,9 +215,9 @@ def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Red
 
 
 def data_reducers(machines: Sequence[PlacedMesh], zero: int, constraints: Constraints) -> list[Reducer]:
-    """Return objects that compute the seconds of gradient collectives of stage 0 under ZeRO stage ``zero`` (0 to 3):
-    one for each of ``machines`` (placements of a mesh) and each reduction scheme that ``constraints`` allow. In these
-    objects the axis ``dp`` means all ranks with the same weights, that is ``dp`` and ``cp``.
+    """Return objects that compute the seconds of gradient collectives of pipeline stage 0 under ZeRO stage ``zero`` (0
+    to 3): one for each of ``machines`` (placements of a mesh) and each reduction scheme that ``constraints`` allow. In
+    these objects the axis ``dp`` means all ranks with the same weights, that is ``dp`` and ``cp``.
     """
     laid = [replace(machine, zero=zero) for machine in machines]
     return [_over_data(reducer_of(m, 0, how)) for m in laid for how in list_reduction_schemes(m, constraints)]
@@ -229,11 +229,11 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """Return a list with one :class:`Reducer`, which computes the seconds of gradient collectives, for a lower bound on
-    the time of gradient reductions on ``topology``. It runs every collective over ``group``. The bound holds if no
-    collective of as many ranks on ``topology`` is faster than over ``group``.
+    """Return a list with one :class:`Reducer`, from which a lower bound on the time of gradient reductions on
+    ``topology`` can be computed. It runs every collective over ``group``. This gives a lower bound if no collective of
+    as many ranks on ``topology`` is faster than over ``group``.
 
-    The list is empty if this is no lower bound, because gradients may be compressed or reduced hierarchically, which
+    The list is empty if there is no such bound, because gradients may be compressed or reduced hierarchically, which
     can be faster. ``device``: the type of the devices. ``constraints``: the choices that the user fixed.
     """
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
@@ -253,10 +253,11 @@ def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> lis
 
 
 def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCost], float] | None:
-    """Return a function that computes the bytes of a parameter's compression residual (the rounding error of sent
-    gradients that is kept for the next step) from the cost of the parameter. Of the possible reduction schemes, the one
-    with the largest residual counts. Return ``None`` if no residual is kept. ``machine``: the devices and links that
-    the mesh is laid over. ``constraints``: the choices that the user fixed.
+    """Return a function from the cost of a parameter to the bytes of its compression residual (the rounding error of
+    sent gradients that is kept for the next step). It assumes the reduction scheme with the largest residual. Return
+    ``None`` if no residual is kept.
+
+    ``machine``: the devices and links that the mesh is laid over. ``constraints``: the choices that the user fixed.
     """
     compression = constraints.grad_compression
     if compression is None or not CODECS[compression].feedback:
@@ -282,9 +283,9 @@ def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
 
 
 def ranks_inside(machine: PlacedMesh) -> int:
-    """Return how many neighbouring ranks of ``dp`` form the inner group of a hierarchical reduction: the largest number
-    for which all of them, with their ``cp`` ranks, are on one node. 0 if a hierarchical reduction makes no sense,
-    because an inner group would be a single rank or all ranks. ``machine``: the devices and links that the mesh is laid
+    """Return how many consecutive ranks of ``dp`` form the inner group of a hierarchical reduction: the largest number
+    for which these ranks, with all their ``cp`` ranks, are on one node. 0 if a hierarchical reduction makes no sense,
+    because an inner group would have one rank or all ranks. ``machine``: the devices and links that the mesh is laid
     over.
     """
     sizes = [machine.mesh.get(axis, 1) for axis in AXES]
@@ -303,12 +304,13 @@ def ranks_inside(machine: PlacedMesh) -> int:
 class GradientReduction:
     """Seconds of the reduction of a stage's gradients.
 
-    - ``total_s``: all reductions after the last backward. ``last_s``: the last bucket, which no computation hides.
-      ``by_axes``: ``total_s`` by the axes of the collectives.
+    - ``total_s``: all reductions after the last backward. ``last_s``: the part of ``total_s`` for the last bucket
+      (gradients that are reduced together), which no computation hides. ``by_axes``: mesh axes of the collectives ->
+      their part of ``total_s``.
     - ``again_s``: the reduce-scatters of each further microbatch under ZeRO-2, which accumulates shards.
     - ``gather_s``: the gathers of updated parameters under ZeRO-1 and ZeRO-2, which overlap with the next forward.
-    - ``coding_s``: compression and decompression, which overlap with nothing. ``coding_again_s``: the same for each
-      further microbatch under ZeRO-2.
+    - ``coding_s``: compression and decompression, which overlap with nothing. ``coding_again_s``: compression and
+      decompression for each further microbatch under ZeRO-2.
     """
 
     total_s: float = 0.0
@@ -321,9 +323,9 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Return six durations in seconds of this reduction of a stage's gradients, in this order: all reductions, that
-        of the last bucket (gradients that are reduced together), gathers of parameters, reduce-scatters per further
-        microbatch, compression, compression per further microbatch.
+        """Return the seconds of this reduction of a stage's gradients as six numbers, in this order: all reductions;
+        the part for the last bucket (gradients that are reduced together); gathers of parameters; reduce-scatters per
+        further microbatch; compression; compression per further microbatch.
         """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 
@@ -369,13 +371,13 @@ def exposed_seconds(
 
 
 def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> GradientReduction:
-    """Return ``work``, a stage's gradient reduction, for ZeRO-1 in which each parameter is whole on one owner rank:
-    with the additional latency of separate messages for each owner.
+    """Return ``work``, the seconds of a stage's gradient reduction, with the additional latency that it has under a
+    ZeRO-1 in which one rank owns each parameter as a whole.
 
     Gradients are reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of a
     ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
-    ``dist.broadcast``). ``tensors``: axes over which parameters are sharded -> number of parameters. ``reducer``:
-    computes the seconds of single collectives.
+    ``dist.broadcast``). ``tensors``: mesh axes over which parameters are distributed -> number of parameters.
+    ``reducer``: computes the seconds of single collectives.
     """
     groups = [(reducer.group(axes), count) for axes, count in tensors.items()]
     starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)
@@ -407,9 +409,9 @@ def compute_gradient_reduction(
 
 
 def reduced_sizes(cost: StateCost) -> Sizes:
-    """Return the bytes that each collective of the gradient reduction moves for one parameter or buffer, whose cost is
-    ``cost``: (name of the collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter) -> bytes. Gathers
-    of the updated parameter are included. Empty if there is no gradient.
+    """Return the bytes that the gradient reduction moves for one parameter or buffer, by collective: (name of the
+    collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter) -> bytes. Gathers of the updated parameter
+    are included. Empty if there is no gradient. ``cost``: the cost of the parameter or buffer.
     """
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:
@@ -421,9 +423,9 @@ def reduced_sizes(cost: StateCost) -> Sizes:
 
 
 def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
-    """Return, as a dict with one entry, whether no other data-parallel reduction of a parameter's gradient follows its
-    reduce-scatter: tuple of the mesh axes of the reduce-scatter -> bool. Empty if ZeRO does not scatter the gradient at
-    the end of a step, as under ZeRO-3. ``cost``: the cost of the parameter.
+    """Return a dict with one entry: the mesh axes of the reduce-scatter of a parameter's gradient -> whether no other
+    data-parallel reduction of the gradient follows. Empty if ZeRO does not scatter the gradient at the end of a step,
+    as under ZeRO-3. ``cost``: the cost of the parameter.
     """
     scattered = cost.gradient and cost.scatter_axes and cost.stage < 3
     return {cost.scatter_axes: not any(axis != "tp" for axis in cost.rest_axes)} if scattered else {}

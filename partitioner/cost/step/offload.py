@@ -83,11 +83,11 @@ def _hosted_calls(
 def _add_call_transfers(
     cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float
 ) -> CallCost:
-    """Return ``cost``, that of a block call (such as a layer), with its transfers to and from host memory added.
+    """Return ``cost``, the cost of a block call (such as a layer), with its transfers to and from host memory added.
 
     ``host``: the part of a host that a rank has. ``passing``: bytes of parameters that come from the host for each
     call. ``whole``: bytes that these occupy on the device while the call runs. ``once``: for each input of the call,
-    whether no other call reads it; if so and if backward needs the input, it is offloaded like the saved activations.
+    whether no other call reads it; such an input is offloaded like the saved activations if backward needs it.
     ``None``: no activations are offloaded.
     """
     if once is None:
@@ -114,9 +114,9 @@ def _add_call_transfers(
 
 
 def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Return the seconds of the optimizer's step that runs on the host, over those parameters in ``costs`` whose
-    optimizer states are in host memory. If the states are on disk, reading and writing them overlaps with the step, and
-    the longer of both counts. ``host``: the part of a host's memory and bandwidth that a rank has.
+    """Return the seconds of the optimizer's step on the host, over those parameters in ``costs`` that have their
+    optimizer states in host memory. If the states are on disk, reading and writing them overlaps with the step, and the
+    longer of both counts. ``host``: the part of a host's memory and bandwidth that a rank has.
     """
     stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
     return max(stepped, disk_seconds(costs, host))
@@ -134,9 +134,9 @@ def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: fl
     sent back, as far as computation does not hide this.
 
     ``costs``: the costs of the parameters of a rank. ``host``: the part of a host's memory and bandwidth that the rank
-    has. The backward of one microbatch (``backward_s`` seconds) hides the transfer of gradients, except that of the
-    last bucket (gradients that are sent together), which is complete only after it. The forward (``forward_s`` seconds)
-    hides the transfer of parameters.
+    has. ``backward_s``: seconds of the backward of one microbatch, which hides the transfer of all gradients but the
+    last bucket (gradients that are sent together, complete only after the backward). ``forward_s``: seconds of the
+    forward, which hides the transfer of parameters.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)
@@ -167,8 +167,8 @@ def check_disks(topology: Topology, devices: Sequence[int], per_rank: Sequence[f
 
 
 def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> dict[int, list[float]]:
-    """Group ``per_rank``, one number of bytes for each rank, by the node of the rank, and return index of the node ->
-    numbers of its ranks. ``devices``: for each rank, the index of its device in ``topology``.
+    """Group ``per_rank`` (a number of bytes for each rank) by node: return index of the node -> the numbers of its
+    ranks. ``devices``: for each rank, the index of its device in ``topology``.
     """
     sizes: dict[int, list[float]] = {}
     for device, size in zip(devices, per_rank, strict=True):

@@ -67,11 +67,10 @@ def run_tails(
     end of the step. The entry ``[start, stop]`` is for a stage that consists of the block calls ``start:stop`` (such as
     layers).
 
-    An entry is infinite if a model in which the stage consists of these calls certainly takes more than ``within_s``
-    seconds for a step, or if the other calls cannot be divided over the other stages. ``states``: the cost of each
-    parameter and buffer by name. ``ranks``: the pipeline rank of each stage if ranks hold several (virtual) stages;
-    otherwise empty. ``machine``: the devices and links that the mesh is laid over. ``constraints``: the choices that
-    the user fixed.
+    An entry is infinite if a step with this stage takes more than ``within_s`` seconds in any case, or if the other
+    calls cannot be divided over the other stages. ``states``: the cost of each parameter and buffer by name. ``ranks``:
+    the pipeline rank of each stage if ranks hold several (virtual) stages; otherwise empty. ``machine``: the devices
+    and links that the mesh is laid over. ``constraints``: the choices that the user fixed.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches
@@ -116,9 +115,9 @@ def _least_tied(
     seconds: Sequence[Table],
     ranks: Sequence[int],
 ) -> float:
-    """Return a lower bound in seconds on summing the gradients of tied weights (weights that several block calls read)
-    over the ranks that hold them. It counts each weight on the least number of ranks that must hold one of these calls,
-    however the model is cut. A block is a piece of the model, such as a layer.
+    """Return a lower bound in seconds on summing the gradients of tied weights, which several block calls (such as
+    layers) read, over the ranks that hold them. For each weight it counts the least number of ranks that hold its
+    calls, over all ways to cut the model into stages.
 
     ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table whose entry
     ``[start, stop]`` is infinite if the stage may not consist of the calls ``start:stop``. ``ranks``: the rank of each
@@ -146,9 +145,10 @@ def _least_tied(
 
 
 def _on_the_way(tables: Sequence[Table]) -> list[Table]:
-    """Return ``tables``, one for each stage, with more entries set to infinity. An entry ``[start, stop]``, for a stage
-    of the block calls ``start:stop`` (such as layers), becomes infinite if the stages in front cannot hold exactly the
-    calls before ``start``, or the stages behind cannot hold exactly those from ``stop`` on.
+    """Exclude stages that no division of the model can contain: return ``tables``, one for each stage, with further
+    entries set to infinity. An entry ``[start, stop]`` is for a stage of the block calls ``start:stop`` (such as
+    layers). It becomes infinite if the stages in front cannot hold exactly the calls before ``start``, or if the stages
+    behind cannot hold exactly the calls from ``stop`` on.
     """
     some = [np.isfinite(table) for table in tables]
     ends = np.arange(len(some[0]))
@@ -171,9 +171,9 @@ def _get_update_seconds(cost: StateCost) -> float:
 
 def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> Table:
     """Return a table whose entry ``[start, stop]`` is the seconds of one backward, with recomputation, of the block
-    calls ``start:stop`` (such as layers) on the stage with index ``stage``. ``times``: the same table for the total
-    seconds of a microbatch; where it is infinite, the result is infinite. ``tables``: seconds and bytes of all
-    sequences of consecutive calls.
+    calls ``start:stop`` (such as layers) on the stage with index ``stage``. ``times``: such a table with the seconds of
+    a microbatch, forward and backward; where it is infinite, the result is infinite. ``tables``: seconds and bytes of
+    all sequences of consecutive calls.
     """
     forward, _ = tables.seconds(stage)
     before, after = tables.transfers(stage)
@@ -216,9 +216,9 @@ class _ReductionTails:
         pipeline if the stage with index ``stage`` consists of the block calls ``start:stop`` (such as layers). A
         negative value means that they end before the pipeline does.
 
-        ``windows``: the same table for the seconds of the backward; infinite for calls that are not allowed. ``ahead``:
-        for each index of the first call of this stage, the most seconds that one backward takes on all stages in front
-        of it; that backward hides reductions.
+        ``windows``: such a table with the seconds of the backward; infinite for calls that the stage may not have.
+        ``ahead``: for each possible ``start``, the largest number of seconds that one backward takes on all stages in
+        front of this one; these seconds hide reductions.
         """
         waits = np.zeros_like(windows)
         start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
@@ -254,10 +254,10 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
-        """Return one number of seconds for each pair of ``starts`` and ``stops``: how long gradient reductions run
-        after the last backward, under the fastest reduction scheme, if the stage with index ``stage`` consists of the
-        block calls ``start:stop`` (such as layers). They are simulated bucket by bucket. On stage 0, the seconds by
-        which gathers of updated parameters delay the first forward are added.
+        """Return, for each pair of ``starts`` and ``stops``, the seconds that gradient reductions take after the last
+        backward, under the fastest reduction scheme, if the stage with index ``stage`` consists of the block calls
+        ``start:stop`` (such as layers). The reductions are simulated bucket by bucket. On stage 0, the seconds by which
+        gathers of updated parameters delay the first forward are added.
 
         Results are cached: calls with equal costs share one, and so do stages with equal groups and devices.
         """
@@ -285,11 +285,11 @@ class _ReductionTails:
         return found
 
     def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
-        """Return the properties of a stage on which the delay by gradient reductions depends besides its block calls
-        (such as layers), as a key for a cache. ``stage``: index of the stage.
+        """Return a key for a cache: the properties of a stage, other than its block calls (such as layers), that
+        influence the delay by gradient reductions. ``stage``: index of the stage.
 
-        The tuple has: whether it is the first stage, whether it runs its backwards in two halves (for inputs, for
-        weights), the slowdown of computation beside collectives, and its devices and groups of ranks.
+        The key has four entries: whether it is the first stage, whether it runs its backwards in two halves (for
+        inputs, for weights), the slowdown of computation beside collectives, and its devices and groups of ranks.
         """
         if stage not in self._described:
             reducers = self._reducers_of(stage)

@@ -65,11 +65,11 @@ Seats = tuple[RankProfile, ...]  # the distinct profiles of ranks that wait for 
 
 @dataclass(frozen=True)
 class PlacedMesh:
-    """A topology with a device mesh laid over it: the devices and links that a program runs on. Values of this type
-    are also called placements.
+    """A topology with a device mesh laid over it: the devices and links that a program runs on. Values of this type are
+    also called placements.
 
-    - ``mesh``: size of each axis. The sizes, without ``ep``, multiply to the number of ranks. ``devices``: the device
-      index of every rank; ``None``: rank ``i`` runs on device ``i``.
+    - ``topology``: the cluster. ``mesh``: size of each axis. The sizes, without ``ep``, multiply to the number of
+      ranks. ``devices``: the device index of every rank; ``None``: rank ``i`` runs on device ``i``.
     - ``precision``: the number format of most matrix products, such as ``"bf16"``.
     - ``ep``: number of ranks over which the experts are distributed. They are taken from the ``dp``, ``cp`` and ``tp``
       ranks. ``etp``: number of ranks that share one expert; 0 means ``tp``. ``num_experts``: number of experts of the
@@ -78,6 +78,8 @@ class PlacedMesh:
       them.
     - ``gradient_bytes``: bytes of all gradients of the unsharded model.
     - ``profile``: how the framework that runs the plan executes it. ``reserve``: bytes that stay free on every rank.
+    - ``nested``: lengths, in ranks, of runs of consecutive ranks (one inside the other) on equal devices and links, so
+      that one group of an axis can stand for all; empty: not known. ``memo``: a cache that copies share.
 
     A property that is a tuple has one entry per pipeline stage, unless its docstring says otherwise.
     """
@@ -109,29 +111,31 @@ class PlacedMesh:
 
     @cached_property
     def device(self) -> DeviceType:
-        """Return the device type for which the shardings of tensors are chosen: the most common one of the topology."""
+        """Return the most common device type of the topology, for which the shardings of tensors are chosen."""
         return self.topology.types[reference_type(self.topology)]
 
     def group(self, *axes: str) -> Group:
-        """Return the slowest communication group of ranks along the mesh axes ``axes``, of the groups of all pipeline
-        stages."""
+        """Return the slowest communication group of ranks along the mesh axes ``axes``, among the groups of all
+        pipeline stages.
+        """
         if "pp" in axes:
             return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
         return select_slowest_group(self.stage_groups(*axes))
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """Return the slowest group of ranks along each mesh axis with more than one rank (axis -> group). Costs of
-        collectives inside blocks are computed with them. A block is a piece of the model, such as a layer.
+        """Return mesh axis -> the slowest group of ranks along it, for each axis with more than one rank. Collectives
+        inside blocks (such as layers) are priced for these groups.
         """
         return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
         """Return, for each pipeline stage, the slowest of the groups that its ranks form along the mesh axes ``axes``,
-        which exclude ``pp``. The axis ``"experts"`` means the ranks that hold replicas of the same expert. The axes of
-        hybrid sharding are allowed, too: ``dp_shard``, the data-parallel ranks that shard a parameter together,
-        ``dp_replicate``, the ranks that hold the same shard of it, and ``edp_shard`` and ``edp_replicate``, the same
-        for experts.
+        which exclude ``pp``.
+
+        The axis ``"experts"`` means the ranks that hold replicas of the same expert. The axes of hybrid sharding are
+        allowed, too: ``dp_shard`` (the data-parallel ranks that shard a parameter together) and ``dp_replicate`` (the
+        ranks that hold the same shard of it); for parameters of experts they are ``edp_shard`` and ``edp_replicate``.
         """
         if any(a in HYBRID_AXES for a in axes):
             return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
@@ -142,8 +146,8 @@ class PlacedMesh:
         """Return, for each pipeline stage, the slowest of the communication groups that its ranks form along the axes
         ``axes`` of ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
 
-        Neighbouring axes are joined if all of them are in ``axes``, or none is. If more than three joined axes are left
-        inside a stage, the group of all ranks of the stage is returned instead; it contains each group along ``axes``.
+        If ``axes`` and the other axes alternate too often (more than three runs of adjacent axes inside a stage), the
+        group of all ranks of the stage is returned instead; it contains each group along ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():
@@ -182,9 +186,9 @@ class PlacedMesh:
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """Return a mesh of the same ranks (axis -> size) whose groups are those for experts: its ``cp`` is the group
-        over which experts are distributed (``ep``), its ``tp`` the ranks that share one expert (``etp``), and its
-        ``dp`` the replicas of an expert.
+        """Return a mesh of the same ranks (axis -> size) for the groups of experts. In it, ``cp`` is the axis over
+        which experts are distributed (``ep``), ``tp`` has the ranks that share one expert (``etp``), and ``dp`` has the
+        replicas of an expert.
         """
         room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
         etp = self.expert_tp
@@ -195,10 +199,11 @@ class PlacedMesh:
         return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
 
     def hybrid_grid(self, experts: bool) -> dict[str, int]:
-        """Return a mesh of the same ranks (axis -> size, outermost first) with ``dp`` divided into ``dp_shard``, the
-        ranks that shard a parameter together, and ``dp_replicate``, the ranks that hold the same shard of it. With
-        ``experts``, return the mesh in which experts are distributed, with the axes ``ep``, ``etp`` (ranks that share
-        one expert), and ``edp_shard`` and ``edp_replicate``, the same for parameters of experts.
+        """Return a mesh of the same ranks (axis -> size, outermost first) in which ``dp`` is divided into ``dp_shard``
+        (the ranks that shard a parameter together) and ``dp_replicate`` (the ranks that hold the same shard of it).
+
+        ``experts``: return the mesh for parameters of experts instead. It has the axes ``ep`` and ``etp`` (ranks that
+        share one expert), and ``edp_shard`` and ``edp_replicate`` in place of ``dp_shard`` and ``dp_replicate``.
         """
         parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
         if experts:

@@ -40,9 +40,7 @@ class CallCostCache:
 
     @cached_property
     def _communication_axes(self) -> frozenset[str]:
-        """Return the mesh axes over which some block has a collective. A block is a piece of the model, such as a
-        layer.
-        """
+        """Return the mesh axes over which some block (such as a layer) has a collective."""
         nodes = [
             n for block in self.blocks.values() for n in block.graph.nodes if collective_name(n.target) is not None
         ]
@@ -50,8 +48,8 @@ class CallCostCache:
 
     @cached_property
     def _call_works(self) -> dict[str, CallWork]:
-        """Return, for each block name, the object that computes the costs of the block's calls on any device. A block
-        is a piece of the model, such as a layer.
+        """Return block name -> the object that computes the costs of calls of this block (such as a layer) on any
+        device.
         """
         for block in self.blocks.values():
             key = SameObject(block)
@@ -67,9 +65,9 @@ class CallCostCache:
         return self._devices[kind, speed]
 
     def at(self, seat: RankProfile, spread: Spread = NO_SPREAD) -> Costs:
-        """Return block name -> cost of one call on a rank with the profile ``seat`` (device type, speed, groups).
-        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks. A block is a piece of the model,
-        such as a layer.
+        """Return the costs of one call of each block (such as a layer), by block name, on a rank with the profile
+        ``seat`` (device type, speed, groups). ``spread``: how expert parallelism and ZeRO-3 distribute the calls over
+        ranks.
         """
         seat = replace(
             seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._communication_axes)
@@ -85,10 +83,10 @@ class CallCostCache:
         return self._of_seat[seat, spread]
 
     def of_stage(self, seats: tuple[RankProfile, ...], spread: Spread = NO_SPREAD) -> Costs:
-        """Return, by block name, the cost of one call on a stage whose ranks have the profiles ``seats`` (device type,
-        speed, groups). The slowest rank counts, since ranks wait for each other in collectives. ``spread``: how expert
-        parallelism and ZeRO-3 distribute the calls over ranks. Equal arguments give one dict. A block is a piece of the
-        model, such as a layer.
+        """Return the costs of one call of each block (such as a layer), by block name, on a stage whose ranks have the
+        profiles ``seats`` (device type, speed, groups). The slowest rank counts, since ranks wait for each other in
+        collectives. ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks. Equal arguments give
+        one dict.
         """
         key = seats, spread
         if key not in self._of_stage:
@@ -97,9 +95,8 @@ class CallCostCache:
         return self._of_stage[key]
 
     def by_stage(self, machine: PlacedMesh) -> tuple[Costs, ...]:
-        """Return, for each pipeline stage of ``machine`` (a topology with the mesh laid over it), a dict from block
-        name to the cost of one call. The slowest rank of a stage counts. A block is a piece of the model, such as a
-        layer.
+        """Return, for each pipeline stage of ``machine`` (a topology with the mesh laid over it), block name -> cost of
+        one call of the block (such as a layer). The slowest rank of a stage counts.
         """
         spread = machine.spread
         different = {id(seats): seats for seats in machine.seats}
@@ -107,19 +104,18 @@ class CallCostCache:
         return tuple(found[id(seats)] for seats in machine.seats)
 
     def by_pipeline(self, machine: PlacedMesh) -> tuple[Costs, ...]:
-        """Return a dict from block name to the cost of one call, for each stage of each distinct ``dp`` replica of
-        ``machine`` (a topology with the mesh laid over it), as one flat tuple: replica after replica, and in each the
-        stages in order. Ranks of different replicas do not wait for each other. A block is a piece of the model, such
-        as a layer.
+        """Return block name -> cost of one call of the block (such as a layer), for each stage of each distinct ``dp``
+        replica of ``machine`` (a topology with the mesh laid over it). The dicts are in one flat tuple: replica after
+        replica, and in each the stages in order. Ranks of different replicas do not wait for each other.
         """
         spread = machine.spread
         return tuple(self.of_stage(seats, spread) for replica in machine.distinct_pipelines for seats in replica)
 
 
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, by block name, a cost of one call with the least seconds of any of ``costs``, as a lower bound for ranks
-    of all kinds. Each of ``costs`` maps a block name to the cost of a call on one kind of rank. In the result, the
-    seconds of collectives are included in those of computation. A block is a piece of the model, such as a layer.
+    """Return a lower bound on the cost of one call of each block (such as a layer), by block name, for ranks of all
+    kinds: the least seconds in any of ``costs``. Each of ``costs`` maps a block name to the cost of a call on one kind
+    of rank. In the result, the seconds of collectives are included in those of computation.
     """
     return {
         name: replace(
@@ -136,9 +132,9 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, by block name, a cost of one call in which each field of seconds is the largest of all ``costs``. Each of
-    ``costs`` maps a block name to the cost of a call on one kind of rank. This is the cost on a stage whose ranks wait
-    for each other in each collective. A block is a piece of the model, such as a layer.
+    """Return the cost of one call of each block (such as a layer), by block name, on a stage whose ranks wait for each
+    other in each collective: each field of seconds is the largest in ``costs``. Each of ``costs`` maps a block name to
+    the cost of a call on one kind of rank.
     """
     if len(costs) == 1:
         return costs[0]
@@ -157,10 +153,10 @@ def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, by block name, the cost of one call on a stage whose ranks do not wait for each other: the forward of the
-    rank whose forward takes longest, and the backward of the rank whose backward takes longest, each with its own
-    seconds of computation and of collectives. Each of ``costs`` maps a block name to the cost of a call on one kind of
-    rank. A block is a piece of the model, such as a layer.
+    """Return the cost of one call of each block (such as a layer), by block name, on a stage whose ranks do not wait
+    for each other. The forward is taken from the rank with the longest forward, and the backward from the rank with the
+    longest backward, each with its own seconds of computation and of collectives. Each of ``costs`` maps a block name
+    to the cost of a call on one kind of rank.
     """
     if len(costs) == 1:
         return costs[0]
@@ -181,8 +177,8 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:
-    """Return the seconds that gradients of weights take in a lower bound on the cost of a block call (such as a layer),
-    whose backward has the least seconds of all ``costs``: the least seconds of a whole backward, minus the least
-    seconds of its part for gradients of inputs. ``costs``: the cost of the call on each kind of rank.
+    """Return the seconds of gradients of weights for a lower bound on the cost of a block call (such as a layer). They
+    are the least seconds of a whole backward in ``costs``, minus the least seconds of its part for gradients of inputs.
+    ``costs``: the cost of the call on each kind of rank.
     """
     return min(c.backward_total_s for c in costs) - min(c.backward_total_s - c.later_s for c in costs)

@@ -107,8 +107,9 @@ def build_best_case_mesh(
 
 
 def most_share(topology: Topology) -> float:
-    """Return the largest bandwidth between nodes that any device of ``topology`` has, divided by the bandwidth of one
-    network card; at least 1."""
+    """Return the largest bandwidth that any device of ``topology`` has to other nodes, as a multiple of the bandwidth
+    of one network card; at least 1.
+    """
     return max(1.0, float(topology.network_share.max()))
 
 
@@ -127,11 +128,11 @@ _Range = tuple[int, int]
 
 
 def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
-    """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of the
-    topology, for lower bounds.
+    """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of
+    ``topology``, for lower bounds.
 
-    ``everywhere``: the group is one of those of a mesh axis, which together contain all devices, and the slowest of
-    them counts. The bound is then higher, because some groups may have to span two nodes.
+    ``everywhere``: the bound is for the slowest of several groups that together contain all devices, like the groups of
+    a mesh axis. It is then higher, because some groups may have to span two nodes.
     """
     if size == 1:
         return Group(1)
@@ -140,7 +141,7 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
-    """Return groups of ``size`` ranks for a lower bound: no collective over ``size`` devices of the topology takes less
+    """Return groups of ``size`` ranks for a lower bound: no collective over ``size`` devices of ``topology`` takes less
     time than over the slowest of these groups. ``everywhere``: the bound is for the slowest of several groups that
     together contain all devices. The returned groups do not describe messages between single ranks.
     """
@@ -164,12 +165,11 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
 
 
 def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
-    """Return, for each distance 1, 2, ... ``size // 2``, the best link of a message to the rank that is so many
-    positions further in a ring of ``size`` devices. No ring of that many devices on ``topology`` has a faster one.
+    """Return, for each distance 1, 2, ... ``size // 2`` between two ranks of a ring of ``size`` devices, the link of a
+    message over this distance. No ring of that many devices on ``topology`` has a faster link at that distance.
 
-    Messages to the rank ``d`` positions further connect the devices in cycles of ``size / gcd(size, d)``. A cycle that
-    does not fit into one part of a level of links (such as a node) has to use a link of an outer level, or a direct
-    link.
+    Messages over the distance ``d`` connect the devices in cycles of ``size / gcd(size, d)``. A cycle that does not fit
+    into one part of a level of links (such as a node) has to use a link of an outer level, or a direct link.
     """
     own = [Hop(link.latency, link.bandwidth) for link in topology.own_links.values()]
     patterns = [topology.patterns[name] for name, _ in topology.pattern_kinds]
@@ -225,13 +225,13 @@ def _enumerate_groups(
     topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
 ) -> Iterator[Group]:
     """Yield a group of ranks for each way in which ``size`` devices of ``topology`` can be distributed over the levels
-    of links, such as all in one node, or divided between two. ``storeys``: the levels, innermost first; each joins
-    devices into parts (such as nodes).
+    of links, such as all in one node, or divided between two.
 
-    ``farthest``: at least one device of the group has at most this fraction of the bandwidth between nodes. It divides
-    the bandwidth of its part among all devices of the group in this part, so the size of the smallest part matters:
-    each range of this size gives a further group. ``parted``: the group must span at least two parts of each level
-    whose parts cannot hold all groups of ``size`` devices.
+    ``storeys``: the levels, innermost first; each joins devices into parts (such as nodes). ``farthest``: at least one
+    device of the group has at most this fraction of the bandwidth between nodes. The devices of the group in its part
+    share the part's bandwidth, so the size of the smallest part matters: each range of this size gives a group of its
+    own. ``parted``: on each level whose parts cannot hold all groups of ``size`` devices, the group must span at least
+    two parts.
     """
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
@@ -243,7 +243,7 @@ def _enumerate_groups(
     alike = bool((topology.network_share == topology.network_share[0]).all())
 
     def further(number: int, parts: int, below: _Range, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
-        """Yield the groups that extend one choice for the inner levels of links by every choice for the outer ones.
+        """Yield the groups for a given choice on the inner levels of links, one for every choice on the outer levels.
         ``number``: index of the next level to choose. ``parts``: number of parts (such as nodes) that the group has on
         the level below. ``below``: range of the number of devices in the smallest of these parts. ``tiers``: the levels
         chosen so far. ``ring``: bandwidth of a ring over them, in bytes/s.
@@ -284,12 +284,11 @@ def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> It
 
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
-    """Return the greatest fraction of the bandwidth of a level of links that each of ``devices`` devices in one part
-    (such as a node) can have, if one of the devices is a slow one. The bandwidth of its part is divided among the
-    ``devices``.
+    """Return the largest fraction of the bandwidth of a level of links that each device of a group can have, if
+    ``devices`` devices of the group are in one part (such as a node) with a slow device and share the part's bandwidth.
 
-    ``shares``: bandwidth of each device as a fraction of the level's; ``None`` if all have 1. ``parts``: index of the
-    part of each device. ``farthest``: a device is slow if its fraction is at most this number.
+    ``shares``: bandwidth of each device of the cluster as a fraction of the level's; ``None`` if all have 1. ``parts``:
+    index of the part of each device. ``farthest``: a device is slow if its fraction is at most this number.
     """
     if shares is None:
         return 1.0

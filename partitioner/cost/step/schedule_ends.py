@@ -49,9 +49,9 @@ def seconds_added(
     """Return the seconds that gathers of updated parameters and gradient reductions add to the pipeline of a step: the
     time at which all gradients are reduced, minus the time at which the last backward would end without collectives.
 
-    ``m``: number of microbatches. ``chunks``: number of virtual stages of each rank. ``phases``: seconds of forward and
-    backward of each virtual stage. ``schedule``: its name, or a table that the user wrote. ``ranks``: gathers and
-    reductions of each rank.
+    ``schedule``: its name, or a table that the user wrote. ``m``: number of microbatches. ``chunks``: number of virtual
+    stages of each rank; ``None``: the number that the schedule fixes. ``phases``: seconds of forward and backward of
+    each virtual stage. ``ranks``: gathers and reductions of each rank.
     """
     table, more = shorten_timetable(schedule, len(ranks), m, chunks, _MOST_ACTIONS)
     added = _compute_added_seconds(table, phases, ranks)

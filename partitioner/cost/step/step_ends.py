@@ -59,8 +59,9 @@ def stage_buckets(
     ]
 
     def priced(members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
-        """Return the bucket of ``members``, with the time of its collectives. A member is a pair (index of the first
-        block call that reads the parameter, cost of the parameter). A block is a piece of the model, such as a layer.
+        """Return the bucket (gradients that are reduced together) with the gradients ``members``, and with the time of
+        its collectives. A member is a pair (index of the first block call, such as a layer, that reads the parameter;
+        cost of the parameter).
         """
         cost = members[0][1]
         gradients = sum(c.gradient for _, c in members)
@@ -81,12 +82,13 @@ def stage_buckets(
 def _group_bucket_members(
     problem: StageProblem, plan: StagePlan, states: Mapping[str, StateCost], reducer: Reducer
 ) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
-    """Yield, for each kind of gradients that may share a bucket, the gradients as a list and the number of bytes that
-    fill a bucket. A gradient is a pair (index of the first block call that reads the parameter, cost of the parameter);
-    the list is in the order in which the backward completes them. ``plan``: the block calls of the stage. ``states``:
-    the cost of each parameter and buffer by name. ``reducer``: computes the seconds of collectives. ``problem``: the
-    block calls of the model with their costs, to be cut into pipeline stages. A block is a piece of the model, such as
-    a layer.
+    """Yield, for each kind of gradients that may share a bucket, a list of gradients and the number of bytes that fill
+    a bucket. A gradient is a pair (index of the first block call, such as a layer, that reads the parameter; cost of
+    the parameter). A list is in the order in which the backward completes its gradients.
+
+    ``plan``: the block calls of the stage. ``states``: the cost of each parameter and buffer by name. ``reducer``:
+    computes the seconds of collectives. ``problem``: the block calls of the model with their costs, to be cut into
+    pipeline stages.
     """
     together: dict[object, list[tuple[int, StateCost]]] = {}
     known: set[str] = set()
@@ -116,9 +118,9 @@ def _group_bucket_members(
 
 
 def _fill_buckets(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
-    """Yield the gradients ``members`` in consecutive lists (buckets). A bucket ends as soon as its gradients have at
-    least ``limit`` bytes. A member is a pair (index of a block call, cost of a parameter). A block is a piece of the
-    model, such as a layer.
+    """Yield the gradients ``members`` in consecutive lists, each of which becomes a bucket. A list ends as soon as its
+    gradients have at least ``limit`` bytes. A member is a pair (index of a block call, such as a layer; cost of a
+    parameter).
     """
     filling: list[tuple[int, StateCost]] = []
     size = 0.0
@@ -181,7 +183,7 @@ class Reductions:
         self._left: list[tuple[OverlappedCollective, GradientBucket]] = []
 
     def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
-        """In the simulation, begin to reduce the gradients in ``buckets`` (gradients that are reduced together), whose
+        """In the simulation, begin to reduce the gradients in ``buckets`` (gradients that are reduced together); their
         backward has run. Without ``whole`` the gradients are only scattered to shards, because more backwards follow.
         """
         self.settle()

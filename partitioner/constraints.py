@@ -58,23 +58,23 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     )
 
     cp: PositiveInt | None = Field(
-        default=None, description="Context-parallel ranks, which share each sequence. None: chosen."
+        default=None, description="Context-parallel ranks, over which each sequence is sharded. None: chosen."
     )
 
     tp: PositiveInt | None = Field(
-        default=None, description="Tensor-parallel ranks, which share each layer. None: chosen."
+        default=None, description="Tensor-parallel ranks, over which each layer is sharded. None: chosen."
     )
 
     ep: PositiveInt | None = Field(
         default=None,
-        description="Expert-parallel ranks: of the dp x cp x tp ranks, those that share the experts of a "
-        "layer. None: chosen.",
+        description="Expert-parallel ranks, over which the experts of a layer are distributed. They are ranks "
+        "of dp x cp x tp. None: chosen.",
     )
 
     etp: PositiveInt | None = Field(
         default=None,
-        description="Ranks that share one expert: 1, or as many as tp. None: chosen. Other numbers need "
-        "the profile of a framework that executes them.",
+        description="Ranks over which each expert is sharded: 1, or as many as tp. None: chosen. Other "
+        "numbers need the profile of a framework that executes them.",
     )
 
     placement: Literal["in_order"] | None = Field(
@@ -89,8 +89,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     data_shares: tuple[PositiveInt, ...] | None = Field(
         default=None,
-        description="Microbatches of each data-parallel rank, one number per rank, like (3, 2). None: "
-        "equally many, or in proportion to the speed of the ranks.",
+        description="Microbatches of each data-parallel rank, one number per rank, like (3, 2). None: equal "
+        "numbers, or in proportion to the speed of the ranks.",
     )
 
     schedule: str | ScheduleTable | None = Field(
@@ -100,19 +100,21 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         '"gpipe" need pp of 2 or more. None: chosen.',
     )
 
-    virtual_stages: PositiveInt | None = Field(default=None, description="Stages on each pipeline rank. None: chosen.")
+    virtual_stages: PositiveInt | None = Field(
+        default=None, description="Virtual stages per pipeline rank. None: chosen."
+    )
 
     stage_of: dict[str, int] = Field(
         default_factory=dict,
-        description="Module path prefix to pipeline stage (virtual stage, where a rank has several); -1 "
-        "is the last. {}: chosen.",
+        description="Module path prefix to pipeline stage (to virtual stage, if a rank has several); -1 is "
+        "the last. {}: chosen.",
     )
 
     overlap_steps: bool = Field(
         default=False,
-        description="A rank begins the next step when its own part of this step is done. Nothing may then "
-        "need all ranks in between, as clipping by the norm of all gradients or loss scaling "
-        "in float16 does.",
+        description="A rank begins the next step when its own part of this step is done. The training script "
+        "must then not synchronise all ranks between steps, as gradient clipping by norm and loss "
+        "scaling in float16 do.",
     )
 
     # Memory
@@ -127,85 +129,87 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     dp_shard: PositiveInt | None = Field(
         default=None,
-        description="Neighbouring data-parallel ranks that share states; dp / dp_shard are replicas "
-        "(HSDP). None: all of them, or as many as fill nodes.",
+        description="Hybrid sharding (HSDP): states are sharded over this many neighbouring data-parallel "
+        "ranks; the dp / dp_shard groups are replicas. None: over all of them, or over groups "
+        "that fill nodes.",
     )
 
     recompute: Recompute | None = Field(
         default=None,
-        description='What backward recomputes: "none"; "scores", the cheap part of attention; '
-        '"selective", all but products, fused attention and communicated values; "alternate", '
-        'every second product too; "full", whole layers. None: chosen.',
+        description='What backward recomputes: "none"; "scores", the attention scores; "selective", all '
+        'operators except products, fused attention and communication; "alternate", every second '
+        'product, too; "full", whole layers. None: chosen.',
     )
 
     offload: tuple[Offload, ...] | None = Field(
         default=None,
         description='What is in host memory between uses: "optimizer" (states, stepped on the host), '
         '"activations", "parameters" (with the optimizer), several joined by + or as a tuple; '
-        '"disk": optimizer states on the disks of the nodes; (): nothing. None: nothing, '
-        "unless nothing else fits and the parallel degrees are free (a fixed mesh that does "
-        "not fit is a CapacityError, which says what offload would give).",
+        '"disk": optimizer states on the disks of the nodes; (): nothing. None: nothing, unless '
+        "no plan fits without offload and the mesh is not fixed (a fixed mesh that does not fit "
+        "is a CapacityError, which says whether offload would help).",
     )
 
     memory_margin: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Fraction of the usable memory of each device that plans leave free, for what the "
-        "estimate does not know (fragmentation, libraries). 0: all of it is used.",
+        description="Fraction of the usable memory of each device that plans leave free, for memory that the "
+        "estimate does not contain (fragmentation, libraries). 0: all memory is used.",
     )
 
     # Communication
 
     context: Literal["all_gather", "ring", "ulysses"] | None = Field(
         default=None,
-        description="How attention runs over cp: by gathering keys and values, in a ring, or by heads "
-        "(ulysses). None: the fastest for each attention.",
+        description="Algorithm of attention over cp: gather keys and values, send them around a ring, or "
+        "exchange sequence for heads (ulysses). None: the fastest for each attention.",
     )
 
     sequence_parallel: bool | None = Field(
         default=None,
-        description="Whether values between blocks are sharded over tp. False: they are whole on each "
-        "rank. True or None: they are sharded where this is cheaper.",
+        description="Whether values between blocks are sharded over tp. False: they are replicated. True or "
+        "None: they are sharded where this is faster.",
     )
 
     hierarchical: bool | None = Field(
         default=None,
-        description="Whether gradients that are reduced over several nodes are scattered within each node "
-        "first and gathered there last. None: chosen on networks where the library reduces "
-        "over one ring, else not tried.",
+        description="Whether gradients that are reduced over several nodes are first reduce-scattered within "
+        "each node, then reduced between nodes and gathered within each node. None: chosen on "
+        "networks where the library all-reduces over one ring, otherwise not tried.",
     )
 
     grad_compression: Compression | None = Field(
         default=None,
-        description='The type in which gradients are sent between the outermost groups: "bf16" or "int8". '
-        "It changes what is trained. None: not compressed.",
+        description='The type in which gradients are sent between the outermost groups: "bf16" or "int8". It '
+        "changes the results of training. None: not compressed.",
     )
 
     # Execution
 
     execution: Literal["eager", "compiled", "graph"] = Field(
         default="eager",
-        description='How ranks execute instructions, if the engine is not told: "eager", operator by operator; '
-        '"compiled", as compiled functions between two collectives; "graph", a recorded step that is replayed, on GPUs '
-        "as CUDA graphs of compiled functions. The estimates of compiled, and of graph on GPUs, merge operators as a "
-        "compiler does; those of graph leave out the host's time for all operators but those of experts. The estimates "
-        "of memory are those of eager.",
+        description='How ranks execute instructions, unless the engine gets another mode: "eager", operator '
+        'by operator; "compiled", compiled functions between two collectives; "graph", a recorded '
+        "step that is replayed, on GPUs as CUDA graphs of compiled functions. Estimates for "
+        "compiled, and for graph on GPUs, assume that a compiler fuses operators; those for graph "
+        "leave out the launch time of the host, except for operators of experts. Estimates of "
+        "memory are those of eager.",
     )
 
     # Search
 
     couple: Literal["batch", "microbatch"] = Field(
         default="batch",
-        description="Within what samples meet, in models where they do (losses that balance experts, "
-        "batch norm): the global batch, or each microbatch, whose size must then be given. "
-        "Loss and gradients are their mean.",
+        description="For models in which samples interact (load-balancing losses of experts, batch norm): "
+        "whether they interact within the global batch, or within each microbatch, whose size "
+        "must then be given. Loss and gradients are the mean over microbatches.",
     )
 
     ahead: bool = Field(
         default=False,
-        description="Search more: every schedule, tensor parallelism over two nodes, and under a profile "
-        "that allows it every etp.",
+        description="Larger search: every schedule, tensor parallelism over two nodes, and every etp under a "
+        "profile that allows it.",
     )
 
     @field_validator(*_NUMBERS, mode="before")

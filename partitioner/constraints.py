@@ -33,8 +33,8 @@ _DECISIVE = 3  # of the four axes whose sizes multiply: the last one follows fro
 OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
 
 _WHY_NOT = {
-    2: "what is lost in sending a whole gradient would be kept, which the gradient itself is not",
-    3: "gradients are sent one call at a time, as they are",
+    2: "the rounding error of a whole gradient would have to be kept, but under ZeRO-2 whole gradients are not kept",
+    3: "gradients are sent as soon as a call has computed them, and are not kept",
 }
 
 
@@ -355,12 +355,12 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         what = " x ".join(given) + (f" = {dp * size}" if len(given) > 1 else "")
         if global_batch % size:
             raise ConstraintError(
-                f"the global batch of {global_batch} does not split by {what}; expected a divisor of {global_batch}"
+                f"the global batch of {global_batch} is not divisible by {what}; expected a divisor of {global_batch}"
             )
         if global_batch // size < dp:
             raise ConstraintError(
-                f"the global batch of {global_batch} does not split by {what}: fewer microbatches than ranks; expected "
-                f"at most {global_batch}"
+                f"the global batch of {global_batch} samples is not divisible by {what}: there would be fewer "
+                f"microbatches than ranks; expected at most {global_batch}"
             )
 
     def _check_shares(self, global_batch: int) -> None:
@@ -372,8 +372,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         size = global_batch // sum(shares) if shares and global_batch % sum(shares) == 0 else None
         if size is None or self.dp not in (None, len(shares)) or self.microbatch_size not in (None, size):
             raise ConstraintError(
-                f"data_shares={shares} is {sum(shares)} microbatches on {len(shares)} ranks of dp; expected as many as "
-                f"the global batch of {global_batch} has, for as many ranks as dp has"
+                f"data_shares={shares} is {sum(shares)} microbatches on {len(shares)} ranks of dp; expected one "
+                "number for each rank of dp, whose sum is the number of microbatches in the global batch of "
+                f"{global_batch}"
             )
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:
@@ -383,7 +384,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         if self.tp is not None and self.tp > 1 and not any(size % self.tp == 0 for size in sizes):
             shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
             raise ConstraintError(
-                f"tp={self.tp} divides no dimension of any weight (sizes {shown or 'none'}); expected a divisor of one"
+                f"tp={self.tp} divides no dimension of any weight (sizes {shown or 'none'}); expected a divisor of "
+                "one of these"
             )
 
     def check_experts(self, experts: int) -> None:
@@ -392,9 +394,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         asked = next((name for name in ("ep", "etp") if (getattr(self, name) or 1) > 1), None)
         if asked is not None and not experts:
             raise ConstraintError(
-                f"{asked}={getattr(self, asked)}, but no experts were found in the model's graph; expected {asked}=1, "
-                "or experts written in a form that docs/experts.md lists (other loops that pick each expert's rows are "
-                "sharded over tp alone)"
+                f"{asked}={getattr(self, asked)}, but no experts were recognised in the model; expected {asked}=1, "
+                "or experts written in a form that docs/experts.md lists (other loops over experts can be sharded "
+                "over tp only)"
             )
         if experts % (self.ep or 1):
             raise ConstraintError(
@@ -406,9 +408,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         (``couple="microbatch"``), but no microbatch size is given."""
         if self.couple == "microbatch" and self.microbatch_size is None:
             raise ConstraintError(
-                "couple='microbatch' without microbatch_size: the step is the mean over groups of as many samples, the "
-                "same on any mesh, so it is not for the search to choose; expected microbatch_size=N, a divisor of the "
-                "global batch"
+                "couple='microbatch' without microbatch_size: the results of a step depend on microbatch_size, so "
+                "the search cannot choose it; expected microbatch_size=N, a divisor of the global batch"
             )
 
     def check_groups(self, global_batch: int) -> None:
@@ -418,8 +419,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         if size is not None and global_batch % size:
             nearest = min(list_divisors(global_batch), key=lambda d: abs(math.log2(d / size)))
             raise ConstraintError(
-                f"the global batch of {global_batch} is no whole number of groups of microbatch_size={size}, within "
-                f"which samples meet (couple='microbatch'); expected a divisor of {global_batch}, as {nearest} is"
+                f"the global batch of {global_batch} is not divisible by microbatch_size={size}, the number of "
+                f"samples that interact (couple='microbatch'); expected a divisor of {global_batch}, such as {nearest}"
             )
 
     def check_offload(self) -> None:
@@ -428,7 +429,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         """
         if self.offload and "parameters" in self.offload and self.zero in (1, 2):
             raise ConstraintError(
-                f"offload of parameters with zero={self.zero}, which keeps them whole; expected zero=0 or 3"
+                f"offload of parameters with zero={self.zero}, under which parameters stay on the device; expected "
+                "zero=0 or 3"
             )
 
     def check_reduction(self, num_nodes: int, train: bool) -> None:
@@ -438,20 +440,23 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         given = {"hierarchical": self.hierarchical or None, "grad_compression": self.grad_compression}
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if asked and not train:
-            raise ConstraintError(f"{asked} without training, which has no gradients; leave it out")
+            raise ConstraintError(
+                f"{asked} is given, but the plan is for inference, which has no gradients; leave it out"
+            )
         if self.hierarchical and num_nodes == 1:
             raise ConstraintError(
                 "hierarchical=True on one node: there is nothing to reduce between nodes; leave it out"
             )
         if self.hierarchical and self.zero:
             raise ConstraintError(
-                f"hierarchical=True with zero={self.zero}, under which gradients are scattered to their shards; "
-                "expected zero=0, or dp_shard=N instead, the ranks of dp in a node: shards are added up between nodes"
+                f"hierarchical=True with zero={self.zero}, under which gradients are already reduce-scattered; "
+                "expected zero=0, or instead dp_shard=N, the number of dp ranks in a node, to reduce shards between "
+                "nodes"
             )
         if self.zero is not None and self.dp_shard is None and not self.sends_compressed(self.zero, 0):
             raise ConstraintError(
                 f"grad_compression={self.grad_compression} with zero={self.zero}: {_WHY_NOT[self.zero]}; expected "
-                "zero=0 or 1, or dp_shard=N, so that what is sent between N and N is compressed"
+                "zero=0 or 1, or dp_shard=N, so that only the communication between groups of N ranks is compressed"
             )
 
     def sends_compressed(self, zero: int, dp_shard: int) -> bool:
@@ -469,18 +474,20 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         name = self.schedule
         if self.pp == 1 and isinstance(name, str) and name in SCHEDULES and name not in OF_ONE_STAGE:
             raise ConstraintError(
-                f"schedule={name} with pp=1, which has no pipeline; expected pp of 2 or more, or no schedule"
+                f"schedule={name} with pp=1, but a single stage has no pipeline schedule; expected pp of 2 or "
+                "more, or leave schedule out"
             )
         chunks = SCHEDULES[name].chunks if isinstance(name, str) and name in SCHEDULES else None
         if chunks is not None and self.virtual_stages not in (None, chunks):
             raise ConstraintError(
-                f"schedule={name} with virtual_stages={self.virtual_stages}: under it each rank has {chunks}; expected "
-                f"virtual_stages={chunks}, or none, or a schedule of any number, like interleaved"
+                f"schedule={name} with virtual_stages={self.virtual_stages}: this schedule has {chunks} per rank; "
+                f"expected virtual_stages={chunks}, or leave it out, or choose a schedule for any number, like "
+                "interleaved"
             )
         if self.cp == 1 and self.context is not None:
             raise ConstraintError(
-                f"context={self.context} with cp=1, over which no sequence is shared; expected cp of 2 or more, or no "
-                "context"
+                f"context={self.context} with cp=1, which shards no sequence; expected cp of 2 or more, or leave "
+                "context out"
             )
 
     def check_expert_tensor(self) -> None:
@@ -488,7 +495,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         ``tp``. The runtime of this project does not execute other numbers."""
         if self.etp not in (None, 1, self.tp) and self.tp is not None:
             raise ConstraintError(
-                f"etp={self.etp} with tp={self.tp}: our runtime divides an expert over 1 rank or all ranks of tp; "
+                f"etp={self.etp} with tp={self.tp}: our runtime shards an expert over 1 rank or over all ranks of tp; "
                 f"expected etp=1 or {self.tp}, or partition(..., profile=ExecutionProfile(expert_tensor='any')), which "
                 "predicts another framework"
             )
@@ -500,7 +507,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             return
         if self.zero == 0:
             raise ConstraintError(
-                f"dp_shard={self.dp_shard} with zero=0: nothing would be shared; expected zero=1, 2 or 3, or none"
+                f"dp_shard={self.dp_shard} with zero=0: nothing would be sharded; expected zero=1, 2 or 3, or "
+                "leave dp_shard out"
             )
         if self.dp is not None and self.dp % self.dp_shard:
             raise ConstraintError(
@@ -538,14 +546,16 @@ def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: 
         inside = inside or [i for i, path in enumerate(paths) if path and _is_under_prefix(prefix, path)]
         if not inside:
             near = get_close_matches(prefix, sorted(set(paths)), n=3, cutoff=0.3) or sorted(set(paths))[:3]
-            raise ConstraintError(f"stage_of[{prefix!r}] names no module of the model; near it: {', '.join(near)}")
+            raise ConstraintError(
+                f"stage_of[{prefix!r}] names no module of the model; similar names: {', '.join(near)}"
+            )
         pinned |= dict.fromkeys(inside, stage % num_stages)
     ordered = sorted(pinned)
     for a, b in pairwise(ordered):
         if pinned[a] > pinned[b]:
             raise ConstraintError(
                 f"stage_of puts {paths[a]!r} on stage {pinned[a]} and {paths[b]!r}, which runs after it, on stage "
-                f"{pinned[b]}; expected stages that do not fall in the order of execution"
+                f"{pinned[b]}; expected stages that do not decrease in the order of execution"
             )
     return pinned
 

@@ -96,4 +96,4 @@ def test_wrong_fields_and_wrong_plans_are_refused(tmp_path: Path):
     )
     run(tmp_path, steps=1)
     found = run(tmp_path, steps=1, plan=str(tmp_path / "plan.json"), workers=1)
-    assert "there are 1 workers, and the plan is for 2 ranks" in found["error"]
+    assert "has started 1 workers, but the plan is for 2 ranks" in found["error"]

@@ -219,7 +219,7 @@ UNUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], str]] =
     "a counter for a log": (log, {"calls": 0}, "'calls'"),
     "a list of results": (remember, {"seen": [], "last": None}, "'seen'"),
     "globals": (count_in_globals, {}, "'CALLS'"),
-    "a stopwatch": (measure, {"seconds": 0.0}, "asks for the time"),
+    "a stopwatch": (measure, {"seconds": 0.0}, "reads the time"),
     "draws that decide nothing": (draw_for_nothing, {}, "draws from Python's random"),
 }
 
@@ -363,7 +363,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], str]] 
     "a draw of NumPy": (draw_scale, {}, "draws from NumPy's random"),
     "a generator of the model": (draw_of_its_own, {"rng": np.random.default_rng(0)}, "draws from the attribute 'rng'"),
     "a generator of the file": (draw_of_a_global, {}, "draws from the global 'DRAWS'"),
-    "the time": (ask_the_time, {}, r"asks for the time at tests/passes/test_python_state.py:\d+"),
+    "the time": (ask_the_time, {}, r"reads the time at tests/passes/test_python_state.py:\d+"),
     "a decision by a count": (decide_by_count, {"step": 0}, r"decides .* by not \(\(step \+ 1\) > 1000\)"),
     "the last of many decisions": (decide_late, {"step": 0}, r"decides .* \(\(step \+ 1\) > 1011\)"),
     "a flag that alternates": (alternate, {"odd": False}, "'odd'"),

@@ -287,7 +287,7 @@ def _check_pairs(name: str, pattern: Pattern) -> None:
         if link.pairs == "all":
             if listed:
                 raise MisplacedError(
-                    "pairs: all comes after single pairs; list all first, then the pairs that differ",
+                    "all comes after single pairs; list all first, then the pairs that differ",
                     *("patterns", name, "links", k, "pairs"),
                 )
             continue

@@ -522,7 +522,7 @@ def test_what_cannot_be_is_said_before(pins: dict[str, Any], words: str):
 def test_what_says_nothing_is_refused():
     with pytest.raises(ConstraintError, match="hierarchical=True on one node"):
         ask(Topology.local(4), hierarchical=True)
-    with pytest.raises(ConstraintError, match="grad_compression=bf16 without training"):
+    with pytest.raises(ConstraintError, match="grad_compression=bf16 is given, but the plan is for inference"):
         partition(
             wide(),
             nodes(),

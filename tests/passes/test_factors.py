@@ -255,7 +255,7 @@ def test_one_text_for_each_number_of_operands():
     [
         ("b s", "expected one '->', got 0"),
         ("b s -> b s -> b s", "expected one '->', got 2"),
-        ("b s, b s -> b t", "no operand has t: mark it '!'"),
+        ("b s, b s -> b t", "no operand has t: mark it with '!'"),
         ("b (s (d)), b -> b", "a group within a group"),
         ("b (s d, b -> b", "'(' without ')'"),
         ("b s), b -> b", "')' without '('"),

@@ -285,7 +285,7 @@ def test_points_are_all_that_divide():
         ({"pp": 2, "dp": 2, "tp": 2}, "pp=2 x dp=2 x tp=2 makes 8 ranks; expected 64"),
         (
             {"dp": 32, "microbatch_size": 32},
-            "global batch of 512 is not divisible by dp=32 x microbatch_size=32 = 1024",
+            "global batch of 512 samples is not divisible by dp=32 x microbatch_size=32 = 1024",
         ),
         ({"tp": 64, "dp": 2}, "makes 128, which does not divide"),
         ({"zero": True}, "constraint zero: input should be a whole number, got True"),

@@ -89,7 +89,7 @@ def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
     if is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}, which holds other tensors", "convert it to the tensor that it stands for"
     if numbers and (tensor.is_meta or isinstance(tensor, FakeTensor)):
-        return "on the meta device and has no numbers", "pass real tensors to run a plan"
+        return "on the meta device and has no values", "pass real tensors to run a plan"
     return "", ""
 
 

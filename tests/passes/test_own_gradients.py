@@ -164,7 +164,7 @@ def test_a_function_of_torchs_own_is_opened_where_no_gradient_goes_through_it():
     model, inputs = Picking(torch.arange(4.0)), (torch.randn(4, 4),)
     plan = partition(model, Topology.local(2), inputs, constraints=Constraints(tp=2, pp=1, dp=1))
     assert plan.verify(model, inputs).ok
-    with pytest.raises(UnsupportedError, match="contains functions"):
+    with pytest.raises(UnsupportedError, match="contains a function"):
         partition(Picking(None), Topology.local(2), inputs)
 
 

@@ -201,7 +201,9 @@ class Reversing(nn.Module):
 def test_a_backward_that_gives_weights_gradients_as_a_side_effect_is_refused():
     with pytest.raises(UnsupportedError, match=r"Reversible\.backward runs layers again and calls backward\(\)"):
         partition(Reversing(), Topology.local(2), (torch.randn(4, 8),))
-    with pytest.raises(UnsupportedError, match=r"Reversible\.backward raises an error: call model\.train\(\) first; the"):
+    with pytest.raises(
+        UnsupportedError, match=r"Reversible\.backward raises an error: call model\.train\(\) first; the"
+    ):
         partition(Reversing().eval(), Topology.local(2), (torch.randn(4, 8),))
 
 

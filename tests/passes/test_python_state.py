@@ -361,7 +361,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], str]] 
         r"draws random numbers from Python's random at tests/passes/test_python_state.py:\d+",
     ),
     "a draw of NumPy": (draw_scale, {}, "draws random numbers from NumPy's random"),
-    "a generator of the model": (draw_of_its_own, {"rng": np.random.default_rng(0)}, "draws random numbers from the attribute 'rng'"),
+    "a generator of the model": (
+        draw_of_its_own,
+        {"rng": np.random.default_rng(0)},
+        "draws random numbers from the attribute 'rng'",
+    ),
     "a generator of the file": (draw_of_a_global, {}, "draws random numbers from the global 'DRAWS'"),
     "the time": (ask_the_time, {}, r"reads the time at tests/passes/test_python_state.py:\d+"),
     "a decision by a count": (decide_by_count, {"step": 0}, r"branches on not \(\(step \+ 1\) > 1000\)"),

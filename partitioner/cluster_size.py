@@ -131,7 +131,7 @@ def scaling_picture(tried: Sequence[Size], chosen: Size | None = None) -> str:
             point = ScalingPoint(plan.world_size, each, plan.estimate.mfu, plan.estimate.step_time, size is chosen)
             points.append((point, plan))
     if not points:
-        raise DrawError("no size has a plan, so there is nothing to draw; try more nodes, or free a constraint")
+        raise DrawError("no size has a plan, so there is nothing to draw; try more nodes, or remove a constraint")
     first = points[0][1]
     what = "tokens" if first.tokens_per_step else "samples" if first.global_batch else "steps"
     title = f"{first.model} on {first.topology.name.split(' x ')[-1]}, global batch {first.global_batch:,}"
@@ -232,7 +232,8 @@ def _require_known_value(value: float | None, name: str, unit: str) -> float:
     file from which it follows, and its unit, for the message."""
     if value is None:
         raise ConstraintError(
-            f"a device type of the topology has no {name}; give it in {unit} under types: in its file"
+            f"a device type of the topology has no {name}; set {name} in {unit} for this type, under types: in the "
+            "topology file"
         )
     return value
 
@@ -332,7 +333,7 @@ def largest_that_fits(
     asked = constraints or Constraints()
     if of == "microbatch" and asked.microbatch_size is not None:
         raise ConstraintError(
-            f"microbatch_size={asked.microbatch_size}, of which the largest is asked for; leave it out"
+            f"microbatch_size={asked.microbatch_size}, but the largest microbatch is to be found; leave it out"
         )
     plan_of = _of_microbatch if of == "microbatch" else _of_sequence
     plan = plan_of(model, topology, inputs, asked, more)
@@ -393,7 +394,7 @@ def length_of(inputs: Any) -> int:
     dims. Raise :class:`InputsError` if there is none."""
     lengths = [leaf.shape[_DIM] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > _DIM]
     if not lengths:
-        raise InputsError("no input has a second dim, which would be the sequence; ask of='microbatch' instead")
+        raise InputsError("no input has a second dim, which would be the sequence; use of='microbatch' instead")
     return int(lengths[0])
 
 

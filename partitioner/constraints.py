@@ -33,8 +33,8 @@ _DECISIVE = 3  # of the four axes whose sizes multiply: the last one follows fro
 OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
 
 _WHY_NOT = {
-    2: "what is lost in sending a whole gradient would be kept, which the gradient itself is not",
-    3: "gradients are sent one call at a time, as they are",
+    2: "the rounding error of a whole gradient would have to be kept, but under ZeRO-2 whole gradients are not kept",
+    3: "gradients are sent as soon as a call has computed them, and are not kept",
 }
 
 
@@ -58,23 +58,23 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     )
 
     cp: PositiveInt | None = Field(
-        default=None, description="Context-parallel ranks, which share each sequence. None: chosen."
+        default=None, description="Context-parallel ranks, over which each sequence is sharded. None: chosen."
     )
 
     tp: PositiveInt | None = Field(
-        default=None, description="Tensor-parallel ranks, which share each layer. None: chosen."
+        default=None, description="Tensor-parallel ranks, over which each layer is sharded. None: chosen."
     )
 
     ep: PositiveInt | None = Field(
         default=None,
-        description="Expert-parallel ranks: of the dp x cp x tp ranks, those that share the experts of a "
-        "layer. None: chosen.",
+        description="Expert-parallel ranks, over which the experts of a layer are distributed. They are ranks "
+        "of dp x cp x tp. None: chosen.",
     )
 
     etp: PositiveInt | None = Field(
         default=None,
-        description="Ranks that share one expert: 1, or as many as tp. None: chosen. Other numbers need "
-        "the profile of a framework that executes them.",
+        description="Ranks over which each expert is sharded: 1, or as many as tp. None: chosen. Other "
+        "numbers need the profile of a framework that executes them.",
     )
 
     placement: Literal["in_order"] | None = Field(
@@ -89,8 +89,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     data_shares: tuple[PositiveInt, ...] | None = Field(
         default=None,
-        description="Microbatches of each data-parallel rank, one number per rank, like (3, 2). None: "
-        "equally many, or in proportion to the speed of the ranks.",
+        description="Microbatches of each data-parallel rank, one number per rank, like (3, 2). None: equal "
+        "numbers, or in proportion to the speed of the ranks.",
     )
 
     schedule: str | ScheduleTable | None = Field(
@@ -100,19 +100,21 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         '"gpipe" need pp of 2 or more. None: chosen.',
     )
 
-    virtual_stages: PositiveInt | None = Field(default=None, description="Stages on each pipeline rank. None: chosen.")
+    virtual_stages: PositiveInt | None = Field(
+        default=None, description="Virtual stages per pipeline rank. None: chosen."
+    )
 
     stage_of: dict[str, int] = Field(
         default_factory=dict,
-        description="Module path prefix to pipeline stage (virtual stage, where a rank has several); -1 "
-        "is the last. {}: chosen.",
+        description="Module path prefix to pipeline stage (to virtual stage, if a rank has several); -1 is "
+        "the last. {}: chosen.",
     )
 
     overlap_steps: bool = Field(
         default=False,
-        description="A rank begins the next step when its own part of this step is done. Nothing may then "
-        "need all ranks in between, as clipping by the norm of all gradients or loss scaling "
-        "in float16 does.",
+        description="A rank begins the next step when its own part of this step is done. The training script "
+        "must then not synchronise all ranks between steps, as gradient clipping by norm and loss "
+        "scaling in float16 do.",
     )
 
     # Memory
@@ -127,85 +129,87 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     dp_shard: PositiveInt | None = Field(
         default=None,
-        description="Neighbouring data-parallel ranks that share states; dp / dp_shard are replicas "
-        "(HSDP). None: all of them, or as many as fill nodes.",
+        description="Hybrid sharding (HSDP): states are sharded over this many neighbouring data-parallel "
+        "ranks; the dp / dp_shard groups are replicas. None: over all of them, or over groups "
+        "that fill nodes.",
     )
 
     recompute: Recompute | None = Field(
         default=None,
-        description='What backward recomputes: "none"; "scores", the cheap part of attention; '
-        '"selective", all but products, fused attention and communicated values; "alternate", '
-        'every second product too; "full", whole layers. None: chosen.',
+        description='What backward recomputes: "none"; "scores", the attention scores; "selective", all '
+        'operators except products, fused attention and communication; "alternate", every second '
+        'product, too; "full", whole layers. None: chosen.',
     )
 
     offload: tuple[Offload, ...] | None = Field(
         default=None,
         description='What is in host memory between uses: "optimizer" (states, stepped on the host), '
         '"activations", "parameters" (with the optimizer), several joined by + or as a tuple; '
-        '"disk": optimizer states on the disks of the nodes; (): nothing. None: nothing, '
-        "unless nothing else fits and the parallel degrees are free (a fixed mesh that does "
-        "not fit is a CapacityError, which says what offload would give).",
+        '"disk": optimizer states on the disks of the nodes; (): nothing. None: nothing, unless '
+        "no plan fits without offload and the mesh is not fixed (a fixed mesh that does not fit "
+        "is a CapacityError, which says whether offload would help).",
     )
 
     memory_margin: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Fraction of the usable memory of each device that plans leave free, for what the "
-        "estimate does not know (fragmentation, libraries). 0: all of it is used.",
+        description="Fraction of the usable memory of each device that plans leave free, for memory that the "
+        "estimate does not contain (fragmentation, libraries). 0: all memory is used.",
     )
 
     # Communication
 
     context: Literal["all_gather", "ring", "ulysses"] | None = Field(
         default=None,
-        description="How attention runs over cp: by gathering keys and values, in a ring, or by heads "
-        "(ulysses). None: the fastest for each attention.",
+        description="Algorithm of attention over cp: gather keys and values, send them around a ring, or "
+        "exchange sequence for heads (ulysses). None: the fastest for each attention.",
     )
 
     sequence_parallel: bool | None = Field(
         default=None,
-        description="Whether values between blocks are sharded over tp. False: they are whole on each "
-        "rank. True or None: they are sharded where this is cheaper.",
+        description="Whether values between blocks are sharded over tp. False: they are replicated. True or "
+        "None: they are sharded where this is faster.",
     )
 
     hierarchical: bool | None = Field(
         default=None,
-        description="Whether gradients that are reduced over several nodes are scattered within each node "
-        "first and gathered there last. None: chosen on networks where the library reduces "
-        "over one ring, else not tried.",
+        description="Whether gradients that are reduced over several nodes are first reduce-scattered within "
+        "each node, then reduced between nodes and gathered within each node. None: chosen on "
+        "networks where the library all-reduces over one ring, otherwise not tried.",
     )
 
     grad_compression: Compression | None = Field(
         default=None,
-        description='The type in which gradients are sent between the outermost groups: "bf16" or "int8". '
-        "It changes what is trained. None: not compressed.",
+        description='The type in which gradients are sent between the outermost groups: "bf16" or "int8". It '
+        "changes the results of training. None: not compressed.",
     )
 
     # Execution
 
     execution: Literal["eager", "compiled", "graph"] = Field(
         default="eager",
-        description='How ranks execute instructions, if the engine is not told: "eager", operator by operator; '
-        '"compiled", as compiled functions between two collectives; "graph", a recorded step that is replayed, on GPUs '
-        "as CUDA graphs of compiled functions. The estimates of compiled, and of graph on GPUs, merge operators as a "
-        "compiler does; those of graph leave out the host's time for all operators but those of experts. The estimates "
-        "of memory are those of eager.",
+        description='How ranks execute instructions, unless the engine gets another mode: "eager", operator '
+        'by operator; "compiled", compiled functions between two collectives; "graph", a recorded '
+        "step that is replayed, on GPUs as CUDA graphs of compiled functions. Estimates for "
+        "compiled, and for graph on GPUs, assume that a compiler fuses operators; those for graph "
+        "leave out the launch time of the host, except for operators of experts. Estimates of "
+        "memory are those of eager.",
     )
 
     # Search
 
     couple: Literal["batch", "microbatch"] = Field(
         default="batch",
-        description="Within what samples meet, in models where they do (losses that balance experts, "
-        "batch norm): the global batch, or each microbatch, whose size must then be given. "
-        "Loss and gradients are their mean.",
+        description="For models in which samples interact (load-balancing losses of experts, batch norm): "
+        "whether they interact within the global batch, or within each microbatch, whose size "
+        "must then be given. Loss and gradients are the mean over microbatches.",
     )
 
     ahead: bool = Field(
         default=False,
-        description="Search more: every schedule, tensor parallelism over two nodes, and under a profile "
-        "that allows it every etp.",
+        description="Larger search: every schedule, tensor parallelism over two nodes, and every etp under a "
+        "profile that allows it.",
     )
 
     @field_validator(*_NUMBERS, mode="before")
@@ -351,12 +355,12 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         what = " x ".join(given) + (f" = {dp * size}" if len(given) > 1 else "")
         if global_batch % size:
             raise ConstraintError(
-                f"the global batch of {global_batch} does not split by {what}; expected a divisor of {global_batch}"
+                f"the global batch of {global_batch} is not divisible by {what}; expected a divisor of {global_batch}"
             )
         if global_batch // size < dp:
             raise ConstraintError(
-                f"the global batch of {global_batch} does not split by {what}: fewer microbatches than ranks; expected "
-                f"at most {global_batch}"
+                f"the global batch of {global_batch} samples is not divisible by {what}: there would be fewer "
+                f"microbatches than ranks; expected at most {global_batch}"
             )
 
     def _check_shares(self, global_batch: int) -> None:
@@ -368,8 +372,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         size = global_batch // sum(shares) if shares and global_batch % sum(shares) == 0 else None
         if size is None or self.dp not in (None, len(shares)) or self.microbatch_size not in (None, size):
             raise ConstraintError(
-                f"data_shares={shares} is {sum(shares)} microbatches on {len(shares)} ranks of dp; expected as many as "
-                f"the global batch of {global_batch} has, for as many ranks as dp has"
+                f"data_shares={shares} is {sum(shares)} microbatches on {len(shares)} ranks of dp; expected one "
+                "number for each rank of dp, whose sum is the number of microbatches in the global batch of "
+                f"{global_batch}"
             )
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:
@@ -379,7 +384,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         if self.tp is not None and self.tp > 1 and not any(size % self.tp == 0 for size in sizes):
             shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
             raise ConstraintError(
-                f"tp={self.tp} divides no dimension of any weight (sizes {shown or 'none'}); expected a divisor of one"
+                f"tp={self.tp} divides no dimension of any weight (sizes {shown or 'none'}); expected a divisor of "
+                "one of these"
             )
 
     def check_experts(self, experts: int) -> None:
@@ -388,9 +394,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         asked = next((name for name in ("ep", "etp") if (getattr(self, name) or 1) > 1), None)
         if asked is not None and not experts:
             raise ConstraintError(
-                f"{asked}={getattr(self, asked)}, but no experts were found in the model's graph; expected {asked}=1, "
-                "or experts written in a form that docs/experts.md lists (other loops that pick each expert's rows are "
-                "sharded over tp alone)"
+                f"{asked}={getattr(self, asked)}, but no experts were recognised in the model; expected {asked}=1, "
+                "or experts written in a form that docs/experts.md lists (other loops over experts can be sharded "
+                "over tp only)"
             )
         if experts % (self.ep or 1):
             raise ConstraintError(
@@ -402,9 +408,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         (``couple="microbatch"``), but no microbatch size is given."""
         if self.couple == "microbatch" and self.microbatch_size is None:
             raise ConstraintError(
-                "couple='microbatch' without microbatch_size: the step is the mean over groups of as many samples, the "
-                "same on any mesh, so it is not for the search to choose; expected microbatch_size=N, a divisor of the "
-                "global batch"
+                "couple='microbatch' without microbatch_size: the results of a step depend on microbatch_size, so "
+                "the search cannot choose it; expected microbatch_size=N, a divisor of the global batch"
             )
 
     def check_groups(self, global_batch: int) -> None:
@@ -414,8 +419,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         if size is not None and global_batch % size:
             nearest = min(list_divisors(global_batch), key=lambda d: abs(math.log2(d / size)))
             raise ConstraintError(
-                f"the global batch of {global_batch} is no whole number of groups of microbatch_size={size}, within "
-                f"which samples meet (couple='microbatch'); expected a divisor of {global_batch}, as {nearest} is"
+                f"the global batch of {global_batch} is not divisible by microbatch_size={size}, the number of "
+                f"samples that interact (couple='microbatch'); expected a divisor of {global_batch}, such as {nearest}"
             )
 
     def check_offload(self) -> None:
@@ -424,7 +429,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         """
         if self.offload and "parameters" in self.offload and self.zero in (1, 2):
             raise ConstraintError(
-                f"offload of parameters with zero={self.zero}, which keeps them whole; expected zero=0 or 3"
+                f"offload of parameters with zero={self.zero}, under which parameters stay on the device; expected "
+                "zero=0 or 3"
             )
 
     def check_reduction(self, num_nodes: int, train: bool) -> None:
@@ -434,20 +440,23 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         given = {"hierarchical": self.hierarchical or None, "grad_compression": self.grad_compression}
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if asked and not train:
-            raise ConstraintError(f"{asked} without training, which has no gradients; leave it out")
+            raise ConstraintError(
+                f"{asked} is given, but the plan is for inference, which has no gradients; leave it out"
+            )
         if self.hierarchical and num_nodes == 1:
             raise ConstraintError(
                 "hierarchical=True on one node: there is nothing to reduce between nodes; leave it out"
             )
         if self.hierarchical and self.zero:
             raise ConstraintError(
-                f"hierarchical=True with zero={self.zero}, under which gradients are scattered to their shards; "
-                "expected zero=0, or dp_shard=N instead, the ranks of dp in a node: shards are added up between nodes"
+                f"hierarchical=True with zero={self.zero}, under which gradients are already reduce-scattered; "
+                "expected zero=0, or instead dp_shard=N, the number of dp ranks in a node, to reduce shards between "
+                "nodes"
             )
         if self.zero is not None and self.dp_shard is None and not self.sends_compressed(self.zero, 0):
             raise ConstraintError(
                 f"grad_compression={self.grad_compression} with zero={self.zero}: {_WHY_NOT[self.zero]}; expected "
-                "zero=0 or 1, or dp_shard=N, so that what is sent between N and N is compressed"
+                "zero=0 or 1, or dp_shard=N, so that only the communication between groups of N ranks is compressed"
             )
 
     def sends_compressed(self, zero: int, dp_shard: int) -> bool:
@@ -465,18 +474,20 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         name = self.schedule
         if self.pp == 1 and isinstance(name, str) and name in SCHEDULES and name not in OF_ONE_STAGE:
             raise ConstraintError(
-                f"schedule={name} with pp=1, which has no pipeline; expected pp of 2 or more, or no schedule"
+                f"schedule={name} with pp=1, but a single stage has no pipeline schedule; expected pp of 2 or "
+                "more, or leave schedule out"
             )
         chunks = SCHEDULES[name].chunks if isinstance(name, str) and name in SCHEDULES else None
         if chunks is not None and self.virtual_stages not in (None, chunks):
             raise ConstraintError(
-                f"schedule={name} with virtual_stages={self.virtual_stages}: under it each rank has {chunks}; expected "
-                f"virtual_stages={chunks}, or none, or a schedule of any number, like interleaved"
+                f"schedule={name} with virtual_stages={self.virtual_stages}: this schedule has {chunks} per rank; "
+                f"expected virtual_stages={chunks}, or leave it out, or choose a schedule for any number, like "
+                "interleaved"
             )
         if self.cp == 1 and self.context is not None:
             raise ConstraintError(
-                f"context={self.context} with cp=1, over which no sequence is shared; expected cp of 2 or more, or no "
-                "context"
+                f"context={self.context} with cp=1, which shards no sequence; expected cp of 2 or more, or leave "
+                "context out"
             )
 
     def check_expert_tensor(self) -> None:
@@ -484,7 +495,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         ``tp``. The runtime of this project does not execute other numbers."""
         if self.etp not in (None, 1, self.tp) and self.tp is not None:
             raise ConstraintError(
-                f"etp={self.etp} with tp={self.tp}: our runtime divides an expert over 1 rank or all ranks of tp; "
+                f"etp={self.etp} with tp={self.tp}: our runtime shards an expert over 1 rank or over all ranks of tp; "
                 f"expected etp=1 or {self.tp}, or partition(..., profile=ExecutionProfile(expert_tensor='any')), which "
                 "predicts another framework"
             )
@@ -496,7 +507,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             return
         if self.zero == 0:
             raise ConstraintError(
-                f"dp_shard={self.dp_shard} with zero=0: nothing would be shared; expected zero=1, 2 or 3, or none"
+                f"dp_shard={self.dp_shard} with zero=0: nothing would be sharded; expected zero=1, 2 or 3, or "
+                "leave dp_shard out"
             )
         if self.dp is not None and self.dp % self.dp_shard:
             raise ConstraintError(
@@ -534,14 +546,16 @@ def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: 
         inside = inside or [i for i, path in enumerate(paths) if path and _is_under_prefix(prefix, path)]
         if not inside:
             near = get_close_matches(prefix, sorted(set(paths)), n=3, cutoff=0.3) or sorted(set(paths))[:3]
-            raise ConstraintError(f"stage_of[{prefix!r}] names no module of the model; near it: {', '.join(near)}")
+            raise ConstraintError(
+                f"stage_of[{prefix!r}] names no module of the model; similar names: {', '.join(near)}"
+            )
         pinned |= dict.fromkeys(inside, stage % num_stages)
     ordered = sorted(pinned)
     for a, b in pairwise(ordered):
         if pinned[a] > pinned[b]:
             raise ConstraintError(
                 f"stage_of puts {paths[a]!r} on stage {pinned[a]} and {paths[b]!r}, which runs after it, on stage "
-                f"{pinned[b]}; expected stages that do not fall in the order of execution"
+                f"{pinned[b]}; expected stages that do not decrease in the order of execution"
             )
     return pinned
 

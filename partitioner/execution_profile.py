@@ -26,97 +26,100 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(default="ours", description="What reports call the profile; it has no other effect.")
+    name: str = Field(default="ours", description="The name of the profile in reports; it has no other effect.")
 
     # Communication of gradients, states and activations
 
     overlap: bool = Field(
-        default=True, description="Gradients are reduced, and sharded states gathered, behind computation."
+        default=True, description="Gradient reductions, and gathers of sharded states, overlap with computation."
     )
 
     gather: Literal["call", "parameter", "owner"] = Field(
         default="call",
-        description="How sharded states are gathered: all states of a call together, each parameter by "
-        "itself, or (ZeRO-1) each parameter whole on one owner, which broadcasts it before "
-        "the next step.",
+        description="How sharded states are gathered: all states of a call together, each parameter "
+        "separately, or (ZeRO-1) each parameter from the one rank that owns it, which broadcasts "
+        "it before the next step.",
     )
 
     short_gradients: bool = Field(
         default=False,
-        description="Gradients have the type of their parameter where that is shorter than float32; else "
-        "they are float32.",
+        description="Gradients have the type of their parameter, also if it has 16 bits. Otherwise they are float32.",
     )
 
     sends: Literal["whole", "parts"] = Field(
         default="whole",
-        description="What all ranks of tp have goes to the next stage whole from each rank, or in parts, "
-        "one from each rank of tp, which the receivers gather. It matters under "
-        "sequence_parallel=False; else values are sharded over tp anyway.",
+        description="How values that are replicated over tp are sent to the next stage: whole from each rank, "
+        "or in parts, one from each rank of tp, which the receivers gather. This matters only "
+        "under sequence_parallel=False; otherwise values are sharded over tp.",
     )
 
     overlap_tensor: bool = Field(
-        default=False, description="Gathers and scatters over tp run in pieces behind the products beside them."
+        default=False,
+        description="Gathers and scatters over tp are split into pieces that overlap with the products before "
+        "or after them.",
     )
 
     regather: bool = Field(
-        default=False, description="Values that are gathered over tp are kept sharded, and gathered again in backward."
+        default=False, description="Values that are gathered over tp are saved sharded, and gathered again in backward."
     )
 
     # Experts
 
     expert_tensor: Literal["one_or_tp", "any"] = Field(
         default="one_or_tp",
-        description="Over how many ranks one expert can be divided (etp): 1 or as many as tp, or any divisor of tp.",
+        description="Over how many ranks one expert can be sharded (etp): 1 or as many as tp, or any divisor of tp.",
     )
 
     dispatch: Literal["rows", "parts", "once"] = Field(
         default="rows",
-        description="How rows go to experts: once for each expert from each rank that shares it; in "
-        "parts, which the ranks of an expert gather among themselves; or once to each node "
-        "and rank, which hand them on (DeepEP, HybridEP).",
+        description="How tokens are sent to experts: once for each expert from each rank that has the token "
+        "(rows); in parts, which the ranks of an expert gather (parts); or once to each node and "
+        "rank, which forward them (once: DeepEP, HybridEP).",
     )
 
     overlap_experts: bool = Field(
-        default=False, description="Rows travel to experts and back behind the computation of another microbatch."
+        default=False,
+        description="Sending tokens to experts and back overlaps with the computation of another microbatch.",
     )
 
     expert_kernels: Literal["grouped", "each", "fused"] = Field(
         default="grouped",
-        description="Products of the experts of a rank: grouped in one kernel, launched for each expert, "
-        "as their casts are (Transformer Engine's grouped linear layers), or grouped and "
-        "fused with what lies between (its grouped MLP).",
+        description="Products of the experts of a rank: grouped in one kernel (grouped); one launch for each "
+        "expert and its casts (each: Transformer Engine's grouped linear layers); or grouped and "
+        "fused with the operators between them (fused: its grouped MLP).",
     )
 
     even_experts: Literal["none", "routed", "padded"] = Field(
         default="none",
-        description="Why all experts have equally many rows: routing is forced to that (routed), or rows "
-        "beyond a share are dropped and missing rows padded (padded). none: rows go to any "
-        "expert with the same probability, so some ranks have more.",
+        description="Why all experts have equally many tokens: routing is forced to be even (routed), or "
+        "tokens beyond the capacity are dropped and missing ones padded (padded). none: each "
+        "expert gets a token with the same probability, so some ranks have more tokens.",
     )
 
     # Kernels
 
     fused_casts: bool = Field(
         default=False,
-        description="In fp8, the kernel before a product writes what the product reads; else it is cast "
-        "for each product.",
+        description="In fp8, the kernel before a product writes its operand in fp8. Otherwise a separate "
+        "kernel casts it for each product.",
     )
 
     fused_kernels: bool = Field(
         default=False,
-        description="A compiler merges pointwise operators, norms and losses between products and collectives, so that "
-        "each tensor is read and written once.",
+        description="A compiler fuses pointwise operators, norms and losses between products and collectives, "
+        "so that each tensor is read and written once.",
     )
 
     current_scaling: bool = Field(
         default=False,
-        description="In fp8, each tensor is cast by its own largest number; else by earlier ones, or block by block.",
+        description="In fp8, each tensor is scaled by its current maximum. Otherwise it is scaled by earlier "
+        "maxima, or block by block.",
     )
 
     graphs: Literal["none", "part", "all"] = Field(
         default="none",
-        description="What is recorded in CUDA graphs, so that the host issues nothing of it: nothing, all "
-        "but experts, or all.",
+        description="What is recorded in CUDA graphs, so that the host does not launch its operators one by "
+        "one: nothing, everything except experts, or everything.",
     )
 
     def __init__(self, **data: Any) -> None:

@@ -51,18 +51,18 @@ def check_request(
     constraints.check_reduction(topology.num_nodes, train)
     if not train and constraints.recompute not in (None, "none"):
         raise ConstraintError(
-            f"recompute={constraints.recompute} without training, which has no backward to make anything again for; "
-            "leave it out"
+            f"recompute={constraints.recompute} is given, but the plan is for inference, which has no backward; leave "
+            "it out"
         )
     if constraints.offload and None in topology.different_host_shares:
         raise ConstraintError(
-            f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what hosts its nodes have; "
-            "give each group of nodes one, like host: dgx-h100 or host: {memory: 2 TB, bandwidth: 55 GB/s}"
+            f"offload={'+'.join(constraints.offload)}, but {topology.name} does not describe the hosts of its nodes; "
+            "add a host to each group of nodes, like host: dgx-h100 or host: {memory: 2 TB, bandwidth: 55 GB/s}"
         )
     if constraints.offload and "disk" in constraints.offload and not has_disks(topology):
         raise ConstraintError(
-            f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what disks its nodes have; "
-            "give the host of each group of nodes one, like disk: 30 TB, disk_bandwidth: 20 GB/s"
+            f"offload={'+'.join(constraints.offload)}, but {topology.name} does not describe the disks of its nodes; "
+            "add a disk to the host of each group of nodes, like disk: 30 TB, disk_bandwidth: 20 GB/s"
         )
     check_precision(topology, precision)
 

@@ -34,19 +34,19 @@ partitioner run plan.json examples/plain_module.py:example
 partitioner launch plan.json
 ```
 
-A model is named by its configuration: a [Hugging Face folder](pretrained.md), a `config.json` or a name on the hub. Or
-it is named `FILE.py:FUNCTION`. The function takes no arguments and returns a model, `(model, inputs)` or
+`MODEL` is a [Hugging Face folder](pretrained.md), a `config.json`, a name on the hub, or `FILE.py:FUNCTION`. The
+function takes no arguments and returns a model, `(model, inputs)` or
 `(model, inputs, loss)`. The inputs are one global batch.
 
-Results go to standard output, errors and progress to standard error. `--debug`, anywhere on the line, shows the
+Results go to standard output, errors and progress to standard error. `--debug`, at any position, shows the
 traceback of an error. `partitioner --version` prints the version.
 
 | exit code | meaning |
 |---|---|
 | 0 | success |
-| 1 | a plan or a checked layout computes something else than its model, or two runs differ |
-| 2 | an error that you can mend |
-| 3 | a fault of the partitioner |
+| 1 | results of a plan, a checked layout or two runs differ; `fit`: the job does not fit |
+| 2 | an error that you can correct |
+| 3 | a bug in the partitioner |
 | 130 | interrupted |
 """
 

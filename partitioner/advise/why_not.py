@@ -50,7 +50,9 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
     limits = plan.certificate.limits
     calls = limits.calls if limits is not None else sum(stage.num_calls for stage in plan.estimate.stages)
     if calls and (merged.pp or 1) > calls:
-        raise ConstraintError(f"the model has {calls} calls that stages can hold, each at least one")
+        raise ConstraintError(
+            f"the model has {calls} calls that can be placed on stages, and each stage needs at least one"
+        )
     if limits is not None and plan.global_batch:
         list_candidates(_rebuild_search_space(plan, limits, merged))
 
@@ -213,7 +215,7 @@ def why_not(
     the plan's.
     """
     if not asked:
-        raise ConstraintError("why not what? Name constraints, like tp=8 or pp=2, schedule='gpipe'")
+        raise ConstraintError("no constraint is given; expected at least one, like tp=8 or pp=2, schedule='gpipe'")
     Constraints(**asked)
     answer = _from_rows(plan, asked)
     if answer is not None and (model is None or answer.verdict == "chosen"):

@@ -95,7 +95,7 @@ def check_layout(
     :class:`RankTimeout` after ``timeout``.
     """
     if ranks < 1:
-        raise LaunchError(f"ranks={ranks}; expected the number of processes to run, 1 or more")
+        raise LaunchError(f"ranks={ranks}; expected the number of processes to run, at least 1")
     target = _locate_function(function)
     with LocalRanks(1) as single, LocalRanks(ranks, debug=True) as pool:
         plain = _run_alone(single, run_plain, target, timeout=timeout)
@@ -282,6 +282,7 @@ def _locate_function(function: Callable[[], Any] | str) -> str:
     name, where = getattr(function, "__qualname__", ""), inspect.getsourcefile(function)
     if not name.isidentifier() or where is None or not where.endswith(".py"):
         raise CheckSetupError(
-            f"{function!r} cannot be imported by ranks; expected a function at the top level of a .py file"
+            f"{function!r} cannot be imported by the rank processes; expected a function at the top level of a .py "
+            "file: move it there"
         )
     return f"{where}:{name}"

@@ -103,7 +103,7 @@ def load_setup(target: str) -> tuple[Setup, str]:
     bad = next((n for n, p in setup.plain.named_parameters() if p.is_meta or not p.is_floating_point()), None)
     if bad is not None:
         raise CheckSetupError(
-            f"{target}: parameter {bad} has no real numbers; expected floating-point weights in memory"
+            f"{target}: parameter {bad} is not a floating-point tensor in memory; expected floating-point weights"
         )
     setup.plain.double()
     inputs = pytree.tree_map(_to_float64, setup.inputs)
@@ -137,7 +137,8 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
         found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise CheckSetupError(
-            "the plain model gives no loss; expected loss=..., a function of its output to one number"
+            "the output of the plain model has no loss; expected loss=..., a function that computes one number "
+            "from the output"
         )
     return found
 

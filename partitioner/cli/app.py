@@ -59,7 +59,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Partition an unmodified PyTorch model: plan it for a cluster, look at the plan, prove, verify and run it.",
+    help="Partition an unmodified PyTorch model: plan it for a cluster; show, prove, verify and run the plan.",
     epilog="Errors are short; `--debug`, anywhere on the line, shows their traceback.",
 )
 
@@ -99,18 +99,19 @@ def plan(
     dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.", show_default=False)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
     microbatch: Annotated[int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)] = None,
-    cp: Annotated[int | None, typer.Option(help="Ranks that share each sequence.", show_default=False)] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks.", show_default=False)] = None,
     context: Annotated[
         str | None,
         typer.Option(help="Attention over cp: `ring`, `all_gather` or `ulysses`.", show_default=False),
     ] = None,
-    ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.", show_default=False)] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks.", show_default=False)] = None,
     etp: Annotated[int | None, typer.Option(help="Ranks per expert: 1, or as many as tp.", show_default=False)] = None,
     zero: Annotated[
         int | None, typer.Option(help="Stage of state sharding (ZeRO), 0 to 3.", show_default=False)
     ] = None,
     dp_shard: Annotated[
-        int | None, typer.Option(help="Data-parallel ranks that share states; else all.", show_default=False)
+        int | None,
+        typer.Option(help="Data-parallel ranks over which states are sharded; default: all.", show_default=False),
     ] = None,
     schedule: Annotated[
         str | None,
@@ -123,23 +124,23 @@ def plan(
     recompute: Annotated[
         str | None,
         typer.Option(
-            help="Recompute: `none`, `scores`, `selective` (what is quick), `alternate`, `full`.", show_default=False
+            help="Recompute `none`, `scores`, `selective` (cheap operators), `alternate` or `full`.", show_default=False
         ),
     ] = None,
     sequence_parallel: Annotated[
-        bool | None, typer.Option(help="Shard values between blocks over tp where cheaper.", show_default=False)
+        bool | None, typer.Option(help="Shard values between blocks over tp where this is faster.", show_default=False)
     ] = None,
     more: Annotated[
         str | None,
         typer.Option(
             "--constraints",
             metavar="NAME=VALUE,...",
-            help="Any other constraint; what has several values: A+B.",
+            help="Any other constraints; join several values of one by +.",
             show_default=False,
         ),
     ] = None,
     ahead: Annotated[
-        bool, typer.Option("--ahead", help="Search more: every schedule, and tensor parallelism over two nodes.")
+        bool, typer.Option("--ahead", help="Larger search: every schedule, and tensor parallelism over two nodes.")
     ] = False,
     profile: Profile = None,
     precision: Precision = None,
@@ -150,7 +151,9 @@ def plan(
     task: TaskName = None,
     lora: Adapters = None,
     meta: Meta = False,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds; then the best plan so far is taken.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which the search ends with the best plan so far.")
+    ] = None,
     svg: Picture = None,
     timeline: Chart = None,
     memory: Memory = None,
@@ -240,17 +243,24 @@ def explain(
     plan_file: PlanFile,
     why_not: Annotated[
         str | None,
-        typer.Option("--why-not", metavar="NAME=VALUE,...", help="Why the plan is not so.", show_default=False),
+        typer.Option(
+            "--why-not",
+            metavar="NAME=VALUE,...",
+            help="Explain why the plan does not have these values.",
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="To plan again where the plan's file has no answer.", show_default=False),
+        typer.Option(
+            metavar="MODEL", help="The model, to plan these values if the plan file has no answer.", show_default=False
+        ),
     ] = None,
     task: TaskName = None,
     lora: Adapters = None,
     meta: Meta = False,
 ) -> None:
-    """Explain a plan: the constraints that limit it, how its step time is composed, and why other layouts were not
+    """Explain a plan: the constraints that limit it, what takes its step time, and why other layouts were not
     chosen.
     """
     from partitioner import Plan
@@ -338,12 +348,12 @@ def check(
             show_default=False,
         ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, which communicate over Gloo.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of processes. They communicate over Gloo.")] = 2,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which all processes are ended.")] = 120.0,
     rows: Annotated[int, typer.Option(min=1, help="How many names to list for each cause.")] = 8,
 ) -> None:
-    """Run a model that is distributed by other means (FSDP, DTensor, pipelining, own collectives) on this machine in
-    float64; compare outputs, loss and every gradient with the plain model, and name likely causes of differences.
+    """Run a model that is distributed by other means (FSDP, DTensor, pipelining, your own collectives) on this machine
+    in float64; compare outputs, loss and every gradient with the plain model, and name likely causes of differences.
 
     The exit code is 1 if they differ.
     """
@@ -374,7 +384,7 @@ def check(
 def run(
     plan_file: PlanFile,
     function: ModelFunction,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, all on the function's inputs.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, all on the same batch.")] = 10,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
     task: TaskName = None,
     lora: Adapters = None,
@@ -399,7 +409,9 @@ def run(
 )
 def topology(
     name: Annotated[str, typer.Argument(help="`local:4`, a preset like `dgx-h100:2`, `detect` or a YAML file.")],
-    yaml: Annotated[bool, typer.Option("--yaml", help="Print it as YAML, to be changed and given to `plan`.")] = False,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print it as YAML, which you can edit and pass to `plan`.")
+    ] = False,
     svg: Annotated[Path | None, typer.Option(help="Draw it to this SVG file.", show_default=False)] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write its picture and tables to this HTML file.", show_default=False)
@@ -439,10 +451,10 @@ def profile(
     ),
     ranks: Annotated[
         int | None,
-        typer.Option(help="Ranks that share the machine; default: one per GPU, or per core.", show_default=False),
+        typer.Option(help="Ranks on this machine; default: one per GPU, or one per core.", show_default=False),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="`cuda` or `cpu`; default: what there is.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure for some seconds only; less exact.")] = False,
+    device: Annotated[str | None, typer.Option(help="`cuda` or `cpu`; default: `cuda` if there is a GPU.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for some seconds only; less accurate.")] = False,
 ) -> None:
     """Measure this machine, and write a topology file that `plan --topology` reads.
 

@@ -32,8 +32,7 @@ ModelFunction = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A Hugging Face folder, a `config.json` or a name on the hub; or `FILE.py:FUNCTION`, a function without "
-        "arguments that returns a model, (model, inputs) or (model, inputs, loss). `package.module:function` will do "
-        "as well.",
+        "arguments that returns a model, (model, inputs) or (model, inputs, loss); or `package.module:function`.",
         show_default=False,
     ),
 ]
@@ -42,7 +41,8 @@ Cluster = Annotated[
     typer.Option("--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), `detect` or a YAML file."),
 ]
 Pins = Annotated[
-    str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
+    str | None,
+    typer.Option(metavar="NAME=VALUE,...", help="Constraints that fix a part of the plan.", show_default=False),
 ]
 Picture = Annotated[Path | None, typer.Option(help="Draw the stages to this SVG file.", show_default=False)]
 Chart = Annotated[Path | None, typer.Option(help="Draw the schedule over time to this SVG file.", show_default=False)]
@@ -55,15 +55,16 @@ Html = Annotated[
     typer.Option("--html", help="Write a report with all pictures and tables to this HTML file.", show_default=False),
 ]
 Precision = Annotated[
-    str | None, typer.Option(help="`bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: as the parameters are.")
+    str | None,
+    typer.Option(help="`bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: the dtype of the parameters."),
 ]
 GlobalBatch = Annotated[
     int | None,
     typer.Option(
         "--global-batch",
         "--batch",
-        help="Samples per step. The inputs of a function are then only a sample; of a configuration, 8 per device if "
-        "left out.",
+        help="Samples of a step, over all ranks. With a function, its inputs then only give the shapes. Default: the "
+        "batch of the function's inputs; for a configuration, 8 per device.",
         show_default=False,
     ),
 ]
@@ -71,8 +72,8 @@ Seq = Annotated[
     int | None,
     typer.Option(
         "--seq",
-        help="Of a configuration: tokens of a sample (audio: samples of a waveform, or frames); default: 2,048, or the "
-        "model's positions.",
+        help="For a configuration: tokens per sample (audio: samples of a waveform, or frames); default: 2,048, or the "
+        "number of positions of the model.",
         show_default=False,
     ),
 ]
@@ -80,8 +81,8 @@ TaskName = Annotated[
     str | None,
     typer.Option(
         "--task",
-        help="Of a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio` or `contrastive`; default: as its "
-        "`architectures` says, or its type.",
+        help="For a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio` or `contrastive`; default: the task "
+        "of its `architectures`, or of its model type.",
         show_default=False,
     ),
 ]
@@ -90,7 +91,7 @@ Adapters = Annotated[
     typer.Option(
         "--lora",
         metavar="r=N,...",
-        help="Of a configuration: train low-rank adapters only, as `r=16,alpha=32,targets=q_proj+v_proj`.",
+        help="For a configuration: train low-rank adapters only, like `r=16,alpha=32,targets=q_proj+v_proj`.",
         show_default=False,
     ),
 ]
@@ -102,11 +103,12 @@ Profile = Annotated[
         show_default=False,
     ),
 ]
-Optimizer = Annotated[str, typer.Option(help="Whose state is to fit in memory.")]
+Optimizer = Annotated[str, typer.Option(help="The optimizer, whose states must fit in memory.")]
 Meta = Annotated[
     bool,
     typer.Option(
-        "--meta", help="Make a function's model without memory for its weights; that of a configuration has none."
+        "--meta",
+        help="Create a function's model on the meta device, without memory for weights. (A configuration's always is.)",
     ),
 ]
 

@@ -56,18 +56,18 @@ def predict(
     ] = None,
     torchtitan: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="TOML, or `FILE.py:FUNCTION` of torchtitan 0.3.", show_default=False),
+        typer.Option(metavar="FILE", help="A TOML file, or `FILE.py:FUNCTION` of torchtitan 0.3.", show_default=False),
     ] = None,
     deepspeed: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JSON of DeepSpeed.", show_default=False)
+        str | None, typer.Option(metavar="FILE", help="A JSON file of DeepSpeed.", show_default=False)
     ] = None,
     accelerate: Annotated[
-        str | None, typer.Option(metavar="FILE", help="YAML of accelerate.", show_default=False)
+        str | None, typer.Option(metavar="FILE", help="A YAML file of accelerate.", show_default=False)
     ] = None,
     transformers: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="JSON with a `DistributedConfig` or `TrainingArguments`.", show_default=False
+            metavar="FILE", help="A JSON file with a `DistributedConfig` or `TrainingArguments`.", show_default=False
         ),
     ] = None,
     more: Annotated[
@@ -75,7 +75,7 @@ def predict(
         typer.Option(
             "--set",
             metavar="NAME=VALUE,...",
-            help="Fields of the layout that the configuration does not say, like `recompute=full`.",
+            help="Fields of the layout that the configuration does not set, like `recompute=full`.",
             show_default=False,
         ),
     ] = None,
@@ -94,7 +94,9 @@ def predict(
     lora: Adapters = None,
     meta: Meta = False,
     alone: Annotated[bool, typer.Option("--alone", help="Do not make our own plan for comparison.")] = False,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds for each search.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which each search ends with the best plan so far.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write our own plan to this JSON file.", show_default=False)
     ] = None,

@@ -32,12 +32,12 @@ def launch(
         ),
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What the script is given, after `--`.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments of the script, after `--`.", show_default=False)
     ] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="A script for `sbatch` instead of commands.")] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often what failed is started again.")] = 3,
-    time: Annotated[str | None, typer.Option(help="Slurm: the time limit, 24:00:00.", show_default=False)] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm: the partition.", show_default=False)] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write a script for `sbatch` instead of commands.")] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often ranks are restarted after a failure.")] = 3,
+    time: Annotated[str | None, typer.Option(help="Slurm: the time limit, like 24:00:00.", show_default=False)] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm: the partition (queue).", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it to this file.", show_default=False)] = None,
 ) -> None:
     """Print how to start a plan on its nodes: torchrun commands, or a batch script for Slurm."""
@@ -68,7 +68,7 @@ def trace(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="The folder in which the ranks of a run were watched: of `Watch` or PARTITION_WATCH.",
+            help="The folder of `Watch`, or of PARTITION_WATCH, in a run.",
             show_default=False,
         ),
     ] = None,
@@ -98,11 +98,14 @@ def compare(
 
 def compare_runs(
     one: Annotated[
-        Path, typer.Argument(help="The hashes of a run: partitioner.debug.record_hashes.", show_default=False)
+        Path,
+        typer.Argument(
+            help="The folder of a run that partitioner.debug.record_hashes has written.", show_default=False
+        ),
     ],
-    other: Annotated[Path, typer.Argument(help="The hashes of another run.", show_default=False)],
+    other: Annotated[Path, typer.Argument(help="The folder of another run.", show_default=False)],
 ) -> None:
-    """Compare two runs bit by bit, and print the first operator whose results differ. The exit code is 1 if there is
+    """Compare two runs bitwise, and print the first operator whose results differ. The exit code is 1 if there is
     one.
     """
     from partitioner.runtime.debug import compare_runs as compared

@@ -44,11 +44,9 @@ def add_size_command(app: typer.Typer) -> None:
 def size(
     function: ModelFunction,
     machine: Annotated[str, typer.Argument(help="A preset, like `dgx-h100`: one node of the cluster.")],
-    step_time: Annotated[
-        float | None, typer.Option(help="Seconds that a step may take at most.", show_default=False)
-    ] = None,
+    step_time: Annotated[float | None, typer.Option(help="Maximum step time in seconds.", show_default=False)] = None,
     minimise: Annotated[str, typer.Option(help="`nodes`, `money` or `energy` per step, or `time`.")] = "nodes",
-    nodes: Annotated[str, typer.Option(metavar="N,N,...", help="The sizes to try.")] = "1,2,4,8,16,32,64",
+    nodes: Annotated[str, typer.Option(metavar="N,N,...", help="The numbers of nodes to try.")] = "1,2,4,8,16,32,64",
     constraints: Pins = None,
     profile: Profile = None,
     precision: Precision = None,
@@ -59,9 +57,9 @@ def size(
     lora: Adapters = None,
     meta: Meta = False,
     time_limit: Annotated[
-        float | None, typer.Option(help="Seconds for each size; then its best plan so far is taken.")
+        float | None, typer.Option(help="Seconds after which the search for each size ends with its best plan so far.")
     ] = None,
-    every: Annotated[bool, typer.Option("--every", help="Plan all sizes, also above the fewest that suffice.")] = False,
+    every: Annotated[bool, typer.Option("--every", help="Plan all sizes, also those larger than necessary.")] = False,
     svg: Annotated[
         Path | None,
         typer.Option(help="Draw throughput and MFU over ranks to this SVG file; plans all sizes.", show_default=False),
@@ -141,11 +139,13 @@ def budget(
     tokens: Annotated[
         str | None, typer.Option(help="Tokens of the run, like `15T` or `300B`.", show_default=False)
     ] = None,
-    samples: Annotated[str | None, typer.Option(help="Or its samples.", show_default=False)] = None,
-    steps: Annotated[int | None, typer.Option(help="Or its steps.", show_default=False)] = None,
+    samples: Annotated[
+        str | None, typer.Option(help="Samples of the run, instead of tokens.", show_default=False)
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the run, instead of tokens.", show_default=False)] = None,
     price: Annotated[
         float | None,
-        typer.Option(help="US dollars for one device and hour; default: the hardware file's.", show_default=False),
+        typer.Option(help="US dollars per device and hour; default: the price in the topology.", show_default=False),
     ] = None,
 ) -> None:
     """Print what a training run takes under a plan: steps, days, device hours, money and energy."""
@@ -175,8 +175,8 @@ def add_largest_command(app: typer.Typer) -> None:
 def largest(
     function: ModelFunction,
     topology: Cluster,
-    of: Annotated[str, typer.Option(help="`microbatch` or `sequence`.")] = "sequence",
-    most: Annotated[int, typer.Option(help="Where the search ends.")] = 2**24,
+    of: Annotated[str, typer.Option(help="Find the largest `microbatch` or the longest `sequence`.")] = "sequence",
+    most: Annotated[int, typer.Option(help="The largest size to try.")] = 2**24,
     constraints: Pins = None,
     profile: Profile = None,
     precision: Precision = None,
@@ -231,7 +231,7 @@ def fit(
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(help="US dollars for one device and hour; default: the hardware file's.", show_default=False),
+        typer.Option(help="US dollars per device and hour; default: the price in the topology.", show_default=False),
     ] = None,
     constraints: Pins = None,
     precision: Precision = None,
@@ -241,7 +241,9 @@ def fit(
     task: TaskName = None,
     lora: Adapters = None,
     meta: Meta = False,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds for each search.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which each search ends with the best plan so far.")
+    ] = None,
 ) -> None:
     """Say whether a job fits on a cluster, the largest batch and sequence that fit, and what a training run takes.
 

@@ -366,7 +366,7 @@ def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_
     if unknown or any(size < 1 for size in mesh.values()):
         raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(MESH_AXES)}, each of at least one rank")
     if dp_shard and mesh.get("dp", 1) % dp_shard:
-        raise EmitError(f"states shared by {dp_shard} of dp={mesh.get('dp', 1)} ranks; expected a divisor")
+        raise EmitError(f"states sharded over {dp_shard} of dp={mesh.get('dp', 1)} ranks; expected a divisor")
     if objective == "train" and model.loss is None:
         raise EmitError("training needs a loss and the model has none; give loss=... or objective='infer'")
 
@@ -418,7 +418,9 @@ def _build_state_data(
             raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {layout} over tp={sizes['tp']}")
         by_expert = layouts.experts.get(name, REPLICATED)
         if name in model.updates and by_expert.is_shard:
-            raise EmitError(f"forward changes the experts' buffer {name!r}, which ranks of ep would share; use ep=1")
+            raise EmitError(
+                f"forward changes the experts' buffer {name!r}, which would be distributed over ep; use ep=1"
+            )
         if not can_shard_evenly(by_expert, state.spec.shape, sizes["ep"]):
             raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {by_expert} over ep={sizes['ep']}")
         grad_axes = _select_split_axes(layouts.grad_axes.get(name, ()), sizes)

@@ -171,7 +171,10 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
         if call.shared or call.prologue:
             continue
         if not 0 <= stage < num_stages:
-            raise EmitError(f"call {call.path!r} is on stage {stage}; the pipeline has stages 0 to {num_stages - 1}")
+            raise EmitError(
+                f"call {call.path!r} is on stage {stage}; expected one of the stages 0 to {num_stages - 1} of the "
+                "pipeline"
+            )
         if stage < before:
             raise EmitError(
                 f"call {call.path!r} is on stage {stage} but {before_path!r} before it is on stage {before}; "

@@ -55,7 +55,10 @@ def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
         folder = newest_attempt(folder)
         steps = measured_steps(folder)
         if len(steps) != plan.program.world_size:
-            raise PlanError(f"{folder} is of {len(steps)} ranks, the plan of {plan.program.world_size}")
+            raise PlanError(
+                f"{folder} has a step of {len(steps)} ranks, but the plan has {plan.program.world_size}; give the "
+                "folder of a run of this plan"
+            )
         events += events_of(spans_of(steps), steps)
     return write_trace(path, events + list(predicted_events(plan_timeline(plan))))
 

@@ -415,8 +415,8 @@ def _divide_rest(options: Options, stages: int, first: int | None, last: int | N
     if layers is None:
         raise ContradictionError(
             f"{options.name('decoder-first-pipeline-num-layers')} or "
-            f"{options.name('decoder-last-pipeline-num-layers')} without {options.name('num-layers')}; expected the "
-            "number of layers, from which those of the other stages follow"
+            f"{options.name('decoder-last-pipeline-num-layers')} is given without {options.name('num-layers')}; "
+            "expected the number of layers, too, because the layers of the other stages follow from it"
         )
     others = stages - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)

@@ -33,7 +33,9 @@ def read_words(text: str) -> list[str]:
     evaluated. Raise :class:`LayoutError` for an unbalanced quote.
     """
     if len(text) > _LONGEST:
-        raise LayoutError(f"the command has {len(text)} characters; expected a command line or a shell script")
+        raise LayoutError(
+            f"the text has {len(text)} characters, which is too long; expected a command line or a shell script"
+        )
     variables: dict[str, str] = {}
     started: list[str] = []
     options: list[str] = []

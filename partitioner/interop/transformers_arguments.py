@@ -183,7 +183,8 @@ def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder:
     if inner.precision != "fp32" and inner.precision != kept["precision"]:
         if kept["precision"] != "fp32":
             raise ContradictionError(
-                f"{_WHERE}: the precision is {kept['precision']}, but {inner.precision} in {where}; expected the same"
+                f"{_WHERE}: the precision is {kept['precision']}, but {inner.precision} in {where}; expected the same "
+                "precision in both"
             )
         kept["precision"] = inner.precision
     batch = {"microbatch_size": inner.microbatch_size or layout["microbatch_size"]}

@@ -156,7 +156,7 @@ def _check_time(time: str) -> None:
         seconds = first * 60 + second
     if 0 < seconds <= 2 * _WARNING_S:  # 0 is none
         raise PlanError(
-            f"time: expected more than {2 * _WARNING_S // 60} minutes, since the job goes back into the queue "
+            f"time: expected more than {2 * _WARNING_S // 60} minutes, because the job is requeued "
             f"{_WARNING_S // 60} minutes before its time is over; got {time!r}"
         )
 

@@ -389,7 +389,7 @@ def run_reference(
             limits of that type, also in float64, and numbers in the model's code are rounded to it.
     """
     if not isinstance(model, nn.Module):
-        raise InputsError(f"the model itself is run, an nn.Module; got {type(model).__name__}")
+        raise InputsError(f"the model itself is run; expected an nn.Module, got {type(model).__name__}")
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     if not isinstance(inputs, tuple | list | Mapping):
@@ -574,7 +574,7 @@ def _failing_by_itself(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         raise InputsError(
-            f"{type(model).__name__} fails by itself on these inputs, without a plan{place_of(error, but=__file__)}: "
+            f"{type(model).__name__} fails on these inputs, without a plan{place_of(error, but=__file__)}: "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -76,18 +76,20 @@ def training_run(
     known = {name: value for name, value in given.items() if value is not None}
     if len(known) != 1:
         names = ", ".join(known) or "none"
-        raise InputsError(f"a run is so many tokens, samples or steps: give one of these; got {names}")
+        raise InputsError(
+            f"the length of a run is given in tokens, samples or steps; expected one of these, got {names}"
+        )
     ((name, number),) = known.items()
     for what, value in ((name, number), ("price", price)):
         if value is not None and not _is_positive(value):
             raise InputsError(f"{what} must be a positive number; got {value!r}")
     if plan.objective != "train":
-        raise PlanError("this plan is for inference, which has no run of steps; expected a plan with objective='train'")
+        raise PlanError("this plan is for inference, so it has no training run; expected a plan with objective='train'")
     if name == "tokens" and not plan.tokens_per_step:
-        raise PlanError("the model has no sequences, so a step has no tokens; give samples or steps")
+        raise PlanError("the model has no sequences, so a step has no tokens; give the run in samples or steps")
     each = {"tokens": plan.tokens_per_step, "samples": plan.global_batch, "steps": 1}[name]
     if not each:
-        raise PlanError("no input of the model has a batch, so a step has no samples; give steps")
+        raise PlanError("no input of the model has a batch dim, so a step has no samples; give the run in steps")
     count = math.ceil(number / each)
     money, energy = money_of(plan, price), energy_of(plan)
     return TrainingRun(
@@ -112,7 +114,7 @@ def parse_count(text: str) -> float:
     except ValueError:
         found = math.nan
     if not _is_positive(found):
-        raise InputsError(f"{text!r} is no positive number; expected one like 15T, 300B or 1.5e12")
+        raise InputsError(f"{text!r} is not a positive number; expected one like 15T, 300B or 1.5e12")
     return found
 
 

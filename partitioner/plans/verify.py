@@ -159,7 +159,9 @@ def verify(
     program: Program = remove_compression(plan.program)
     train = program.objective == "train"
     if not isinstance(model, nn.Module):
-        raise InputsError(f"verify runs the model itself; expected an nn.Module, got {type(model).__name__}")
+        raise InputsError(
+            f"verify compares the plan with the model itself; expected an nn.Module, got {type(model).__name__}"
+        )
     model, _ = unwrap_model(model)
     run = run_threads(program, model, inputs, precision="fp64")
     counters, size = counters_of(program, model), plan.constraints.group_size
@@ -175,8 +177,8 @@ def verify(
         )
     if train and reference.loss is not None and reference.loss.isnan():
         raise InputsError(
-            "the unmodified model's loss is not a number (nan) on these inputs, so that there is nothing to compare; "
-            "expected a finite loss: look for nan among weights and inputs, or pass other inputs"
+            "the unmodified model's loss is not a number (nan) on these inputs, so that results cannot be compared; "
+            "expected a finite loss: check the weights and inputs for nan, or pass other inputs"
         )
     errors = compare(run, reference, program)
     largest = max(errors.values(), default=0.0)

@@ -118,7 +118,9 @@ def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) 
         if unsure is None:
             assert first is not None
             shapes = ", ".join(f"{name} {list(spec.shape)}" for name, spec in every[0].items())
-            raise build_error(first, f"{type(model).__name__} accepts no batch that was tried, first {shapes}")
+            raise build_error(
+                first, f"{type(model).__name__} accepts none of the batches that were tried, the first with {shapes}"
+            )
         inputs = unsure
     model.train(training)
     return inputs
@@ -160,8 +162,8 @@ def _check_length(config: Any, request: BatchRequest) -> None:
     most = read_number(config, *_POSITIONS)
     if request.length is not None and most is not None and request.labels == "tokens" and request.length > most:
         raise PretrainedError(
-            f"a sample of {request.length:,} tokens is longer than the {most:,} positions of the model; give at most "
-            "these, or raise max_position_embeddings in the configuration"
+            f"a sample of {request.length:,} tokens is longer than the {most:,} positions of the model; give a "
+            "smaller --seq, or increase max_position_embeddings in the configuration"
         )
 
 
@@ -249,8 +251,8 @@ def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequ
         places = 0 if placeholder is None else _count_image_features(model, pixels)
         if places >= length:
             raise PretrainedError(
-                f"a sample of {length:,} tokens has no room for the {places:,} placeholders of an image; give --seq "
-                f"above {places:,}"
+                f"a sample of {length:,} tokens is too short for the {places:,} placeholders of an image; give a "
+                f"--seq above {places:,}"
             )
         marked = replace(text, placeholder=placeholder or 0, places=places)
         batch = {"input_ids": marked, "pixel_values": pixels} | kinds

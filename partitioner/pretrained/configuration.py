@@ -142,7 +142,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise PretrainedError(f"{path}: {error.strerror}; give another file or folder") from None
     except (ValueError, RecursionError) as error:
-        raise PretrainedError(f"{path} is not JSON: {error}; expected the file that a model was saved with") from None
+        raise PretrainedError(
+            f"{path} is not JSON: {error}; expected the config.json that transformers saved with the model"
+        ) from None
     if not isinstance(data, dict):
         raise PretrainedError(f"{path} has a {type(data).__name__}; expected a JSON object with the model's fields")
     return data
@@ -160,8 +162,9 @@ def _read_from_hub(name: str) -> dict[str, Any]:
     except Exception as error:
         said = " ".join(str(error).split())
         raise HubError(
-            f"there is no folder {name}, and the hub gives no configuration of that name here ({said[:200]}); "
-            "download the model's folder, or its config.json alone, and give the path"
+            f"there is no folder {name}, and its configuration cannot be read from the Hugging Face hub "
+            f"({said[:200]}); "
+            "download the model's folder, or only its config.json, and give the path"
         ) from None
     if not isinstance(data, dict) or not data:
         raise HubError(f"the hub has no {CONFIG} for {name}; give the name of a model of transformers")
@@ -275,9 +278,10 @@ def _refuse_remote_code(data: Mapping[str, Any], source: str) -> None:
         for name in _REMOTE:
             if found.get(name):
                 raise RemoteCodeError(
-                    f"{source} asks for code of its own ({name}: {str(found[name])[:120]}), as with "
-                    "trust_remote_code=True, and such code is not executed here; take the field out if transformers "
-                    "itself has the model, or give FILE.py:FUNCTION, a function of yours that returns the model"
+                    f"{source} needs Python code that comes with the model ({name}: {str(found[name])[:120]}), as with "
+                    "trust_remote_code=True; such code is not executed. If transformers itself has the model, "
+                    "remove the "
+                    "field; otherwise give FILE.py:FUNCTION, your own function that returns the model"
                 )
 
 

@@ -125,7 +125,8 @@ def find_cache_shapes(name: str, model: nn.Module, dtype: torch.dtype | None) ->
             else f"it writes layers {sorted(found)}" + (f" and, for the encoder, {sorted(crossing)}" if encodes else "")
         )
         raise GenerationError(
-            f"programs[{name!r}]: {type(model).__name__} cannot be generated with: expected a forward that writes the "
+            f"programs[{name!r}]: {type(model).__name__} cannot generate tokens in a plan: expected a forward that "
+            "writes the "
             f"keys and values of every layer to past_key_values, and nothing else ({why}); leave the program out"
         )
     return CacheShapes(
@@ -155,8 +156,8 @@ def find_first_token(name: str, model: nn.Module) -> int | None:
             if isinstance(token, int):
                 return token
     raise GenerationError(
-        f"programs[{name!r}]: the configuration of {type(model).__name__} does not say with which token its decoder "
-        "begins; expected an integer: set model.config.decoder_start_token_id"
+        f"programs[{name!r}]: the configuration of {type(model).__name__} has no start token of the decoder; expected "
+        "an integer: set model.config.decoder_start_token_id"
     )
 
 

@@ -384,7 +384,10 @@ def _limit_building(what: str) -> Iterator[None]:
         nonlocal count
         count += 1
         if count > _MOST_MODULES or time.monotonic() > end:
-            raise PretrainedError(f"{what}: it has more than {format_plural(count, 'module')}; correct its fields")
+            raise PretrainedError(
+                f"{what}: the model would have more than {format_plural(count, 'module')}; correct the fields of "
+                "the configuration"
+            )
 
     handle = register_module_module_registration_hook(count_module)
     try:

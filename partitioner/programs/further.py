@@ -186,7 +186,7 @@ class FirstProgram:
         if first is None and asked.length <= asked.prompt:
             raise GenerationError(
                 f"programs[{name!r}] has length={asked.length} and prompt={asked.prompt}; expected a length above "
-                "prompt, which is the prompt and the new tokens: increase length"
+                "prompt, because it includes the prompt and the new tokens: increase length"
             )
         errors: list[PartitionError] = []
         with in_evaluation_mode(model):
@@ -508,8 +508,8 @@ def check_first_program(found: PlannedProgram) -> None:
         )
     if found.program.offload:
         raise ConstraintError(
-            f"programs= and shapes= with offload={'+'.join(found.program.offload)}: further programs read parameters "
-            "on the device alone; expected offload=(): add devices, or plan each program by itself"
+            f"programs= and shapes= with offload={'+'.join(found.program.offload)}: further programs need all "
+            "parameters on the device; expected offload=(): add devices, or plan each program by itself"
         )
     if found.program.data_shares:
         raise ConstraintError(

@@ -175,7 +175,7 @@ def _check_lengths(lengths: Mapping[int, float], count: int, multiple: int) -> N
     """
     for name, number in (("count", count), ("multiple", multiple)):
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-            raise ShapeError(f"{name} is {number!r}; expected a whole number of 1 or more: correct it")
+            raise ShapeError(f"{name} is {number!r}; expected a whole number, at least 1")
     if not lengths:
         raise ShapeError("lengths is empty; expected the length of at least one batch: pass a sample of them")
     for length, often in lengths.items():

@@ -90,7 +90,8 @@ class ShapeFamily:
         length_dims, length = _find_length_dims(leaves, batch_dims)
         if asked.length and not length:
             raise ShapeError(
-                f"length={asked.length}, but no input has a dim of positions: expected tokens as [batch, length], got "
+                f"length={asked.length}, but no input has a dim of positions: expected tokens of shape [batch, "
+                "length], got "
                 f"{', '.join(f'{p} {list(x.shape)}' for p, x in leaves.items())}; leave length out"
             )
         batches, lengths = asked.batch or (global_batch or batch,), asked.length or (length,)

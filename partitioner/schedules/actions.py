@@ -100,14 +100,20 @@ def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
         for kind, kinds in _ONCE:
             count = Counter((a.microbatch, a.chunk) for a in order if a.kind in kinds)
             if set(count) != wanted or set(count.values()) != {1}:
-                raise ScheduleError(f"stage {stage} does not run each {kind} of {num_microbatches} microbatches once")
+                raise ScheduleError(
+                    f"stage {stage} does not run the {kind} of each of {num_microbatches} microbatches exactly once"
+                )
         halves = {k: Counter((a.microbatch, a.chunk) for a in order if a.kind == k) for k in ("I", "W")}
         if halves["I"] != halves["W"]:
-            raise ScheduleError(f"stage {stage} does not follow each input backward by one weight backward")
+            raise ScheduleError(
+                f"stage {stage} does not run exactly one weight backward (W) after each input backward (I)"
+            )
     stuck = stuck_at(timetable)
     if stuck:
         stage, place = stuck[0]
-        raise ScheduleError(f"stage {stage} waits for ever before {timetable.orders[stage][place]}")
+        raise ScheduleError(
+            f"the schedule deadlocks: stage {stage} waits for ever before {timetable.orders[stage][place]}"
+        )
 
 
 def stuck_at(timetable: Timetable) -> list[tuple[int, int]]:

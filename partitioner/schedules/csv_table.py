@@ -185,7 +185,7 @@ class _ScheduleTableReader:
         hint = "<stage><F, B, I or W><microbatch>, like 3F0, or an empty cell"
         if _OTHER.fullmatch(text):
             hint += "; sends, receives and gathers are not written: they follow from the order (format compute_only)"
-        raise self.create_schedule_error(f"row {row}, cell {place}: {text!r} is no action; expected {hint}")
+        raise self.create_schedule_error(f"row {row}, cell {place}: {text!r} is not an action; expected {hint}")
 
     def parse_timetable(self) -> Timetable:
         """Return the timetable that the rows describe, one row per pipeline rank: each rank's order of actions, and the
@@ -289,5 +289,6 @@ class _ScheduleTableReader:
             cells = [self.rows[rank][place] for rank, place in stuck]
             shown = "; ".join(f"{c.place} ({c.text})" for c in cells[:4])
             raise self.create_schedule_error(
-                f"{cells[0].place}: {cells[0].text} waits for ever, for what comes after it. Those that wait: {shown}"
+                f"{cells[0].place}: {cells[0].text} waits for ever, because it needs an action that comes after "
+                f"it. Waiting actions: {shown}"
             )

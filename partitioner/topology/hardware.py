@@ -110,8 +110,8 @@ class DeviceType(TopologyPart):
         """Return this device type. Raise ``ValueError`` if all of its memory is reserved."""
         if self.reserved >= self.memory:
             raise ValueError(
-                f"memory of {self.memory} bytes, of which {self.reserved} are reserved: nothing is left; expected "
-                "reserved below memory"
+                f"memory of {self.memory} bytes, of which {self.reserved} are reserved: no usable memory is left; "
+                "expected reserved below memory"
             )
         return self
 
@@ -121,15 +121,15 @@ class DeviceType(TopologyPart):
         power limit is not above the idle power or is given without the busy power."""
         if self.power_busy is not None and (self.power_idle or 0.0) > self.power_busy:
             raise ValueError(
-                f"power_idle of {self.power_idle:g} W above power_busy of {self.power_busy:g} W: expected a device to "
-                "take no more when idle than when busy; are the two swapped?"
+                f"power_idle of {self.power_idle:g} W above power_busy of {self.power_busy:g} W: expected power_idle "
+                "of at most power_busy; are the two swapped?"
             )
         if self.power_limit is None:
             return self
         if self.power_busy is None or self.power_limit <= (self.power_idle or 0.0):
             raise ValueError(
                 f"power_limit of {self.power_limit:g} W with power_busy {self.power_busy} and power_idle "
-                f"{self.power_idle}: expected what it takes when busy to be given, and a limit above what it takes idle"
+                f"{self.power_idle}: expected power_busy to be given, and a power_limit above power_idle"
             )
         return self
 
@@ -387,7 +387,9 @@ class NodeOverride(TopologyPart):
         values."""
         cards = dead if isinstance(dead, list | tuple) else [dead]
         if not all(_is_whole(card) and card >= 0 for card in cards):
-            raise ValueError(f"expected how many cards are gone, like 1, or which, like [0, 3]; got {dead!r}")
+            raise ValueError(
+                f"expected the number of broken cards, like 1, or a list of them, like [0, 3]; got {dead!r}"
+            )
         return dead
 
     def dead(self, nics: int) -> frozenset[int]:

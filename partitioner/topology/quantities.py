@@ -74,7 +74,7 @@ def parse_ratio(value: Any) -> Any:
         return parse_quantity(value, "a number")
     above, below = map(float, match.groups())
     if not below:
-        raise ValueError(f"{value!r} divides by nothing; write it like 4 or 4:1")
+        raise ValueError(f"{value!r} divides by zero; write it like 4 or 4:1")
     return above / below
 
 
@@ -91,7 +91,7 @@ def _whole_bytes(value: Any) -> Any:
     """
     value = parse_quantity(value, "bytes")
     if isinstance(value, int | float) and not abs(value) <= _MOST_BYTES:  # which inf and nan are not
-        raise ValueError(f"{value:g} is no size of a memory; expected at most 2**60 bytes, written like 80 GB")
+        raise ValueError(f"{value:g} is not a size of memory; expected at most 2**60 bytes, written like 80 GB")
     return round(value) if isinstance(value, float) else value
 
 

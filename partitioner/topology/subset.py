@@ -35,7 +35,7 @@ def remove_devices(topology: Topology, names: Collection[str]) -> Topology:
     for name in names:
         kept[_find_named_devices(topology, name)] = False
     if not kept.any():
-        raise TopologyError(f"{topology.name} without all of its {topology.num_devices} devices: leave some in")
+        raise TopologyError(f"{topology.name} without all of its {topology.num_devices} devices: keep at least one")
     alive = {name for name, stays in zip(topology.names, kept.tolist(), strict=True) if stays}
     nodes, patterns = [], dict(topology.patterns)
     for group, places, names_of in _find_node_runs(topology, kept):
@@ -119,7 +119,7 @@ def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
             pairs = tuple((at[i], at[j]) for i, j in pairs if i in at and j in at)
         links += [PatternLink(pairs=pairs, bandwidth=link.bandwidth)] if pairs else []
     if not links:
-        raise TopologyError("no direct links are left in a node that has them by a pattern; leave the whole node out")
+        raise TopologyError("no links of the pattern are left in a node; leave the whole node out")
     return pattern.model_copy(update={"links": tuple(links)})
 
 
@@ -132,13 +132,15 @@ def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence
         pairs = len({*zip(old[kept].tolist(), new.tolist(), strict=True)})
         if not pairs == len(set(old[kept].tolist())) == len(set(new.tolist())):
             raise TopologyError(
-                f"level {level.name!r} joins aligned runs, which would join others without these devices; leave out "
-                "whole runs, or describe what is left in a file of its own"
+                f"level {level.name!r} joins groups of consecutive devices, and without these devices the groups "
+                "would be "
+                "other ones; leave out whole groups, or describe the remaining devices in a topology file"
             )
     same = np.allclose(topology.cards.alone[kept], smaller.cards.alone)
     if not same or (smaller.network_share < topology.network_share[kept] * (1 - _ROUNDING)).any():
         raise TopologyError(
-            "the devices that are left would have other network cards; describe them in a file of its own"
+            "the devices that are left would have other network cards; describe the remaining devices in a "
+            "topology file"
         )
 
 

@@ -231,14 +231,15 @@ def _check_levels(topology: Topology) -> None:
         for name in level.only:
             if name not in islands:
                 raise MisplacedError(
-                    f"level {level.name!r} is only of {name!r}, which no nodes are; nodes are of {', '.join(islands)} "
+                    f"level {level.name!r} has only: {name!r}, but there are no such nodes; there are nodes of "
+                    f"{', '.join(islands)} "
                     "(their island, else their type)",
                     *("levels", i, "only"),
                 )
         if level.devices is not None and level.devices > (most := largest_node(topology.nodes, level)):
             raise MisplacedError(
-                f"level {level.name!r} joins every {level.devices} devices of a node, where the largest has {most}; "
-                f"expected at most {most}, or nodes: 2 for what joins the devices of every two nodes",
+                f"level {level.name!r} joins every {level.devices} devices of a node, but the largest node has "
+                f"{most}; expected at most {most}, or nodes: 2 for a level that joins the devices of every two nodes",
                 *("levels", i, "devices"),
             )
         for outer in topology.levels[:i]:
@@ -246,8 +247,9 @@ def _check_levels(topology: Topology) -> None:
                 outer.only or islands
             ):
                 raise MisplacedError(
-                    f"level {level.name!r} is never used: {outer.name!r}, listed before it, joins all that it joins; "
-                    "list levels from the inside out, each with how far it reaches (nodes: 1 is inside each node)",
+                    f"level {level.name!r} is never used: {outer.name!r}, listed before it, already joins the same "
+                    "devices; list levels from the inside out, each with how far it reaches (nodes: 1 is inside each "
+                    "node)",
                     *("levels", i),
                 )
 
@@ -285,7 +287,7 @@ def _check_pairs(name: str, pattern: Pattern) -> None:
         if link.pairs == "all":
             if listed:
                 raise MisplacedError(
-                    "all pairs, among them some that are listed before; list all first, then those that differ",
+                    "all comes after single pairs; list all first, then the pairs that differ",
                     *("patterns", name, "links", k, "pairs"),
                 )
             continue
@@ -315,12 +317,14 @@ def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
     dead = override.dead(cards)
     if not all(0 <= card < cards for card in dead):
         raise MisplacedError(
-            f"dead_nics of node {node} names or counts more than it has: {cards} cards, numbered from 0",
+            f"dead_nics of node {node} lists more cards than the node has; expected at most {cards} cards, "
+            "numbered from 0",
             *("node_overrides", node, "dead_nics"),
         )
     if len(dead) == cards:
         raise MisplacedError(
-            f"all {cards} network cards of node {node} are dead; leave the node out, or give network: a small fraction",
+            f"all {cards} network cards of node {node} are broken; leave the node out, or give a small fraction as "
+            "network:",
             *("node_overrides", node, "dead_nics"),
         )
 
@@ -339,7 +343,8 @@ def _check_memory(topology: Topology) -> None:
         reserved = topology.types[kind].reserved
         if memory is not None and memory <= reserved:
             raise MisplacedError(
-                f"memory of {memory} bytes, of which {reserved} are reserved on {kind!r}: nothing is left; give more",
+                f"{kind!r} has {memory} bytes of memory, of which {reserved} are reserved, nothing is left; give more "
+                "memory, or reserve less",
                 *path,
             )
 

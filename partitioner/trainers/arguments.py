@@ -115,7 +115,7 @@ def check_arguments(arguments: Any) -> None:
         elif field.name not in HONOURED and field.name not in IRRELEVANT and not _has_default(field, value):
             faults.append(f"{field.name}={_show(value)}: this option is not known here; leave it out")
     if faults:
-        raise TrainerError("TrainingArguments that a plan cannot honour:\n  " + "\n  ".join(faults))
+        raise TrainerError("TrainingArguments that a plan does not support:\n  " + "\n  ".join(faults))
 
 
 def check_constructor(options: dict[str, Any]) -> None:
@@ -125,8 +125,8 @@ def check_constructor(options: dict[str, Any]) -> None:
     """
     if any(each is not None for each in options.get("optimizers") or ()):
         raise TrainerError(
-            "optimizers=(optimizer, schedule) has an optimizer of the whole model's parameters, of which a rank has a "
-            "part: expected none; pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or override "
+            "optimizers=(optimizer, schedule) contains an optimizer of whole parameters, but each rank has only "
+            "shards: expected none; pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or override "
             "create_optimizer and use self.engine.parameters()"
         )
     for name, advice in (
@@ -134,7 +134,7 @@ def check_constructor(options: dict[str, Any]) -> None:
         ("compute_loss_func", "compute the loss in the model's forward, which the plan is made of"),
     ):
         if options.get(name) is not None:
-            raise TrainerError(f"{name} cannot be honoured: expected None; {advice}")
+            raise TrainerError(f"{name} is not supported: expected None; {advice}")
 
 
 def _list_loader_faults(config: Any) -> list[str]:

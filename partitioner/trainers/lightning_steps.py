@@ -97,8 +97,8 @@ class BatchIndex:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TrainerError(
-            f"{self.step} reads the index of the batch: expected steps that do the same for every batch, since a plan "
-            "is made once; move what depends on the index into a hook, such as on_train_batch_end"
+            f"{self.step} reads the index of the batch: expected steps that do not depend on the index, because they "
+            "are traced once; move code that depends on it into a hook, such as on_train_batch_end"
         )
 
 
@@ -136,16 +136,16 @@ def _check_unchanged(step: str, before: dict[str, tuple[int, int]], after: dict[
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if changed:
         raise TrainerError(
-            f"{step} changes self.{changed[0]}: expected steps that keep nothing, since they are traced once and then "
-            "run as programs of the ranks; return scalars, or log them"
+            f"{step} changes self.{changed[0]}: expected steps that do not change attributes, because they are traced "
+            "once; return scalars, or log them"
         )
 
 
 def _refuse_attribute(name: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise TrainerError(
-            f"training_step or validation_step uses self.{name}: expected steps that depend on the batch and the "
-            "weights alone, since a plan is made once; move this into a hook, such as on_train_batch_end"
+            f"training_step or validation_step uses self.{name}: expected steps that depend only on the batch and the "
+            "weights, because they are traced once; move this into a hook, such as on_train_batch_end"
         )
 
     return refuse
@@ -158,7 +158,8 @@ def _record_log(self: Any, name: str, value: Any, *given: Any, **options: Any) -
     """
     if given:
         raise TrainerError(
-            f"self.log({name!r}, ...) has positional arguments after the value: expected names, as prog_bar=True"
+            f"self.log({name!r}, ...) has positional arguments after the value: expected keyword arguments, as "
+            "prog_bar=True"
         )
     self.__dict__["_logged"][name] = _read_scalar(value, f"self.log({name!r}, ...) is given")
     self.__dict__["_record"][name] = options

@@ -166,7 +166,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         """Return the engine, which runs this rank's part of the model by the plan. Raise :class:`TrainerError` before
         ``fit``, which creates it."""
         if self._engine is None:
-            raise TrainerError("the engine is made by trainer.fit: expected a call of it before")
+            raise TrainerError("there is no engine yet: call trainer.fit first, which creates it")
         return self._engine
 
     # -- set up
@@ -228,7 +228,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             found = "bf16"
         else:
             raise TrainerError(
-                f"precision={kind!r} cannot be honoured: expected '32-true', '64-true' or 'bf16-mixed', or "
+                f"precision={kind!r} is not supported: expected '32-true', '64-true' or 'bf16-mixed', or "
                 "PartitionedStrategy(precision=...) without precision of L.Trainer"
             )
         return self._asked_precision or found
@@ -275,7 +275,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
                 if rest and (padding is None or padding.fewer):
                     raise TrainerError(
                         f"the last batch of a {what} data loader has {rest} samples instead of {loader.batch_size}, "
-                        f"and cannot be padded exactly: {padding.fewer if padding else 'the plan has no padding'}; "
+                        "and cannot be padded without a change of the results: "
+                        f"{padding.fewer if padding else 'the plan has no padding'}; "
                         "expected whole batches: pass drop_last=True to the DataLoader, or another batch_size"
                     )
 
@@ -285,7 +286,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         for batch, _, __ in loader:
             batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx=0)
             return _to_plain(module._apply_batch_transfer_handler(batch, torch.device("cpu"), 0))
-        raise TrainerError("a data loader has no batch: expected at least one, for which the steps are planned")
+        raise TrainerError("a data loader has no batch: expected at least one, because the plan is made for its shapes")
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Create the optimizer and the learning-rate schedules that ``configure_optimizers`` of the module returns, and
@@ -299,8 +300,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         optimizer, engine = self.optimizers[0], self.engine
         if optimizer.state:
             raise TrainerError(
-                f"{type(optimizer).__name__} makes its states when it is constructed, of whole parameters: expected an "
-                "optimizer that makes them in its first step, such as AdamW, SGD or RMSprop"
+                f"{type(optimizer).__name__} creates its states for whole parameters when it is constructed: "
+                "expected an optimizer that creates them in its first step"
+                ", such as AdamW, SGD or RMSprop"
             )
         names = {id(p): name for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
         own = dict(engine.named_parameters())
@@ -309,8 +311,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         for index, group in enumerate(optimizer.param_groups):
             if unknown := [p for p in group["params"] if id(p) not in names]:
                 raise TrainerError(
-                    f"the optimizer has a parameter of shape {list(unknown[0].shape)} that is none of the module's: "
-                    "expected parameters of the module alone"
+                    f"the optimizer has a parameter of shape {list(unknown[0].shape)} that does not belong to the "
+                    "module: "
+                    "expected only parameters of the module"
                 )
             parts = [own[names[id(p)]] for p in group["params"] if names[id(p)] in own]
             parts = [p for p in parts if id(p) not in taken and not taken.add(id(p))]  # type: ignore[func-returns-value]
@@ -333,7 +336,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         if self._engine is not None and isinstance(getattr(dataloader, "sampler", None), DistributedSampler):
             raise TrainerError(
                 "a data loader has a DistributedSampler: expected one that reads the whole data set, as shuffle=True "
-                "does, since the strategy divides batches over ranks as the plan says"
+                "does, because the strategy itself divides batches over ranks"
             )
         _auto_add_worker_init_fn(dataloader, 0)  # workers draw the same random numbers on all ranks
         return EqualLoader(dataloader, self)
@@ -470,7 +473,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the folder ``filepath``: the engine's checkpoint, with Lightning's state in it. All ranks call it."""
         if storage_options is not None:
-            raise TrainerError("storage_options cannot be honoured: expected a folder that all ranks see")
+            raise TrainerError(
+                "storage_options is not supported: expected a folder on a file system that all ranks share"
+            )
         held = _Held(self.broadcast({k: v for k, v in checkpoint.items() if k != "state_dict"}))
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
         self.engine.save(Path(filepath), optimizer, extra={STATE: held})
@@ -480,14 +485,16 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         it.
         """
         if not Path(checkpoint_path).is_dir():
-            raise TrainerError(f"{checkpoint_path} is no folder: expected a checkpoint that PartitionedStrategy wrote")
+            raise TrainerError(
+                f"{checkpoint_path} is not a folder: expected a checkpoint that PartitionedStrategy wrote"
+            )
         held = _Held({})
         if self._engine is not None:
             optimizer = self.optimizers[0] if self.optimizers else None
             self._engine.load(Path(checkpoint_path), optimizer, extra={STATE: held})
         elif self.plan is None:
             raise TrainerError(
-                f"{checkpoint_path} is a checkpoint of parts, which only a plan reads: call fit first, or evaluate a "
+                f"{checkpoint_path} is a sharded checkpoint, which only a plan can read: call fit first, or evaluate a "
                 "module with whole weights, such as the one that fit has trained, with ckpt_path=None"
             )
         else:  # for validate, test and predict, which run the whole module
@@ -615,11 +622,11 @@ def _check_trainer(trainer: Any, module: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, _REFUSED_CALLBACKS):
             raise TrainerError(
-                f"the callback {type(callback).__name__} reads or changes parameters of the module, of which each rank "
-                "has a part: leave it out"
+                f"the callback {type(callback).__name__} reads or changes parameters of the module, but each rank has "
+                "only shards: leave it out"
             )
     if trainer._detect_anomaly:
-        raise TrainerError("detect_anomaly=True cannot be honoured: expected False; see partitioner.debug")
+        raise TrainerError("detect_anomaly=True is not supported: expected False; see partitioner.debug")
 
 
 def _validates(trainer: Any, module: Any) -> bool:
@@ -635,8 +642,9 @@ def _list_loaders(source: Any, mode: str) -> Any:
     for loader in combined.flattened:
         if iter(loader) is loader:
             raise TrainerError(
-                f"a data loader is an iterator ({type(loader).__name__}), of which planning would take a batch: "
-                "expected an object that starts anew each time that it is iterated over, such as a DataLoader"
+                f"a data loader is an iterator ({type(loader).__name__}), and planning would consume a batch: "
+                "expected an object that starts from the beginning each time that it is iterated over"
+                ", such as a DataLoader"
             )
     return combined
 

@@ -96,7 +96,7 @@ class PartitionedLoop:
         known = {f.name for f in fields(self)}
         if unknown := sorted(config.keys() - known):
             raise TrainerError(
-                f"train_loop_config has {unknown[0]!r}, which is no field of PartitionedLoop; expected some of "
+                f"train_loop_config has {unknown[0]!r}, which is not a field of PartitionedLoop; expected fields among "
                 f"{', '.join(sorted(known))}"
             )
         return replace(self, **config)
@@ -177,8 +177,8 @@ def _check_places(plan: Plan, rank: int, world_size: int, node: int) -> None:
     planned = plan.program.world_size
     if planned != world_size:
         raise TrainerError(
-            f"there are {world_size} workers, and the plan is for {planned} ranks: expected "
-            f"ScalingConfig(num_workers={planned}), or plan=None to plan for the workers that there are"
+            f"Ray has started {world_size} workers, but the plan is for {planned} ranks: expected "
+            f"ScalingConfig(num_workers={planned}), or plan=None to make a plan for these workers"
         )
     found: list[Any] = [None] * world_size
     dist.all_gather_object(found, node)

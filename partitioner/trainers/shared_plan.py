@@ -38,7 +38,7 @@ def share_plan(search: Callable[[], Plan], rank: int, world_size: int, extra: Ca
         if error is not None:
             raise error
         if fault:
-            raise TrainerError(f"the first rank found no plan: {fault}")
+            raise TrainerError(f"planning failed on the first rank: {fault}")
         path.write_text(text)
         return Plan.load(path), further
 

@@ -201,7 +201,7 @@ class PartitionedTrainer(Trainer):
             try:
                 batch = dict(next(iter(loader)))
             except StopIteration:
-                raise TrainerError("a data set has no samples: expected one at least") from None
+                raise TrainerError("a data set has no samples: expected at least one") from None
             batch = {n: _repeat_rows(x, size) for n, x in batch.items()}
             found.append(
                 (max((x.shape[1] for x in batch.values() if isinstance(x, Tensor) and x.dim() > 1), default=0), batch)
@@ -240,8 +240,9 @@ class PartitionedTrainer(Trainer):
             rest = len(dataset) % size if isinstance(dataset, Sized) else 0
             if rest and padding is not None and padding.fewer:
                 raise TrainerError(
-                    f"the last batch of the {what} data set has {rest} samples instead of {size}, and cannot be padded "
-                    f"exactly: {padding.fewer}; expected whole batches: pass dataloader_drop_last=True, or another "
+                    f"the last batch of the {what} data set has {rest} samples instead of {size}, and cannot be "
+                    f"padded without a change of the results: {padding.fewer}"
+                    f"; expected whole batches: pass dataloader_drop_last=True, or another "
                     f"per_device_{what}_batch_size"
                 )
 
@@ -327,7 +328,7 @@ class PartitionedTrainer(Trainer):
         checkpoint to resume from was not written by this class.
         """
         if self.train_dataset is None:
-            raise TrainerError("training needs train_dataset=")
+            raise TrainerError("training needs a data set: pass train_dataset=")
         resumed = given[0] if given else options.get("resume_from_checkpoint")
         if isinstance(resumed, str | Path):
             self._load_from_checkpoint(str(resumed))  # which only checks the folder
@@ -338,7 +339,7 @@ class PartitionedTrainer(Trainer):
         """Raise :class:`TrainerError`. A search is not supported, because it creates a new model for each trial, and
         the plan is for one model. The arguments are not used.
         """
-        raise TrainerError("hyperparameter_search cannot be honoured: make a trainer for each trial")
+        raise TrainerError("hyperparameter_search is not supported: create a trainer for each trial")
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return an optimizer of this rank's parts of the parameters, in the same groups (with and without weight
@@ -416,7 +417,7 @@ class PartitionedTrainer(Trainer):
         """
         planned = self._plan is not None or self._list_evaluation_datasets()
         if not planned or EVALUATION not in self.plan.further:
-            raise TrainerError("the plan has no evaluation: pass eval_dataset= when the trainer is made")
+            raise TrainerError("the plan has no evaluation: pass eval_dataset= when you create the trainer")
         self.gather_function = self._repeat_loss
         try:
             return super().evaluation_loop(*given, **options)
@@ -561,7 +562,7 @@ class EngineModule(nn.Module):
         The arguments are not used.
         """
         raise TrainerError(
-            "the trained model cannot be called, since each rank has a part of it: use trainer.evaluate or "
+            "the trained model cannot be called, because each rank has only shards of it: use trainer.evaluate or "
             "trainer.predict, or save_model and from_pretrained"
         )
 
@@ -574,7 +575,7 @@ def _check_library() -> None:
     if missing:
         raise TrainerError(
             f"transformers {transformers.__version__} has no Trainer.{', Trainer.'.join(missing)}: expected a version "
-            "whose training loop calls them, such as 5.23: in the folder of this repository, "
+            "whose training loop calls these methods, such as 5.23: in the folder of this repository, "
             "run pip install -e '.[trainer]'"
         )
 

@@ -157,15 +157,14 @@ def _copy_selected_rows(
             raise UnsupportedError(f"{node.target} ({_format_node_location(node)}): {error}") from None
         if not selected.reads_rows(node, env):
             raise UnsupportedError(
-                f"the item() that {node.target} reads ({_format_node_location(node)}) takes a number out "
-                f"of a tensor, which plans do "
-                "not know beforehand; keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
+                f"the item() that {node.target} reads ({_format_node_location(node)}) converts a tensor to a Python "
+                "number, which is not known when the plan is made; keep it as a 0-d tensor (no item(), float() or "
+                "int()), or pass it as an input"
             ) from None
         _check_static(node, node.meta.get("val"))
         raise UnsupportedError(
-            f"{node.target} ({_format_node_location(node)}) reads rows that a mask selects, of which there "
-            f"is no fixed number; "
-            "write it with a fixed size (torch.where, a mask) instead"
+            f"{node.target} ({_format_node_location(node)}) reads rows that a mask selects, whose number depends on "
+            "data; write it with a fixed size (torch.where, a mask) instead"
         ) from None
 
 
@@ -197,7 +196,7 @@ def _check_static(node: fx.Node, value: Any) -> None:
     """
     if isinstance(value, Tensor) and not all(isinstance(s, int) for s in value.shape):
         raise UnsupportedError(
-            f"{node.target} ({_format_node_location(node)}) has a shape that depends on tensors' numbers: "
+            f"{node.target} ({_format_node_location(node)}) has a shape that depends on data: "
             f"{tuple(value.shape)}; write it with a fixed size (torch.where, a mask) instead"
         )
 
@@ -283,8 +282,8 @@ def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[st
             value = program.constants[name]
             if value.is_meta or isinstance(value, FakeTensor):
                 raise UnsupportedError(
-                    f"the tensor {name!r} that the model holds has no numbers: build the model on a real device, "
-                    "or register it as a buffer"
+                    f"the tensor {name!r} that the model refers to has no values: build the model on a real device, "
+                    "or register the tensor as a buffer"
                 )
             constants[name] = value.detach().cpu()
     return constants
@@ -331,7 +330,7 @@ def _collect_model_outputs(
     if with_loss:
         loss = leaves.pop()
         if not isinstance(loss, fx.Node) or not _is_scalar(loss):
-            raise InputsError(f"loss(output) must be a floating scalar; it is {_format_output_value(loss)}")
+            raise InputsError(f"loss(output) returned {_format_output_value(loss)}; expected a floating-point scalar")
         tree = tree.child(0)
     paths = leaf_paths(pytree.tree_unflatten([0] * tree.num_leaves, tree))
     outputs = [

@@ -305,18 +305,17 @@ class _HeldStates:
         for (module, key), plain in self.plain.items():
             if id(plain) in data.read and vars(module).get(key) is not plain:
                 raise UnsupportedError(
-                    f"forward reads {self._format_tensor_name(module, key)!r}, a tensor that is no buffer, "
-                    f"and sets it anew: a plan "
-                    "would read the old one at each step; register it (register_buffer)"
+                    f"forward reads {self._format_tensor_name(module, key)!r}, a tensor that is no buffer, and "
+                    "assigns a new one: a plan would read the old one at each step; register it (register_buffer)"
                 )
         for module in self.model.modules():
             for table, kind in _TABLES.items():
                 for key in module.__dict__[table]:
                     if (module, table, key) not in self.states:
                         raise UnsupportedError(
-                            f"forward registers the {kind} {self._format_tensor_name(module, key)!r}; "
-                            f"expected it in the model "
-                            "before, of the shape that it is to have: a plan holds what there is when it is made"
+                            f"forward registers the {kind} {self._format_tensor_name(module, key)!r}; expected it in "
+                            "the model before planning, with its final shape, because a plan has the buffers and "
+                            "parameters of the model at planning time"
                         )
         now = {place: place[0].__dict__[place[1]].get(place[2]) for place in self.states}
         for (module, table, key), before in self.states.items():
@@ -327,18 +326,19 @@ class _HeldStates:
             if before is None or value is None:
                 raise UnsupportedError(
                     f"forward sets the {kind} {name!r}, {_format_tensor_spec(before)}, to "
-                    f"{_format_tensor_spec(value)}; expected the same shape: "
-                    f"a plan holds {kind}s of fixed shapes"
+                    f"{_format_tensor_spec(value)}; expected the same shape, because the {kind}s of a plan have "
+                    "fixed shapes"
                 )
             if kind == "parameter" and (before.requires_grad or value.requires_grad):
                 raise UnsupportedError(
-                    f"forward sets the parameter {name!r} anew, and one of the two takes a gradient, which no "
-                    "optimizer would know; expected a frozen parameter that is changed in place (.copy_(...))"
+                    f"forward sets the parameter {name!r} to another tensor, and one of the two requires a gradient, "
+                    "which the optimizer would not get; expected a frozen parameter that is changed in place "
+                    "(.copy_(...))"
                 )
             if any(held is before and now[place] is not value for place, held in self.states.items()):
                 raise UnsupportedError(
-                    f"forward sets the {kind} {name!r}, which has several names in the model, under one of them alone; "
-                    "expected a change in place (.copy_(...)), which all of them see"
+                    f"forward sets the {kind} {name!r}, which has several names in the model, under one of them only; "
+                    "expected a change in place (.copy_(...)), which changes it under all names"
                 )
             module.__dict__[table][key] = before
             yield _Write(before, data.now(value), f"sets the {kind} {name!r}")
@@ -398,10 +398,9 @@ class _DataAccess(TorchFunctionMode):
             return value
         if value.requires_grad and not alone:
             raise UnsupportedError(
-                f"forward sets .data of {self._format_tensor_name(value)}, which takes a gradient, and "
-                f"reads it afterwards: its "
-                "gradient would be that of numbers that it no longer has. Change what is trained after the "
-                "optimizer's step, or freeze it (requires_grad_(False)) where it is not trained"
+                f"forward sets .data of {self._format_tensor_name(value)}, which requires a gradient, and reads it "
+                "afterwards: its gradient would be computed for the old values. Change trained parameters after the "
+                "optimizer's step, or freeze it (requires_grad_(False))"
             )
         return self.values[id(value)][1]
 
@@ -466,8 +465,9 @@ def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
         if key in memory and memory[key] is not None and len(sharing) > 1 and moved:
             others = ", ".join(repr(held.names[k]) for k in sharing if k != key)
             raise UnsupportedError(
-                f"forward {write.how} to memory that it shares from then on with {others}, of which one is changed "
-                "in place; expected a copy: .copy_(...), or clone()"
+                f"forward {write.how} to memory that it then shares with {others}, and one of these is changed in "
+                "place; expected a copy"
+                ": .copy_(...), or clone()"
             )
 
 
@@ -508,9 +508,8 @@ def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None
         return
     wanted = "shape" if tensor.shape != value.shape else "type"
     raise UnsupportedError(
-        f"forward {what}, {_format_tensor_spec(tensor)}, to {_format_tensor_spec(value)}; expected the "
-        f"same {wanted}: a plan holds states of "
-        "fixed shapes and types"
+        f"forward {what}, {_format_tensor_spec(tensor)}, to {_format_tensor_spec(value)}; expected the same {wanted}: "
+        "buffers and parameters of a plan have fixed shapes and dtypes"
     )
 
 
@@ -603,9 +602,9 @@ def _check_frozen(captured: Captured) -> None:
         state = captured.states[name]
         if state.kind == "parameter" and state.requires_grad:
             raise UnsupportedError(
-                f"forward changes the parameter {name!r}, which is trained: the optimizer changes it too, from a "
-                "gradient of numbers that it no longer has. Expected a frozen parameter (requires_grad_(False)) or a "
-                "buffer; change what is trained after the optimizer's step"
+                f"forward changes the parameter {name!r}, which is trained: the optimizer also changes it, with a "
+                "gradient that was computed for the old values. Expected a frozen parameter (requires_grad_(False)) "
+                "or a buffer; change trained parameters after the optimizer's step"
             )
 
 

@@ -105,8 +105,9 @@ def capture(
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)} or None; got {precision!r}")
     if autocast_on() is not None:
         raise InputsError(
-            "the call is inside a region of torch.autocast, which is no part of the model; expected outside: leave it, "
-            "and give precision=, or put the region into the model's forward"
+            "the call is inside a region of torch.autocast, which is not part of the model; call it outside of the "
+            "region, and give precision="
+            ", or put the region into the model's forward"
         )
     dtype = None if precision is None else PRECISIONS[precision]
     if isinstance(model, nn.Module):
@@ -199,8 +200,8 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
     changed = sorted(asked & set(captured.updates))
     if changed:
         raise UnsupportedError(
-            f"forward decides what it computes by the numbers of {changed[0]!r}, a buffer that it changes: a plan is "
-            "one way through forward; run the first step in one process, or decide outside of the model"
+            f"forward branches on the values of {changed[0]!r}, a buffer that it changes, but a plan contains only "
+            "one branch; run the first step in one process, or branch outside of the model"
         )
     names = ", ".join(sorted(asked)[:3]) + (", ..." if len(asked) > 3 else "")
     return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()

@@ -154,7 +154,7 @@ def make_twin(
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
-            "keep what copy.deepcopy refuses (locks, handles, process groups) out of the module, "
+            "remove attributes that copy.deepcopy cannot copy (locks, handles, process groups) from the module, "
             "or pass an ExportedProgram"
         ) from error
     held = {n: b for n, b in model.named_buffers() if not b.is_meta and not isinstance(b, FakeTensor)}

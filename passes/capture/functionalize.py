@@ -170,11 +170,9 @@ class StorageTracker:
         later."""
         for writer, reader in self._spoilt:
             raise UnsupportedError(
-                f"forward changes a tensor in place by .data or detach() ({_format_operator_line(writer)}) "
-                f"after an operator has read "
-                f"it ({_format_operator_line(reader)}), whose gradient torch would compute from the new "
-                f"numbers; change it before it "
-                "is read, or set new ones (x.data = ...)"
+                f"forward changes a tensor in place by .data or detach() ({_format_operator_line(writer)}) after an "
+                f"operator has read it ({_format_operator_line(reader)}), whose gradient torch would compute from the "
+                "new values; change it before it is read, or assign a new tensor (x.data = ...)"
             )
 
     def reads(self, node: fx.Node) -> None:
@@ -186,10 +184,10 @@ class StorageTracker:
         writer = self._hidden.get(self._memory.get(node, node))
         if writer is not None and self.needs_grad(node):
             raise UnsupportedError(
-                f"forward changes a tensor in place behind the back of its gradient "
-                f"({_format_operator_line(writer)}) and reads it "
-                "afterwards; change a copy, or write what is meant: y = y + (changed - y).detach() for other numbers "
-                "under the old gradient, y = changed without torch.no_grad() for the gradient of the change"
+                f"forward changes a tensor in place without autograd's knowledge "
+                f"({_format_operator_line(writer)}) and reads it afterwards; change a copy, or write explicitly: y "
+                "= y + (changed - y).detach() for new values with the old gradient"
+                ", y = changed without torch.no_grad() for the gradient of the change"
             )
 
 
@@ -283,19 +281,20 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
             writer = _NO_FUNCTION.match(str(error))
             if writer:
                 raise UnsupportedError(
-                    f"forward writes in place by {writer[1]}::{writer[2]}, of which torch knows no form that writes "
-                    f"nothing; call the function that returns a new tensor ({writer[2].removesuffix('_')}) instead"
+                    f"forward writes in place by {writer[1]}::{writer[2]}, which has no functional form in torch; "
+                    f"call the function that returns a new tensor ({writer[2].removesuffix('_')}) instead"
                 ) from error
             if inliner.transforms is None and "functionalization" in str(error):
                 raise UnsupportedError(
-                    f"what forward writes in place cannot be made functional: {_CAUSE.sub('', str(error)).strip()}; "
+                    "an in-place operation of forward cannot be made functional: "
+                    f"{_CAUSE.sub('', str(error)).strip()}; "
                     "change a copy (clone()) instead"
                 ) from error
             if inliner.transforms is None:
                 raise
             raise UnsupportedError(
                 f"the torch.func transform {inliner.transforms.name}{_line_of(inliner.transforms, [])} cannot be "
-                f"traced anew ({type(error).__name__}): write what it computes with plain operators on tensors"
+                f"traced ({type(error).__name__}): write its computation with plain operators on tensors"
             ) from error
     return decomposed
 
@@ -317,15 +316,17 @@ def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
         constant = program.constants[name]
         if isinstance(constant, FakeTensor) and name.rpartition(".")[2].startswith("lifted_tensor"):
             raise UnsupportedError(
-                "forward computes a tensor in a way that torch.export does not follow, as by backward() inside "
-                "forward; write it with operators on tensors, or pass it as an input"
+                "forward computes a tensor in a way that torch.export does not support, for example by backward() "
+                "inside forward"
+                "; write it with operators on tensors, or pass it as an input"
             )
         held = None if isinstance(constant, FakeTensor) or constant.is_meta else own.get(constant.data_ptr())
         if held is not None:
             raise UnsupportedError(
-                f"forward reads {held!r} in a way that copies of the model do not follow: through a closure, a global, "
-                "or a forward that was compiled or wrapped; read it as an attribute of the module (of "
-                "torch.compile(model.forward), pass the model as it was before)"
+                f"forward reads {held!r} through a closure, a global, or a forward that was compiled or wrapped, "
+                "so that a "
+                "copy of the model would still read the original; read it as an attribute of the module (instead of "
+                "torch.compile(model.forward), pass the model before it was compiled)"
             )
 
 
@@ -480,14 +481,14 @@ class _RegionInliner:
         elif name == "wrap_with_autocast":
             raise UnsupportedError(
                 f"the torch.autocast region{_line_of(node, args)} of an exported program cannot be kept exact: "
-                "pass the module, or take the region out and give the precision by partition(precision=...)"
+                "pass the module, or remove the region and give the precision by partition(precision=...)"
             )
         elif name == "flat_apply" and (function := _own_function(args)) is not None and not self._needs_grad(args):
             return self.insert_function_call(node, function, *pytree.tree_unflatten(args[2:], args[1]))
         else:
             raise UnsupportedError(
-                f"the operator {name}{_line_of(node, args)} runs a function of its own, which cannot be partitioned: "
-                "write it without torch.cond, while_loop and their kin"
+                f"the operator {name}{_line_of(node, args)} contains a function, which cannot be partitioned: write "
+                "it without torch.cond, while_loop and similar operators"
             )
         inner = [n for n in owner.graph.nodes if n.op == "placeholder"]
         return self.inline_body(owner, dict(zip(inner, operands, strict=True)), grad)

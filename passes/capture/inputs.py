@@ -150,7 +150,7 @@ def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
         return {k: v for k, v in sample.items() if k in accepted}
     takes = ", ".join(accepted)
     raise InputsError(
-        f"{type(model).__name__} has no inputs of its own: pass inputs=(...) for positional or inputs={{...}} for "
+        f"{type(model).__name__} needs inputs: pass inputs=(...) for positional or inputs={{...}} for "
         f"keyword arguments, one whole global batch (meta tensors are fine); forward takes ({takes})"
     )
 

@@ -428,10 +428,10 @@ class _Settling:
                 twin = self.tracer.renew(self.first.twin)
                 at = find_draw(functools.partial(try_forward, twin, *self.first.arguments))
                 raise UnsupportedError(
-                    f"the forward draws from {changes[0].what}{at}, and what it computes depends on it: a plan would "
-                    "repeat one draw at every step; expected draws of torch, which are made anew at every step, as in "
-                    "torch.where(torch.rand(()) < p, a, b); or draw outside of the model and pass what was drawn as an "
-                    "input"
+                    f"forward draws random numbers from {changes[0].what}{at}, and its results depend on them: a plan "
+                    "would use the same numbers at every step; expected random numbers of torch, which differ at "
+                    "every step, as in torch.where(torch.rand(()) < p, a, b); or draw outside of the model and pass "
+                    "the numbers as an input"
                 )
         self.before.restore()
         for change in changes:
@@ -451,8 +451,9 @@ class _Settling:
             other = self._trace_if_possible(self.tracer.renew(self.first.twin), self.first.arguments)
         if other is None or not same_computation(self.first.captured, other.captured):
             raise UnsupportedError(
-                f"the forward asks for the time{clock.asked_at}, and what it computes depends on it: a plan would keep "
-                "the time when it was made; pass what is made of the time as an input"
+                f"forward reads the time{clock.asked_at}, and its results depend on it: a plan would always have "
+                "the time "
+                "at which it was made; pass the time, or what is computed from it, as an input"
             )
         yield f"forward asks for the time{clock.asked_at}, which has no effect on what it computes"
 
@@ -583,10 +584,9 @@ class _Settling:
         effect on its next call.
         """
         raise UnsupportedError(
-            f"the forward changes {_format_changed_names(changes)}, and what it computes at its next call "
-            f"depends on it: a plan "
-            "would repeat the first call at every step; keep it in a buffer of the module (self.register_buffer, a "
-            "tensor that forward changes in place), or pass it as an input"
+            f"the forward changes {_format_changed_names(changes)}, and the results of its next call depend on this: "
+            "a plan would repeat the first call at every step; keep it in a buffer of the module "
+            "(self.register_buffer, a tensor that forward changes in place), or pass it as an input"
         )
 
     def _refuse_decision(self, guard: Guard) -> None:
@@ -595,9 +595,9 @@ class _Settling:
         """
         where = f" ({guard.where})" if guard.where else ""
         raise UnsupportedError(
-            f"the forward decides what it computes by {guard}{where}, a Python number that it changes itself: a plan "
-            "is one way through the forward; write it as a value (torch.where, min and max), or decide outside of the "
-            "model and pass the number as an input"
+            f"forward branches on {guard}{where}, a Python number that it changes itself, but a plan contains only "
+            "one branch; compute it without a branch (torch.where, min and max), or branch outside of the model and "
+            "pass the number as an input"
         )
 
 

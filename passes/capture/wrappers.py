@@ -40,22 +40,20 @@ def check_model(model: nn.Module) -> None:
     plain arrays (such as sparse ones).
     """
     if not callable(getattr(model, "forward", None)):
-        raise InputsError(
-            f"{type(model).__name__} has no method forward; expected one: a plan is made of what it computes"
-        )
+        raise InputsError(f"{type(model).__name__} has no method forward; expected one, from which the plan is made")
     for name, module in model.named_modules():
         where = f"the module {name!r}" if name else "the model"
         packed = [key for key, value in vars(module).items() if isinstance(value, torch.ScriptObject)]
         if packed:
             raise UnsupportedError(
-                f"{where} ({type(module).__name__}) holds packed weights ({packed[0]}), as torch.ao.quantization makes "
-                "them, which no gradient or layout is known for; pass the model as it was before it was quantized"
+                f"{where} ({type(module).__name__}) holds packed weights ({packed[0]}), of torch.ao.quantization, "
+                "which have neither gradients nor a layout; pass the model before quantization"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise InputsError(
-                f"{name!r} has no shape yet (it is of a lazy module); expected an initialized model: call it once, "
-                "model(...), on inputs of the right width"
+                f"{name!r} has no shape yet (it belongs to a lazy module); expected an initialized model: call "
+                "model(...) once on inputs of the right width"
             )
         check_tensor(tensor, f"{name!r} of the model", UnsupportedError)
 
@@ -91,7 +89,7 @@ def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
     if is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}, which holds other tensors", "convert it to the tensor that it stands for"
     if numbers and (tensor.is_meta or isinstance(tensor, FakeTensor)):
-        return "on the meta device and has no numbers", "pass real tensors to run a plan"
+        return "on the meta device and has no values", "pass real tensors to run a plan"
     return "", ""
 
 
@@ -202,9 +200,9 @@ def refuse_sharded(model: nn.Module) -> None:
             kind = "DTensors (parallelize_module or distribute_tensor)"
         if kind is not None:
             raise UnsupportedError(
-                f"{f'the module {path!r}' if path else 'the model'} is sharded already, by {kind}; expected the model "
-                "as it is before: the plan shards it, as Constraints(zero=3, tp=N) say, and an engine takes weights "
-                "from a full state dict"
+                f"{f'the module {path!r}' if path else 'the model'} is already sharded by {kind}; expected the model "
+                "before sharding: the plan shards it, for example by Constraints(zero=3, tp=N), and an engine loads "
+                "weights from a full state dict"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
@@ -291,7 +289,7 @@ def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
     where = f"the {type(wrapper).__name__} around {repr(path) if path else 'the model'}"
     if any(getattr(wrapper, name, None) for name in _HOOKS):
         raise UnsupportedError(
-            f"{where} has hooks, which a plan would leave out with it; register them on the module inside"
+            f"{where} has hooks, which would be removed together with it; register them on the module inside"
         )
     if getattr(wrapper, "_comm_hooks", None):
         raise UnsupportedError(

@@ -98,7 +98,7 @@ class _Spreader:
         if region.num_experts % self.size:
             where = region.products[0].meta.get("path") or region.products[0].name
             raise UnsupportedError(
-                f"{where}: {region.num_experts} experts cannot be spread over {self.axis}={self.size}; "
+                f"{where}: {region.num_experts} experts cannot be distributed over {self.axis}={self.size}; "
                 f"expected a divisor of {region.num_experts}"
             )
         self.tables |= region.tables
@@ -145,7 +145,7 @@ class _Spreader:
         )
         strategy = next(found, None)
         if strategy is None:
-            raise UnsupportedError(f"{_format_location(node)} cannot be cut by expert")
+            raise UnsupportedError(f"{_format_location(node)} cannot be divided by expert; use ep=1")
         local = local_call(node, strategy, self.axis, self.size, [self.env[o] for o in operands], self.graph)
         local.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         self.env[node] = local
@@ -244,10 +244,9 @@ class _Spreader:
         """
         if is_over(node, self.apart):
             raise UnsupportedError(
-                f"{_format_location(node)} is among the experts' work and runs over ranks that are to have "
-                f"different experts; "
-                f"expected nothing over {', '.join(sorted(self.apart))} there; use {self.axis}=1, or fewer ranks on "
-                "that axis"
+                f"{_format_location(node)} is part of the experts and communicates between ranks that will have "
+                f"different experts; expected no communication over {', '.join(sorted(self.apart))} there; use "
+                f"{self.axis}=1, or fewer ranks on that axis"
             )
 
     def _check_rows(

@@ -94,13 +94,13 @@ class TracedLoops:
         """
         if self.changed or (self.guards is not None and self.guards.changed):
             raise UnsupportedError(
-                "which experts some row has chosen was asked before the masks were changed in place: change a copy of "
-                "them, or write the loop as one that goes through all (for i in range(num_experts))"
+                "the masks of the chosen experts are changed in place after they were read: change a copy of them, "
+                "or loop over all experts (for i in range(num_experts))"
             )
         if self.left_early:
             raise UnsupportedError(
-                "a loop through the experts that some row has chosen is left before its end: which turns it has "
-                "depends on tensors' numbers; write it as one that goes through all (for i in range(num_experts))"
+                "a loop over the chosen experts ends early, so that its iterations depend on data; loop over all "
+                "experts without break (for i in range(num_experts))"
             )
 
 
@@ -290,9 +290,9 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
         outputs.append(list(map(Numbers(alike), last.args[0])))
     if outputs[0] != outputs[1]:
         raise UnsupportedError(
-            "forward leaves out the experts that no row has chosen, and a turn does more than to add to its rows, so "
-            "that a loop through all of them, which a plan needs, is not the same; write it as one that goes through "
-            "all (for i in range(num_experts)), and compute what depends on which were chosen from their masks"
+            "forward skips the experts that no row has chosen, and an iteration does more than add to its rows, so "
+            "that a loop over all experts, which a plan needs, gives other results; loop over all experts (for i in "
+            "range(num_experts)), and compute values that depend on the choice from the masks"
         )
 
 

@@ -111,7 +111,8 @@ def refresh_node_value(node: fx.Node) -> None:
     except NotImplementedError as error:
         where = f"{node.meta.get('path') or 'the model'} ({node.meta.get('source') or 'source unknown'})"
         raise UnsupportedError(
-            f"{node.target} at {where} cannot be run without numbers ({str(error).split(': ')[0]} has no meta kernel): "
+            f"{node.target} at {where} cannot be run on the meta device ({str(error).split(': ')[0]} has no meta "
+            "kernel): "
             "write it with other operators, or register one (torch.library.register_fake)"
         ) from error
     except Exception as error:

@@ -111,7 +111,7 @@ def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
         if not isinstance(target, torch._ops.OpOverload):
             raise GraphError(f"calls {target!r}, not a registered operator")
         if target._schema.is_mutable:
-            raise GraphError(f"{target} changes its operand in place")
+            raise GraphError(f"{target} changes its operand in place; expected functional operators only")
     _check_value(node)
     if axes is not None:
         _check_axis(node, axes)
@@ -201,13 +201,18 @@ def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> No
         if len(call.states) != len(block.states) or len(call.inputs) != len(block.inputs):
             raise GraphError(f"{where} passes {len(call.states)} states and {len(call.inputs)} inputs", call.block)
         if len(call.outputs) != len(block.outputs):
-            raise GraphError(f"{where} names {len(call.outputs)} of {len(block.outputs)} outputs", call.block)
+            raise GraphError(
+                f"{where} has names for {len(call.outputs)} of {len(block.outputs)} outputs; expected one for each",
+                call.block,
+            )
         for name in call.states:
             if name not in model.states:
                 raise GraphError(f"{where} reads the state {name!r}, which does not exist")
         for name, node in zip(call.inputs, nodes[len(call.states) :], strict=True):
             if name not in made:
-                raise GraphError(f"{where} reads {name!r}, which is no model input and no earlier call's output")
+                raise GraphError(
+                    f"{where} reads {name!r}, which is neither an input of the model nor an output of an earlier call"
+                )
             _check_spec(where, model.values[name], node, name)
         for name, node in zip(call.outputs, block.outputs, strict=True):
             if name in made:

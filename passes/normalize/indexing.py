@@ -58,13 +58,13 @@ def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Nod
     regular = offsets.target is aten.arange.start_step and offsets.args[0] == 0 and offsets.args[2] == size
     if not size or size * bags != length or not regular:
         raise UnsupportedError(
-            f"embedding_bag at {build.where} has bags of any size, which would differ between ranks; "
-            "give ids as [bags, size], and fill short bags up with padding_idx"
+            f"embedding_bag at {build.where} has bags of different sizes, which would differ between ranks; give ids "
+            "as [bags, size], and fill short bags with padding_idx"
         )
     if how.scale_grad_by_freq:
         raise UnsupportedError(
-            f"embedding_bag at {build.where} scales gradients by how often an id is in the batch, which couples its "
-            "samples: expected scale_grad_by_freq=False"
+            f"embedding_bag at {build.where} scales gradients by the number of times that an id is in the batch, so "
+            "that samples interact; expected scale_grad_by_freq=False"
         )
     table = _by_bag(build, ids, [bags, size])
     rows = build(aten.embedding.default, weight, table)

@@ -70,10 +70,9 @@ def refuse_unsupported_nodes(graph: fx.Graph) -> None:
             continue
         if isinstance(node.meta.get("val"), _NUMBERS):
             raise UnsupportedError(
-                f"{_format_target(node)} at {format_node_location(node)} takes a number out of a tensor, "
-                f"which plans do "
-                f"not know beforehand; "
-                "keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
+                f"{_format_target(node)} at {format_node_location(node)} converts a tensor to a Python number, which "
+                "is not known when the plan is made; keep it as a 0-d tensor (no item(), float() or int()), or pass "
+                "it as an input"
             )
         sparse = [v for v in pytree.tree_leaves(node.meta.get("val")) if getattr(v, "layout", STRIDED) is not STRIDED]
         if sparse:
@@ -84,9 +83,8 @@ def refuse_unsupported_nodes(graph: fx.Graph) -> None:
             )
         if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
             raise UnsupportedError(
-                f"{_format_target(node)} at {format_node_location(node)} is no operator of torch and cannot be "
-                f"partitioned; write the line "
-                "with operators on tensors"
+                f"{_format_target(node)} at {format_node_location(node)} is not an operator of torch and cannot be "
+                "partitioned; write this line with operators on tensors"
             )
         _check_types(node)
 
@@ -103,9 +101,8 @@ def _check_types(node: fx.Node) -> None:
     if len(set(found)) > 1:
         types = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
         raise InputsError(
-            f"{_format_target(node)} at {format_node_location(node)} is given {types}; expected operands of one type: "
-            f"convert the inputs "
-            "or the parameters, or give precision= for both"
+            f"{_format_target(node)} at {format_node_location(node)} has operands of {types}; expected one dtype: "
+            "convert the inputs or the parameters, or give precision= for both"
         )
 
 

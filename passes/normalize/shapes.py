@@ -276,7 +276,7 @@ def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node,
     order = sorted(range(old.dim()), key=lambda d: (-old.stride(d), -old.shape[d]))
     if not old.permute(order).is_contiguous() or reach > old.numel():
         raise UnsupportedError(
-            f"as_strided at {build.where} reads memory beside its operand: write it with unfold, slices or an index"
+            f"as_strided at {build.where} reads memory outside of its operand: write it with unfold, slices or an index"
         )
     return build(aten.reshape.default, build(aten.permute.default, x, order), [old.numel()]), order
 
@@ -345,7 +345,9 @@ def as_strided_scatter(
         return diagonal_scatter(build, x, source)
     number = torch.arange(old.numel()).as_strided(sizes, strides, offset or 0)
     if number.unique().numel() != number.numel():
-        raise UnsupportedError(f"as_strided at {build.where} writes several values to one place: write each place once")
+        raise UnsupportedError(
+            f"as_strided at {build.where} writes several values to one element: write each element once"
+        )
     flat, order = flat_in_memory(build, x)
     flat = build(aten.index_put.default, flat, [strided_places(build, sizes, strides, offset)], source)
     there = build(aten.reshape.default, flat, [list_node_sizes(x)[d] for d in order])

@@ -652,8 +652,11 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise UnsupportedError(
                 f"forward sets the state of torch's random generator (torch.{name}){line_now()}; expected a forward "
-                "that draws from it as it is: a plan draws each element by its place, from the seed of the step. Make "
-                "numbers that stay the same in __init__ and keep them in a buffer, or pass them as an input"
+                "that does not change it: a plan draws each random number from the seed of the step and the index "
+                "of the "
+                "element. Draw numbers that must stay the same in __init__ and store them in a buffer, or pass "
+                "them as an "
+                "input"
             )
 
         return refuse
@@ -687,8 +690,8 @@ class _Generators(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             raise UnsupportedError(
                 f"forward draws from a torch.Generator ({name}, generator=){self.line_now()}; expected the default "
-                "generator: a plan draws each element by its place, from the seed of the step. Leave generator= away, "
-                "or draw the numbers outside of the model and pass them as an input"
+                "generator: a plan draws each random number from the seed of the step and the index of the element. "
+                "Leave generator= out, or draw the numbers outside of the model and pass them as an input"
             )
         bounds = [*args[1:], *(kwargs[name] for name in ("from", "to") if name in kwargs)]
         if func is Tensor.random_ and len(bounds) == 2:  # torch.export cannot write an overload named 'from'

@@ -173,7 +173,7 @@ class _Parser:
         # The operator creates a factor that only results have from its arguments, so it is correct only if not sharded.
         if new - self.whole:
             raise self.create_error(
-                f"no operand has {', '.join(sorted(new - self.whole))}: mark it '!', it must be whole"
+                f"no operand has {', '.join(sorted(new - self.whole))}: mark it with '!', because it cannot be sharded"
             )
         return TextRule(self.name, self.text, operands, results, frozenset(self.whole), linear)
 
@@ -195,7 +195,7 @@ class _Parser:
             token, at = match[1], match.end()
             if token == "...":
                 if dims or ellipsis or group is not None:
-                    raise self.create_error("'...' stands for dims in front of all others")
+                    raise self.create_error("'...' stands for the leading dims; expected it before all other dims")
                 ellipsis = True
             elif token == "(":
                 if group is not None:
@@ -208,15 +208,15 @@ class _Parser:
                 group = None
             elif token == "!":
                 if not names or text[at - 2 : at - 1].isspace():
-                    raise self.create_error("'!' stands right behind a factor's name")
+                    raise self.create_error("'!' must directly follow the name of a factor")
                 self.whole.add(names[-1])
             elif token == "1":
                 if group is not None:
-                    raise self.create_error("'1' is a dim of its own")
+                    raise self.create_error("'1' is a dim by itself; expected it separate from other names")
                 dims.append(())
             elif token.isidentifier():
                 if token in names:
-                    raise self.create_error(f"{token!r} stands twice in one tensor")
+                    raise self.create_error(f"{token!r} occurs twice in one tensor")
                 names.append(token)
                 if group is None:
                     dims.append((token,))

@@ -291,8 +291,8 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apar
     if larger is not None and len(larger) != len(one):
         raise UnsupportedError(
             f"the output {path!r} has {len(one)} dims in a group ({one}) and {len(larger)} in a larger one, so that "
-            "what the groups give cannot be joined; keep the dim of samples where it is 1 (squeeze(-1) for squeeze()), "
-            "or plan with couple='batch'"
+            "the outputs of groups cannot be concatenated; keep the batch dim if its size is 1 (squeeze(-1) instead "
+            "of squeeze()), or plan with couple='batch'"
         )
     dim = next((d for d, (few, many) in enumerate(zip(one, larger or one, strict=True)) if few != many), None)
     if dim is not None:
@@ -303,9 +303,9 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apar
         return PARTIAL
     kind = str(get_node_tensor(node).dtype).removeprefix("torch.")
     raise UnsupportedError(
-        f"the output {path!r} ({kind}, shape {one}) depends on a group's samples and has no dim of them, so "
-        "that what the groups give can be neither joined nor averaged; leave it out of what forward returns, return it "
-        "as a floating tensor (the mean is then taken), or plan with couple='batch'"
+        f"the output {path!r} ({kind}, shape {one}) depends on the samples of a group but has no batch dim, so "
+        "that the outputs of several groups can be neither concatenated nor averaged; do not return it from "
+        "forward, return it as a floating-point tensor (which is averaged), or plan with couple='batch'"
     )
 
 

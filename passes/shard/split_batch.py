@@ -262,9 +262,9 @@ def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> Non
             elif name in COMMUNICATING or (node.meta.get("grad") and name in ("copy", "shard_slice")):
                 raise UnsupportedError(
                     f"{_describe_combining_operator(model, block, node)}, which cannot be kept exact over "
-                    f"{num_microbatches} "
-                    "microbatches; use one microbatch: microbatch_size = batch / dp, or couple='microbatch', by which "
-                    "samples meet within a microbatch alone and the step is the mean over microbatches"
+                    f"{num_microbatches} microbatches; use one microbatch: microbatch_size = batch / dp, or "
+                    "couple='microbatch', under which samples interact only within a microbatch and loss and "
+                    "gradients are the mean over microbatches"
                 )
             elif name in ("shard_slice", "shard_narrow"):
                 _slice_by_index(block.graph, node)

@@ -181,9 +181,7 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
     except TypeError:
         if not own:
             return None
-        raise UnsupportedError(
-            _format_autocast_refusal(func, asked, line, "its sizes depend on tensors' numbers")
-        ) from None
+        raise UnsupportedError(_format_autocast_refusal(func, asked, line, "its sizes depend on data")) from None
     key = (func, asked, tuple(map(repr, shown)), repr(tree))
     if key not in _known:
         _known[key] = _in_thread(lambda: _observe_operand_cast(func, shown, tree, asked))
@@ -192,7 +190,7 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
         raise UnsupportedError(_format_autocast_refusal(func, asked, line, f"torch says: {str(found).splitlines()[0]}"))
     if found is not None and (own if found is _APART else func._schema.is_mutable):
         raise UnsupportedError(
-            _format_autocast_refusal(func, asked, line, "torch does more there than to cast its operands")
+            _format_autocast_refusal(func, asked, line, "torch does more there than cast its operands")
         )
     return found
 

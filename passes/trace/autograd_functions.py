@@ -147,9 +147,9 @@ def traced_with_own_gradients() -> Iterator[None]:
         function for this, and return its result. Raise :class:`UnsupportedError` if ``cls`` is user-defined."""
         if not _is_torchs(cls):
             raise UnsupportedError(
-                f"{_format_class_name(cls)}.apply is called inside a transform of torch.func (vmap, grad, "
-                f"jvp), through which a "
-                "plan cannot follow its gradient; expected a call outside of it, on the whole batch"
+                f"{_format_class_name(cls)}.apply is called inside a transform of torch.func (vmap, grad, jvp), and a "
+                "plan cannot compute its gradient through that; expected a call outside of the transform, on the "
+                "whole batch"
             )
         return custom_function_call(cls, *args, **kwargs)
 
@@ -177,7 +177,7 @@ def _bind_positional_arguments(cls: Any, args: tuple[Any, ...], kwargs: dict[str
     if bound.kwargs:
         raise UnsupportedError(
             f"{_format_class_name(cls)}.apply is called with {', '.join(bound.kwargs)} by keyword; "
-            f"expected positional arguments"
+            "expected positional arguments only"
         )
     return bound.args[len(before) :]
 
@@ -202,9 +202,8 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
             made = cls.forward(ctx, *given)
     if ctx.dirty_tensors and given is args:
         raise UnsupportedError(
-            f"{_format_class_name(cls)}.forward changes its arguments in place and says so through another "
-            f"function; expected "
-            "ctx.mark_dirty(...) in forward or setup_context itself"
+            f"{_format_class_name(cls)}.forward changes its arguments in place and calls ctx.mark_dirty in another "
+            "function; expected ctx.mark_dirty(...) in forward or in setup_context"
         )
     outputs = list(made) if isinstance(made, tuple) else [made]
     fixed = {id(t) for t in ctx.non_differentiable}
@@ -299,19 +298,19 @@ def _transpose_custom_backward(
             )
     except _Wrong as error:
         raise UnsupportedError(
-            f"{_format_class_name(cls)}.backward does not run: {error}; the model cannot be trained as it "
-            f"is, with or without a "
-            "plan"
+            f"{_format_class_name(cls)}.backward raises an error: {error}; the model cannot be trained, with or "
+            "without a plan: correct its backward"
         ) from error
     except _Untraced as error:
         raise UnsupportedError(
-            f"{_format_class_name(cls)}.backward {error}; expected operators on tensors alone, without "
-            f"looking at their numbers"
+            f"{_format_class_name(cls)}.backward {error}; expected operators on tensors only, which do not depend on "
+            "the values of the gradient in Python"
         ) from error
     except NotAffine as error:
         raise UnsupportedError(
-            f"{_format_class_name(cls)}.backward {error.what}, so that its gradient cannot be kept exact "
-            f"on parts of the batch; "
+            f"{_format_class_name(cls)}.backward {error.what}, so that its gradient would not be exact on parts of "
+            "the batch"
+            f"; "
             f"{error.instead}"
         ) from error
     return made
@@ -372,9 +371,9 @@ def _side_effects_refused(cls: Any) -> Iterator[None]:
         """Raise :class:`UnsupportedError` in place of running ``torch.autograd.backward``, which would store gradients
         as a side effect. The arguments are not used."""
         raise UnsupportedError(
-            f"{_format_class_name(cls)}.backward runs layers again and calls backward() on them, so that "
-            "gradients of weights come as a side effect, of which a plan cannot know; expected a backward that returns "
-            "all gradients: call the layers in forward without it, and let the plan choose what is recomputed "
+            f"{_format_class_name(cls)}.backward runs layers again and calls backward() on them, so that gradients of "
+            "weights are a side effect, which a plan cannot reproduce; expected a backward that returns all "
+            "gradients: call the layers in forward without it, and let the plan choose what is recomputed "
             "(recompute=)"
         )
 
@@ -396,9 +395,8 @@ class _SettingGrad(TorchFunctionMode):
         ``tensor.grad``."""
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.grad:
             raise UnsupportedError(
-                f"{_format_class_name(self.cls)}.backward sets the gradient of a tensor as a side effect, "
-                f"of which a plan cannot "
-                "know; expected a backward that returns all gradients: pass the tensor to apply()"
+                f"{_format_class_name(self.cls)}.backward sets the gradient of a tensor as a side effect, which a plan "
+                "cannot reproduce; expected a backward that returns all gradients: pass the tensor to apply()"
             )
         return func(*args, **(kwargs or {}))
 
@@ -666,10 +664,9 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
             return None
         if not type(hooks).__module__.startswith("torch.") or type(hooks) is graph.saved_tensors_hooks:
             raise UnsupportedError(
-                f"forward packs what is saved for backward (saved_tensors_hooks){_format_user_location()}, "
-                f"which a plan would leave "
-                "out; expected forward without it: let the plan choose what is recomputed (recompute=) or offloaded, "
-                "or write what it does to gradients as a torch.autograd.Function"
+                f"forward changes tensors that are saved for backward (saved_tensors_hooks){_format_user_location()}, "
+                "which a plan does not support; expected forward without it: let the plan choose what is recomputed "
+                "(recompute=) or offloaded, or write a change of gradients as a torch.autograd.Function"
             )
         return enter(hooks)
 

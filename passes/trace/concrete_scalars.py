@@ -264,8 +264,8 @@ def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
                 before, after = (f"{t.dtype} on {t.device}".replace("torch.", "") for t in (tensor, made))
                 raise UnsupportedError(
                     f"forward converts the module {path!r} ({name}: {before}, to {after}), which changes the model's "
-                    "own weights at its first call; expected a module that is of that type already: convert it before "
-                    "(module.to(...)) and leave precision= away, or convert what it is given instead"
+                    "own weights at its first call; expected a module that already has this dtype: convert it before "
+                    "planning (module.to(...)) and leave precision= out, or convert the inputs of the module instead"
                 )
         return module
 

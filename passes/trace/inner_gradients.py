@@ -178,7 +178,7 @@ class _InnerGradients:
         if get_dynamic_layer_stack_depth():
             raise self.create_error(
                 "takes a gradient inside of torch.vmap",
-                "cannot be followed there; expected one gradient of the sum over the samples, or a loop over them",
+                "is not supported there; expected one gradient of the sum over the samples, or a loop over them",
             )
 
     def create_error(self, does: str, why: str) -> UnsupportedError:
@@ -212,7 +212,7 @@ class _GradientBody:
         gradient functions in this trace.
         """
         if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
-            raise gradients.create_error("takes the gradient of a GradientEdge", "is followed for tensors alone")
+            raise gradients.create_error("takes the gradient of a GradientEdge", "is supported for tensors only")
         ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))
         nodes = list(tracer.graph.nodes)
         place = {node: index for index, node in enumerate(nodes)}
@@ -359,21 +359,23 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
     does = "takes a gradient"
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         raise gradients.create_error(
-            does, f"leads through {node.target}, which is no operator of torch that has a derivative"
+            does, f"leads through {node.target}, which is not a differentiable operator of torch"
         )
     if _is_random_operator(node):
         raise gradients.create_error(
-            does, f"leads through {node.target}, which draws random numbers: draw them before, or leave it out (eval())"
+            does,
+            f"leads through {node.target}, which draws random numbers: draw them outside of the gradient, or "
+            "switch it off (eval())",
         )
     if node.target is aten.rms_norm.default and len(node.args) <= _EPS_OF_RMS:
         raise gradients.create_error(
-            does, "leads through an RMS norm whose eps depends on the type: give it (eps=1e-6, say)"
+            does, "leads through an RMS norm whose eps depends on the dtype: set it, for example eps=1e-6"
         )
     if node.target._schema.is_mutable:
         *_, base = _find_written_values(node)
         if functional_kin(node.target) is None or base not in reached or is_view(base):
             raise gradients.create_error(
-                does, f"leads through {node.target}, which writes in place: write to a copy, or not in place"
+                does, f"leads through {node.target}, which writes in place: write to a copy instead"
             )
 
 
@@ -463,8 +465,8 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
             if env[node].is_floating_point() and not env[node].requires_grad and any(x.requires_grad for x in parts):
                 raise gradients.create_error(
                     "takes a gradient",
-                    f"leads through {node.args[0].target}, whose derivative torch cannot derive once more from its "
-                    "parts: write the operator with simpler ones",
+                    f"leads through {node.args[0].target}, whose second derivative torch cannot compute: write it "
+                    "with simpler operators",
                 )
 
 

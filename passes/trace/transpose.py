@@ -112,7 +112,7 @@ class _Traced:
         try:
             module, tensors = _trace_functional_graph(backward, seeds)
         except ASKS_NUMBERS as error:
-            raise NotAffine("decides by the numbers of tensors", "choose by torch.where, or in forward") from error
+            raise NotAffine("branches on the values of tensors", "choose by torch.where, or in forward") from error
         graph = module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         given, read = placeholders[: len(seeds)], placeholders[len(seeds) :]
@@ -168,7 +168,7 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
     """
     numbers = range(len(seeds))
     if len(seeds) > _MOST_RESULTS:
-        raise NotAffine("takes None for some of many gradients", _MATERIALIZE)
+        raise NotAffine("gets None for some of several gradients", _MATERIALIZE)
     for given in itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in numbers[1:]):
 
         def partly(*grads: Tensor, given: Sequence[int] = given) -> Sequence[Tensor | None]:
@@ -184,7 +184,7 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
         names = _Expressions()
         zeros = [n for k, n in enumerate(whole.seeds) if k not in given]
         if names.of(part, given, ()) != names.of(whole, numbers, zeros):
-            raise NotAffine("tells gradients that are None from gradients of zero", _MATERIALIZE)
+            raise NotAffine("treats gradients that are None differently from zero", _MATERIALIZE)
 
 
 class _Expressions:
@@ -318,7 +318,7 @@ def _trace_functional_graph(
         raw = make_fx(function, tracing_mode="real")(*arguments)
     read = {str(n.target): getattr(raw, str(n.target)) for n in raw.graph.nodes if n.op == "get_attr"}
     if not all(isinstance(tensor, Tensor) for tensor in read.values()):
-        raise NotAffine("runs functions of its own (torch.cond, a compiled function)", "write it with plain operators")
+        raise NotAffine("contains functions (torch.cond, a compiled function)", "write it with plain operators")
     numbers = {
         name: (_read_tensor_numbers(tensor), tensor.dtype) for name, tensor in read.items() if _is_number(tensor)
     }
@@ -400,7 +400,7 @@ def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
             raise NotAffine(f"draws random numbers ({node.target})", "draw them in forward and save them for backward")
         if node.target._schema.is_mutable:  # functional graphs write back to what they were given, last
             if node.args[0] not in seeds:
-                raise NotAffine("changes a tensor in place that it has not made", "change a copy (clone()) of it")
+                raise NotAffine("changes a tensor in place that it did not create", "change a copy (clone()) of it")
             graph.erase_node(node)
 
 

@@ -181,7 +181,7 @@ class CheckpointTarget:
         late = ", ".join(r.name.removeprefix(".record-") for r in missing[:8])
         raise CheckpointError(
             f"the checkpoint {self.final} was not written: rank {late} did not write its part within {timeout:g} s; "
-            "all ranks must see the same file system"
+            "check that this rank runs, and that all ranks use the same file system"
         )
 
     def _is_gone(self, record: Path) -> bool:

@@ -69,8 +69,8 @@ def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None
     found = [d for d in of_ranks if d is not None]
     if len({len(d) for d in found}) > 1:
         raise CheckpointError(
-            f"ranks have {' and '.join(sorted({str(len(d)) for d in found}))} optimizers: expected as many on each, in "
-            "the same order, with None where a rank has none of an optimizer's parameters"
+            f"ranks have {' and '.join(sorted({str(len(d)) for d in found}))} optimizers: expected the same number on "
+            "each rank, in the same order, with None on a rank that has no parameters for an optimizer"
         )
     several = [_merge_descriptions([d for d in same if d is not None]) for same in zip(*found, strict=True)]
     return several if len(several) > 1 else (several or [None])[0]
@@ -104,8 +104,8 @@ def values_of(
     if len(optimizers) != len(kept):
         raise CheckpointError(
             f"the checkpoint has the state of {len(kept)} optimizers ({', '.join(_get_saved_kind(k) for k in kept)}), "
-            f"{len(optimizers)} were given: make them as they were, in the same order, or load without, so that new "
-            "ones start afresh"
+            f"{len(optimizers)} were given: create the same optimizers in the same order, or load without optimizers "
+            "to start with new states"
         )
     owner = {n: number for number, k in enumerate(kept) if k is not None for g in k["groups"] for n in g["names"]}
     found: list[list[Mapping[str, Any]]] = []
@@ -122,9 +122,9 @@ def values_of(
         if moved:
             raise CheckpointError(
                 f"{moved[0]} was saved as a parameter of optimizer {owner[moved[0]]} "
-                f"({_get_saved_kind(kept[owner[moved[0]]])}), "
-                f"and is one of optimizer {number} ({type(optimizer).__name__}) now: give the optimizers in the order, "
-                "and with the parameters, that they were saved with"
+                f"({_get_saved_kind(kept[owner[moved[0]]])}), and is one of optimizer {number} "
+                f"({type(optimizer).__name__}) now: pass the optimizers in the same order, and with the same "
+                "parameters, as when they were saved"
             )
         if held is None:
             found[-1] = [{}] * len(optimizer.param_groups)
@@ -148,8 +148,8 @@ def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
     kind = type(optimizer).__name__
     if kind != saved["kind"] and sorted(optimizer.defaults) != saved["defaults"]:
         raise CheckpointError(
-            f"the checkpoint has the state of {saved['kind']}, which {kind} cannot go on with: make the optimizer as "
-            "it was, or load without one, so that the new one starts afresh"
+            f"the checkpoint has the state of {saved['kind']}, which {kind} cannot use: create the same kind of "
+            "optimizer, or load without an optimizer to start with a new state"
         )
 
 
@@ -178,7 +178,7 @@ def given_back(
             if other != index:
                 raise CheckpointError(
                     f"the optimizer's groups are not those of the checkpoint: one of them has been split into groups "
-                    f"{other} and {index}; make the groups as they were saved"
+                    f"{other} and {index}; create the groups as they were saved"
                 )
         found = [saved["groups"][number]["values"] for number in numbers]
         for values in found[1:]:
@@ -186,7 +186,7 @@ def given_back(
                 if not is_equal_data(found[0][key], values.get(key)):
                     raise CheckpointError(
                         f"the optimizer's groups are not those of the checkpoint: group {index} has parameters saved "
-                        f"with {key}={found[0][key]} and with {key}={values.get(key)}; make the groups as they were "
+                        f"with {key}={found[0][key]} and with {key}={values.get(key)}; create the groups as they were "
                         "saved"
                     )
         result.append(found[0] if found else {})
@@ -208,8 +208,8 @@ def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mappi
         saved = [len(kept or ()) for kept in groups]
         here = [0 if o is None else len(o.param_groups) for o in optimizers]
         raise CheckpointError(
-            f"the checkpoint's optimizers have {saved} parameter groups, these have {here}: make them as those that "
-            "were saved, with their groups in the same order"
+            f"the optimizers in the checkpoint have {saved} parameter groups, the optimizers of this run have {here}: "
+            "create them with the same groups in the same order as in the run that saved the checkpoint"
         )
     return [list(kept or ()) for kept in groups]
 

@@ -101,7 +101,7 @@ def find_checkpoint(directory: Path) -> CheckpointMatch:
                 raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: {wrong}{_other_than(folder)}")
             return CheckpointMatch(folder, manifest)
         if (folder / MANIFEST).exists():
-            raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: it is no JSON{_other_than(folder)}")
+            raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: it is not JSON{_other_than(folder)}")
     what = "is incomplete" if directory.exists() else "does not exist"
     raise CheckpointError(f"{directory} {what}: it has no {MANIFEST}{_other_than(directory)}")
 
@@ -163,8 +163,8 @@ def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram,
     if not _is_equal_across_ranks(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
         here = ", ".join(f.folder.name for f in found) or "none"
         raise CheckpointError(
-            f"ranks see different checkpoints in {root.absolute()}, this one {here}: let all ranks see the same file "
-            "system"
+            f"ranks find different checkpoints in {root.absolute()}, this rank {here}: use a file system that all "
+            "ranks share"
         )
 
 
@@ -248,9 +248,9 @@ def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> Non
     if others := [name for name in saved if name not in known]:
         more = ", ..." if len(others) > _SHOWN else ""
         warnings.warn(
-            f"{folder} holds {len(others)} tensors that the plan's model does not have "
-            f"({', '.join(others[:_SHOWN])}{more}): they are left out; load a checkpoint of the same model if "
-            "they are missed",
+            f"{folder} has {len(others)} tensors that the plan's model does not have "
+            f"({', '.join(others[:_SHOWN])}{more}); they are ignored. If the model should have them, load a checkpoint "
+            "of the same model",
             stacklevel=2,
         )
 
@@ -271,9 +271,8 @@ def _select_extra_states(
             raise CheckpointError(f"{found.folder} holds no state of {name!r}; beside the weights it has {have}")
         if name in of_ranks and found.manifest["mesh"] != rank.program.mesh:
             raise CheckpointError(
-                f"the state of {name!r} in {found.folder} was not the same on all ranks, and this is another mesh: "
-                f"which rank's would be right cannot be known; go on under {found.manifest['mesh']}, or leave it out "
-                "of extra="
+                f"the state of {name!r} in {found.folder} differed between ranks, so it cannot be restored under "
+                f"another mesh; resume under {found.manifest['mesh']}, or leave it out of extra="
             )
     return {name: of_ranks[name][rank.rank] if name in of_ranks else held[name] for name in asked}
 
@@ -336,7 +335,7 @@ def _match_saved_states(
     if wrong:
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(
-            f"{found.folder} does not hold the weights that the plan was made for:\n  "
+            f"{found.folder} does not have the weights for which the plan was made:\n  "
             + "\n  ".join(wrong[:_SHOWN])
             + f"{more}\nLoad a checkpoint of the same model, or plan again for this one."
         )
@@ -451,7 +450,7 @@ def _run_collectively(
         raise error
     if worst := max(failures):
         raise _FAILURES[worst - 1].of_another(
-            f"the checkpoint was not loaded: rank {failures.index(worst)} could not read it, and says why"
+            f"the checkpoint was not loaded: rank {failures.index(worst)} could not read it; its own error says why"
         )
     return result  # type: ignore[return-value]
 
@@ -464,8 +463,8 @@ def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communic
     """
     if not _is_equal_across_ranks(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(
-            f"ranks see different checkpoints, this one {found.folder} of step {found.steps}: name one of them, and "
-            "let all ranks see the same file system"
+            f"ranks find different checkpoints, this rank {found.folder} of step {found.steps}: name one of them, and "
+            "use a file system that all ranks share"
         )
 
 

@@ -257,8 +257,8 @@ class MemoryCopies:
     def __init__(self, checkpoints: Path, engine: CheckpointedEngine, memory: Path | None = None) -> None:
         if "disk" in engine.program.offload:
             raise CheckpointError(
-                "copies in memory of a plan with 'disk' in offload, whose optimizer states are to be in no memory: "
-                "leave copies_every out, and save checkpoints"
+                "copies in memory are not possible for a plan with 'disk' in offload, whose optimizer states do not "
+                "fit in memory: leave copies_every out, and save checkpoints"
             )
         self.checkpoints = checkpoints
         self.engine = engine
@@ -362,7 +362,7 @@ class MemoryCopies:
                 lambda: self._parse_checked_content(content, optimizer),
             )
         except CheckpointError as error:
-            warnings.warn(f"{error}; going on from the disk", stacklevel=3)
+            warnings.warn(f"{error}; the checkpoint on disk is used instead", stacklevel=3)
             return None
         take_tensors(self.engine, tensors, optimizer)
         if optimizer is not None:
@@ -399,8 +399,8 @@ class MemoryCopies:
         parent = self.folder.parent
         if not parent.is_dir():
             raise CheckpointError(
-                f"copies in memory: expected a folder in this node's memory, got {parent}, which is none; name one "
-                "with copies_in=, a tmpfs"
+                f"copies in memory: expected a folder in this node's memory, got {parent}, which does not exist; name "
+                "a tmpfs with copies_in="
             )
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -581,9 +581,11 @@ class MemoryCopies:
         for name, held in own_tensors(self.engine, None).items():
             got = list(tensors[name].shape) if name in tensors else "nothing"
             if got != list(held.shape):
-                raise CheckpointError(f"the copy in memory has of {name} {got}, expected {list(held.shape)}")
+                raise CheckpointError(f"the copy in memory has {got} for {name}; expected {list(held.shape)}")
         if optimizer is not None and run["optimizer"] is None:
-            raise CheckpointError("the copy in memory has no optimizer state; give Checkpoints the optimizer always")
+            raise CheckpointError(
+                "the copy in memory has no optimizer state; pass the optimizer to Checkpoints in every run"
+            )
         return tensors, run
 
 

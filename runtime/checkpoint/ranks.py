@@ -40,8 +40,8 @@ class Peers:
             return
         if not dist.is_initialized():
             raise CheckpointError(
-                f"copies in memory are between processes, and there is no process group for the plan's {world_size} "
-                "ranks: start them with torchrun, or leave copies_every out"
+                f"copies in memory need a process group of the plan's {world_size} ranks: start them with torchrun, "
+                "or leave copies_every out"
             )
         store = c10d.PrefixStore(f"partition copies {len(_opened)}", c10d._get_default_store())
         self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout_of_all(torch.device("cpu")))
@@ -89,7 +89,7 @@ class Peers:
         if error is not None:
             raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
         if any(failed):
-            raise CheckpointError.of_another(f"{what}: rank {failed.index(1)} could not, and says why")
+            raise CheckpointError.of_another(f"{what}: rank {failed.index(1)} failed; its own error says why")
         return result
 
     def send(self, content: Tensor, to: int) -> list[Any]:

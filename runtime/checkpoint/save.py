@@ -137,8 +137,8 @@ class Staging:
         """
         if changed:
             raise CheckpointError(
-                f"{changed[0]} was changed while it was copied: change parameters by the step of the optimizer that "
-                "was given to save(), or call wait_until_copied() on what save() returns before"
+                f"{changed[0]} was changed while it was copied: change parameters only by the step of the optimizer "
+                "that was passed to save(), or first call wait_until_copied() on the result of save()"
             )
 
     def _copy(self) -> None:
@@ -345,8 +345,9 @@ class Saver:
         """
         if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
             warnings.warn(
-                f"step {steps} was saved, and the next one adds to its gradients, which no checkpoint holds: a run "
-                "that goes on from there lacks them; save, and call after_step(), once the optimizer has stepped",
+                f"step {steps} was saved, and the next one adds to its gradients, which are not part of a checkpoint: "
+                "a run that resumes from it would lack them; save, and call after_step(), after the optimizer has "
+                "stepped",
                 stacklevel=3,
             )
         self.saved_at = None
@@ -395,7 +396,7 @@ def _all_well(work: Callable[[], None], communicator: Communicator, world_size: 
     if error is not None:
         raise error
     if any(failures):
-        raise CheckpointError.of_another(f"{what}: rank {failures.index(1)} failed, and says why")
+        raise CheckpointError.of_another(f"{what}: rank {failures.index(1)} failed; its own error says why")
 
 
 def agreed_target(
@@ -432,8 +433,8 @@ def agreed_target(
         raise error
     if failed:
         raise CheckpointError.of_another(
-            f"{final} is not begun: {failed} other ranks could not end the save before, say what there is to save, or "
-            "make room for this one; they say why"
+            f"{final} was not started: on {failed} other ranks the previous save or the start of this one failed; "
+            "their own errors say why"
         )
     return CheckpointTarget(final, f"{token:015x}", own)
 

@@ -52,8 +52,9 @@ class Interrupts:
         except ValueError as error:
             self.close()
             raise CheckpointError(
-                f"signals={list(signals)} cannot be listened to ({error}): make Checkpoints in the main thread, of "
-                "signals that a process may catch, or leave signals= out"
+                f"signals={list(signals)} cannot be handled ({error}): create Checkpoints in the main thread, with "
+                "signals that a process may catch"
+                ", or leave signals= out"
             ) from None
 
     def asked(self) -> bool:
@@ -206,7 +207,7 @@ class Checkpoints:
             except DamagedCheckpointError as error:
                 if number == len(found):
                     raise
-                warnings.warn(f"{error}; going on from that one", stacklevel=2)
+                warnings.warn(f"{error}; the previous checkpoint is used instead", stacklevel=2)
             else:
                 self._last = self.engine.steps
                 return self._last

@@ -55,7 +55,9 @@ def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]
     found = (given,) if hasattr(given, "param_groups") or not isinstance(given, Sequence) else tuple(given)
     for optimizer in found:
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise CheckpointError(f"expected an optimizer of torch, or a list of them, got {type(optimizer).__name__}")
+            raise CheckpointError(
+                f"expected an optimizer of torch.optim, or a list of optimizers, got {type(optimizer).__name__}"
+            )
     return found  # type: ignore[return-value]
 
 
@@ -86,9 +88,9 @@ class OptimizerState:
             other = [p for p in held if id(p) not in own and p.numel()]
             if other:
                 raise CheckpointError(
-                    f"{len(other)} of the optimizer's {len(held)} parameters are not this engine's, the first of shape "
-                    f"{list(other[0].shape)}: make the optimizer of engine.parameters(), not of the model's; what is "
-                    "trained besides needs an optimizer of its own"
+                    f"{len(other)} of the optimizer's {len(held)} parameters are not this engine's, the first of "
+                    f"shape {list(other[0].shape)}: create the optimizer from engine.parameters(), not from the "
+                    "model's; other trained parameters need their own optimizer"
                 )
             for name in (own[id(p)] for p in held if id(p) in own):
                 before = owners.setdefault(id(parameters[name]), number)
@@ -104,7 +106,8 @@ class OptimizerState:
         if len(self.optimizers) > 1 and missing:
             raise CheckpointError(
                 f"{len(missing)} trained parameters are in none of the {len(self.optimizers)} optimizers, the first "
-                f"{missing[0]}: give each to one of them, or call requires_grad_(False) on those that stay as they are"
+                f"{missing[0]}: add each to one of them, or call requires_grad_(False) on parameters that are not "
+                "trained"
             )
 
     def steps(self, name: str) -> bool:
@@ -193,8 +196,8 @@ def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
     if data.parts or data.zero_axes or any(shard.layout.is_shard for shard in rank.shards(name)):
         raise CheckpointError(
             f"the optimizer's {key!r} of {name} has shape {list(tensor.shape)}, and of the parameter, of shape "
-            f"{list(data.shape)}, this rank has a part or a stack: only numbers and what has the parameter's shape can "
-            "be kept then; use such an optimizer with a plan that shards nothing"
+            f"{list(data.shape)}, this rank has only a shard or a stack: then only numbers and states of the "
+            "parameter's shape can be saved; use such an optimizer with a plan that shards nothing"
         )
 
 
@@ -277,8 +280,9 @@ def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
     except Exception as error:
         told = _find_unsupported_value(content) or str(error).split("\n")[0]
         raise CheckpointError(
-            f"the state of {names} cannot be saved ({told}): it may hold numbers, strings, tensors, lists, tuples and "
-            "dicts; let its state_dict() return only such"
+            f"the state of {names} cannot be saved ({told}): it may contain numbers, strings, tensors, lists, "
+            "tuples and "
+            "dicts; change its state_dict() so that it returns only these"
         ) from error
     return file.getvalue()
 

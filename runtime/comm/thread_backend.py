@@ -64,7 +64,8 @@ class ThreadWorld:
                 queue.append(meeting)
             elif meeting.what != what:
                 raise CommunicationError(
-                    f"mismatched communication: member {member} enters {what}, the others are in {meeting.what}"
+                    f"mismatched communication: rank {member} of the group enters {what}, the others are in "
+                    f"{meeting.what}"
                 )
             meeting.entries[member] = entry
             last = len(meeting.entries) == size
@@ -104,7 +105,9 @@ class _Meeting:
             raise CommunicationError(self.world.failure)
         missing = sorted(set(range(self.size)) - set(self.entries))
         assert not came
-        raise CommunicationError(f"{self.what}: members {missing} did not come within {self.world.timeout} s")
+        raise CommunicationError(
+            f"{self.what}: ranks {missing} of the group did not enter it within {self.world.timeout} s"
+        )
 
 
 class _PendingMeeting:

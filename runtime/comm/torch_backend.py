@@ -210,7 +210,7 @@ def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
         return tuple(range(world_size))
     if len(placement) != world_size or len(set(placement)) != world_size:
         raise LaunchError(
-            f"the plan places {world_size} ranks on the devices {list(placement)}; expected one device of its own for "
+            f"the plan places {world_size} ranks on the devices {list(placement)}; expected a different device for "
             "every rank: make the plan again"
         )
     order = {device: process for process, device in enumerate(sorted(placement))}

@@ -248,8 +248,8 @@ class BatchEntries:
             if not guard.holds(numbers):
                 values = ", ".join(f"{path}={value}" for path, value in numbers.items())
                 raise BatchError(
-                    f"the batch has {values}: the plan was made where {guard} holds, by which forward decides what it "
-                    f"computes ({guard.where}); expected such numbers, or plan again with these"
+                    f"the batch has {values}: the plan was made for {guard}, on which forward branches "
+                    f"({guard.where}); expected numbers for which this holds, or plan again with these numbers"
                 )
 
     # -- entries that the program reads

@@ -103,8 +103,8 @@ class Agreement:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             raise LaunchError(
-                f"{thawed[0]} was frozen when the plan was made, which has no gradient for it, and takes one now: plan "
-                "again with requires_grad as it is to be, and load the checkpoint under that plan"
+                f"{thawed[0]} was frozen when the plan was made, so the plan computes no gradient for it, but it "
+                "requires one now: plan again with this requires_grad, and load the checkpoint under that plan"
             )
         if self.active and self._is_time(self._steps):
             self.check()
@@ -190,7 +190,7 @@ class Agreement:
             "engine.clip_grad_norm_(max_norm) takes it; torch.nn.utils.clip_grad_norm_ sees the part of one rank alone"
         )
         if max(factors[r] for r in scaled) - factors[low] > _OTHER * factors[low]:
-            raise AgreementError(f"{text}. Go on from the last checkpoint before: the last step was wrong")
+            raise AgreementError(f"{text}. The last step was wrong: resume from the last checkpoint before it")
         self._warn_on_first_rank(f"{text}, unless this was meant")  # one factor on some ranks, none on others
 
     def _measure_scale_factor(self) -> float | None:
@@ -256,7 +256,7 @@ class Agreement:
         more = f", and for {', '.join(map(repr, names[1:9]))} too" if len(names) > 1 else ""
         expected = _GLOBAL if first // len(paths) == count else _LOCAL
         raise BatchError(
-            f"input {names[0]!r}: ranks {some} were given other samples than ranks {others}{more}: {expected}"
+            f"input {names[0]!r}: ranks {some} got other samples than ranks {others}{more}: {expected}"
             f"{'. The steps before may have had such batches too' if self._steps else ''}"
         )
 
@@ -298,8 +298,8 @@ class Agreement:
             )
             return
         raise AgreementError(
-            f"{text}. Change parameters, gradients and learning rates alike on all ranks, clip by "
-            "engine.clip_grad_norm_, and go on from the last checkpoint before"
+            f"{text}. Change parameters, gradients and learning rates in the same way on all ranks, clip with "
+            "engine.clip_grad_norm_, and resume from the last checkpoint"
         )
 
     def _list_replica_kinds(self) -> list[_Kind]:

@@ -123,8 +123,9 @@ class Loader:
             raise BatchError("the dataset is empty: expected at least one sample")
         if self.batch_size % self.share.count:
             raise BatchError(
-                f"a global batch of {self.batch_size} samples does not split over {self.share.count} data-parallel "
-                f"ranks; pass batch_size= a multiple of {self.share.count}"
+                f"a global batch of {self.batch_size} samples is not divisible by {self.share.count} data-parallel "
+                "ranks"
+                f"; pass batch_size= a multiple of {self.share.count}"
             )
         # of a stream the order is the dataset's, and its length perhaps not known
         self.order = SampleOrder(self.num_samples or 0, seed, not self.is_stream and shuffle is not False)
@@ -140,8 +141,8 @@ class Loader:
         """Return the loader itself. Raise :class:`BatchError` if it has come to the end of its epochs."""
         if self._over:
             raise BatchError(
-                f"the loader has come to the end of its {self.epochs} epochs, and another loop would have no batch: "
-                "pass epochs= the epochs of the whole run, in one loop (loader.epoch tells which it is in), or make "
+                f"the loader is at the end of its {self.epochs} epochs, so another loop has no batches: pass the "
+                "epochs of the whole run as epochs= and use one loop (loader.epoch is the current epoch), or create "
                 "another loader with another seed"
             )
         return self
@@ -208,13 +209,15 @@ class Loader:
                 for n in (state["of"], self.num_samples)
             )
             raise CheckpointError(
-                f"the run has read {before}, this one has {here.removeprefix('a dataset of ')}, in which the same "
-                "order cannot be gone on with; give the same dataset, or leave the loader out of extra="
+                f"the run has read {before}, this one has {here.removeprefix('a dataset of ')}, so its order "
+                "cannot be continued; use the same dataset"
+                ", or leave the loader out of extra="
             )
         if self.is_stream and state["shuffle"]:
             raise CheckpointError(
-                "the run has read a shuffled dataset, this one is a stream, whose order is its own: give the same "
-                "dataset, or leave the loader out of extra="
+                "the run has read a shuffled dataset, but this dataset is a stream, which has its own order: use "
+                "the same dataset"
+                ", or leave the loader out of extra="
             )
         self.samples = state["samples"]
         self.order = SampleOrder(state["of"] or 0, state["seed"], state["shuffle"])
@@ -318,12 +321,15 @@ class StreamBatches(IterableDataset[Any]):
                     yield sample
             if not count:
                 raise BatchError(
-                    f"the stream gave no samples in epoch {epoch} (from 0): expected all of them each time that it is "
-                    "iterated over, from the first one on; make its iterator in __iter__, or pass epochs=1"
+                    f"the stream gave no samples in epoch {epoch} (from 0): expected all samples each time that it is "
+                    "iterated over; create its iterator in __iter__, or pass epochs=1"
                 )
             if self.length is not None and count != self.length:
                 more = "more" if count > self.length else f"{count}"
-                raise BatchError(f"the stream's length is {self.length}, and it gave {more} samples in epoch {epoch}")
+                raise BatchError(
+                    f"the stream says that it has {self.length} samples, but gave {more} in epoch {epoch}; "
+                    "expected the same number: correct its __len__, or remove it"
+                )
 
 
 class _OwnBatchSampler:
@@ -357,7 +363,7 @@ def _is_stream(dataset: Any) -> bool:
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise BatchError(
-            "the dataset is a DataLoader, which makes batches of its own: pass DataLoader.dataset, and collate= and "
+            "the dataset is a DataLoader, which itself creates batches: pass DataLoader.dataset, and collate= and "
             "num_workers= to the Loader"
         )
     if isinstance(dataset, IterableDataset):
@@ -365,8 +371,9 @@ def _is_stream(dataset: Any) -> bool:
     if hasattr(dataset, "__getitem__"):
         if _count_samples(dataset) is None:
             raise BatchError(
-                f"the dataset, a {kind}, has __getitem__ and no __len__, so that it is not known which samples there "
-                "are: add __len__, or make it an IterableDataset"
+                f"the dataset, a {kind}, has __getitem__ and no __len__, so that the number of samples is not "
+                "known: add __len__"
+                ", or make it an IterableDataset"
             )
         return False
     if not hasattr(dataset, "__iter__"):
@@ -375,8 +382,8 @@ def _is_stream(dataset: Any) -> bool:
         )
     if isinstance(dataset, Iterator):
         raise BatchError(
-            f"the dataset is an iterator, a {kind}, which can be read once: a run that goes on, and a second epoch, "
-            "have to read it from its start; pass an IterableDataset, which makes it in __iter__"
+            f"the dataset is an iterator ({kind}), which can be read only once, but a resumed run and a second epoch "
+            "read it from the start; pass an IterableDataset that creates the iterator in __iter__"
         )
     return True
 
@@ -387,13 +394,13 @@ def _check_stream(shuffle: bool | None, num_workers: int) -> None:
     """
     if shuffle:
         raise BatchError(
-            "shuffle=True of a stream, whose samples come in its own order: shuffle in the dataset, alike on all ranks "
-            "(by its set_epoch, say), and leave shuffle out"
+            "shuffle=True of a stream, which has its own order: shuffle in the dataset, in the same way on all ranks "
+            "(for example in its set_epoch), and leave shuffle out"
         )
     if num_workers > 1:
         raise BatchError(
             f"num_workers={num_workers} of a stream: several processes would each read it from its start, or share it "
-            "in an order that depends on how many they are; pass num_workers=1, which loads ahead, or a dataset with "
+            "in an order that depends on how many they are; pass num_workers=1, which prefetches, or a dataset with "
             "__getitem__ and __len__"
         )
 

@@ -114,7 +114,7 @@ def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | 
     folder = folder or os.environ.get(FOLDER)
     if not folder:
         raise OffloadError(
-            "the plan keeps optimizer states on disk, and no folder is given: expected offload_folder= of the engine, "
+            "the plan has optimizer states on disk, but no folder is given: expected offload_folder= of the engine, "
             f"--offload-folder, or {FOLDER} in the environment, a folder on a local disk of each node"
         )
     return Disk(folder, max(disk_of(plan, rank.stage_index), disk_bytes(rank)) + _BETWEEN * len(rank.states))

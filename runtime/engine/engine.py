@@ -417,8 +417,8 @@ class Engine:
         """
         if torch.is_autocast_enabled(self.device.type):
             raise LaunchError(
-                f"{method} is called inside torch.autocast, which would change what the plan's programs compute; "
-                "expected outside: the precision is the plan's, by partition(precision=...) or by regions in the "
+                f"{method} is called inside torch.autocast, which would change what the plan's programs compute; call "
+                "it outside: the precision is part of the plan, by partition(precision=...) or by regions in the "
                 "model's forward"
             )
 

@@ -55,9 +55,9 @@ def require_dtensor_views(program: Program) -> None:
     shown = "\n  ".join(f"{name}: {why}" for name, why in [*reasons.items()][:_SHOWN])
     more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
     raise DTensorError(
-        f"{len(reasons)} of the model's {len(reasons) + len(named)} parameters are laid out as no DTensor "
-        f"is:\n  {shown}{more}\nstrict=False leaves them out; engine.save, engine.clip_grad_norm_ and "
-        "engine.state_dict(full=True) know all of them"
+        f"{len(reasons)} of the model's {len(reasons) + len(named)} parameters have layouts that DTensors cannot "
+        f"express:\n  {shown}{more}\nstrict=False leaves them out; engine.save, engine.clip_grad_norm_ and "
+        "engine.state_dict(full=True) support all parameters"
     )
 
 
@@ -155,8 +155,9 @@ class Views:
             if not bool((processes.diff(dim=dim) > 0).all()):
                 raise LaunchError(
                     f"the plan has ranks along {axis} on processes in another order, {[*self._processes]}; torch sorts "
-                    "a group's processes, and would take one rank's shard for another's: DTensors need a plan for a "
-                    "topology whose nodes are alike"
+                    "a group's processes, so that DTensors would take the shard of one rank for that of another; "
+                    "make a "
+                    "plan for a topology whose nodes are equal"
                 )
         mesh = DeviceMesh(device, processes, mesh_dim_names=names)
         return mesh if names == axes else mesh[axes]
@@ -173,7 +174,7 @@ def axes_of(program: Program, name: str) -> tuple[str, ...]:
     try:
         grid = program.grid(axes)
     except StopIteration:
-        raise DTensorError(f"{', '.join(sorted(axes))}, over which it is cut, are axes of no one mesh") from None
+        raise DTensorError(f"{', '.join(sorted(axes))}, over which it is sharded, are not axes of one mesh") from None
     return tuple(a for a, n in grid.items() if n > 1 and a != "pp") or tuple(grid)[-1:]
 
 
@@ -189,14 +190,18 @@ def placements_of(program: Program, name: str) -> list[Placement]:
     for axis, layout in _list_cuts(program, name):
         if layout.sections or layout.zigzag:
             what = f"of sections of {list(layout.sections)}" if layout.sections else "folded"
-            raise DTensorError(f"dim {layout.dim} is made {what}, of each of which every rank of {axis} has its part")
+            raise DTensorError(
+                f"dim {layout.dim} consists of {what}, and every rank of {axis} has a shard of each part"
+            )
         found[axis] = Shard(layout.dim)
         first += [axis] if layout.dim == 0 else []
         shape = local_shape(layout, shape, program.size(axis))
     sharing = [axis for axis in axes if axis in state.zero_axes]
     ranks = math.prod(program.size(axis) for axis in sharing)
     if ranks > 1 and shape[0] % ranks:
-        raise DTensorError(f"{ranks} ranks share its {shape[0]} rows in equal pieces that are no whole rows")
+        raise DTensorError(
+            f"{ranks} ranks have equal shards of its {shape[0]} rows, which do not consist of whole rows"
+        )
     for axis in sharing:
         # torch cuts along the mesh's axes from the first to the last; here the last ones came first
         before = math.prod(program.size(a) for a in first if axes.index(a) > axes.index(axis))
@@ -217,7 +222,7 @@ def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
     if experts.is_shard and tensors.is_shard and program.size("ep") > 1:
         tp = "etp"
         if program.size("etp") != program.size("tp"):
-            raise DTensorError("it is cut over ep and over tp, which are axes of no one mesh")
+            raise DTensorError("it is sharded over ep and over tp, which are not axes of one mesh")
     return [(axis, cut) for axis, cut in (("ep", experts), (tp, tensors)) if cut.is_shard and program.size(axis) > 1]
 
 

@@ -96,7 +96,8 @@ class FurtherExecutors:
             known = [n for n, f in self.family.further.items() if f.purpose == purpose]
             raise LaunchError(
                 f"the plan has no program {name!r} to {purpose}: it has {', '.join(map(repr, known)) or 'none'}; plan "
-                f"with partition(..., programs={{{name!r}: Evaluate()}}) and make the engine of the plan or its file"
+                f"with partition(..., programs={{{name!r}: Evaluate()}}) and create the engine from this plan or "
+                "its file"
             )
         return found
 

@@ -59,8 +59,8 @@ class Sampling:
                 raise BatchError(f"{name} is {getattr(self, name)!r}; expected {expected}: correct it")
         if not self.sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
             raise BatchError(
-                "temperature, top_k and top_p have no effect where the most probable token is taken; expected "
-                "do_sample=True: add it, or leave them out"
+                "temperature, top_k and top_p have no effect without sampling; expected do_sample=True: add it, or "
+                "leave them out"
             )
 
     def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
@@ -116,9 +116,9 @@ def find_generation(family: ProgramFamily, name: str | None) -> str:
         return known[0]
     if name not in known:
         raise LaunchError(
-            f"the plan has the generations {', '.join(map(repr, known)) or 'none'}, and program is {name!r}; expected "
-            "one of them: plan with partition(..., programs={'generate': Generate(batch=..., prompt=..., "
-            "length=...)}), or give its name as program="
+            f"the plan can generate with the programs {', '.join(map(repr, known)) or 'none'}, but program is "
+            f"{name!r}; expected one of them: plan with partition(..., programs={{'generate': Generate(batch=..., "
+            "prompt=..., length=...)}), or give its name as program="
         )
     return name
 

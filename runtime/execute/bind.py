@@ -76,7 +76,7 @@ class SharedDerivatives:
         folder.mkdir(mode=0o700, exist_ok=True)
         if foreign := find_foreign_access(folder):
             raise LaunchError(
-                f"{folder} cannot be used for graphs: {foreign}; name a folder that you alone can write to"
+                f"{folder} cannot be used for graphs: {foreign}; name a folder to which only you can write"
             )
 
     def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:

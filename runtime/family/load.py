@@ -38,7 +38,9 @@ def family_of(plan: Any) -> ProgramFamily:
         padding = content.get("padding")
         family = ProgramFamily(first, None if padding is None else BatchPadding.model_validate(padding), further)
     except (ValueError, AttributeError, RecursionError, OverflowError) as error:
-        raise LaunchError(f"{plan} does not hold programs of this version: {error}") from None
+        raise LaunchError(
+            f"{plan} does not have programs that this version can read: {error}; make the plan again"
+        ) from None
     for one in further.values():
         check_program(one.program, plan)
     return family

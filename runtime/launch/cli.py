@@ -157,7 +157,7 @@ def _train_plan(options: argparse.Namespace) -> None:
     program = program_of(options.plan)
     _check_world(program)
     if options.copies_every and options.checkpoints is None:
-        raise LaunchError("--copies-every expects --checkpoints, a folder that all ranks see, and got none: name one")
+        raise LaunchError("--copies-every needs --checkpoints, a folder that all ranks share: name one")
     with ExitStack() as stack:
         if "RANK" in os.environ:
             on_gpu = _has_gpu()

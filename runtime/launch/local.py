@@ -81,7 +81,7 @@ def run_local(
     program = with_precision(program_of(plan), precision)
     if ranks is not None and ranks.num_ranks < program.world_size:
         raise LaunchError(
-            f"the plan is for {program.world_size} ranks, the pool has {ranks.num_ranks}: make a larger one"
+            f"the plan is for {program.world_size} ranks, but the pool has {ranks.num_ranks}: create a larger pool"
         )
     weights = weights_of(model, names_read(program))
     check_weights(program, weights)

@@ -243,8 +243,8 @@ class LocalRanks:
         """
         if getattr(function, "__module__", None) == "__main__":
             raise LaunchError(
-                f"{getattr(function, '__name__', function)} is a function of the script that is run, which ranks do "
-                "not import; expected one of a module: move it into a file of its own"
+                f"{getattr(function, '__name__', function)} is defined in the main script, which ranks do not import; "
+                "expected a function of a module: move it into its own file"
             )
         request = pickle.dumps((function, arguments))
         if not self._children:

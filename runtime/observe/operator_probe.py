@@ -265,7 +265,9 @@ def _find_first_difference(rank: int, one: Path, other: Path) -> Difference | No
             if a == b:
                 continue
             if a is None or b is None:
-                raise LaunchError(f"{one if a is None else other} ends early: compare runs of as many steps")
+                raise LaunchError(
+                    f"{one if a is None else other} ends early: compare runs with the same number of steps"
+                )
             mine, yours = json.loads(a), json.loads(b)
             return _make_difference(rank, mine, yours)
     return None

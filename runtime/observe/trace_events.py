@@ -51,8 +51,8 @@ def measured_steps(folder: str | Path) -> list[MeasuredStep]:
     if not found or len({s.step for s in found}) > 1 or len(found) != found[0].about.world_size:
         steps = {s.about.rank: s.step + 1 for s in found}
         raise LaunchError(
-            f"{folder} does not hold one whole step of all ranks (last steps by rank: {steps or 'none'}): let a run "
-            "that is watched there come to its end"
+            f"{folder} does not contain a complete step of all ranks (last steps by rank: {steps or 'none'}): use the "
+            "folder of a watched run that has finished"
         )
     return found
 
@@ -205,7 +205,8 @@ def read_spans(path: str | Path) -> list[TraceSpan]:
         raise LaunchError(f"cannot read the trace {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LaunchError(
-            f"{path} is no trace: expected a file as `partitioner trace` writes it, got {type(error).__name__}: {error}"
+            f"{path} is not a trace: expected a file that `partitioner trace` wrote, got {type(error).__name__}: "
+            f"{error}"
         ) from None
     if not spans:
         raise LaunchError(f"{path} holds no measured step; write one with `partitioner trace`")

@@ -35,7 +35,7 @@ def placement_of(plan: Any) -> tuple[int, ...]:
     if isinstance(plan, str | Path):
         devices = read_plan_content(Path(plan)).get("devices", [])
         if not isinstance(devices, list) or not all(type(device) is int for device in devices):
-            raise LaunchError(f"{plan} has wrong 'devices': expected the number of a device for each rank; plan again")
+            raise LaunchError(f"{plan} has invalid 'devices': expected the index of a device for each rank; plan again")
         return tuple(devices)
     return tuple(getattr(plan, "devices", ()))
 
@@ -63,7 +63,7 @@ def disk_of(plan: Any, stage: int) -> int:
             stages = content.get("estimate", {}).get("stages", ())
             return int(stages[stage].get("disk", 0)) if stages else 0
         except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
-            raise LaunchError(f"{plan} has a wrong estimate of stage {stage} ({error}); plan again") from None
+            raise LaunchError(f"{plan} has an invalid estimate of stage {stage} ({error}); plan again") from None
     stages = getattr(getattr(plan, "estimate", None), "stages", ())
     return int(stages[stage].disk) if stages else 0
 
@@ -92,7 +92,7 @@ def _read_program(path: Path) -> Program:
     try:
         program = Program.model_validate(content["program"])
     except (ValueError, RecursionError, OverflowError) as error:
-        raise LaunchError(f"{path} does not hold a program of this version: {error}") from None
+        raise LaunchError(f"{path} does not contain a program that this version can read: {error}") from None
     check_program(program, path)
     return program
 

@@ -207,7 +207,7 @@ class _StageInterpreter:
         Raise :class:`Refusal` if a microbatch was not added to them, or if the axes of the all-reduce are wrong.
         """
         if self.total_at is not None:
-            raise Refusal("twice", f"the totals were added up at instruction {self.total_at}")
+            raise Refusal("twice", f"the totals were already added up at instruction {self.total_at}")
         missing = set(range(self.program.num_microbatches)) - self.added_up
         if missing:
             raise Refusal("order", f"the totals lack microbatch {min(missing)}")
@@ -298,7 +298,7 @@ class _StageInterpreter:
             if run in self.backward or (run in self.halfway and not after_inputs):
                 raise Refusal("twice", f"runs {what} again")
             if after_inputs and run not in self.halfway:
-                raise Refusal("order", f"runs {what} for weights before inputs")
+                raise Refusal("order", f"runs {what} for weights before the half for inputs")
             self.read_states(run[0])
             self.parked.read(run)
         self.states.before_step()

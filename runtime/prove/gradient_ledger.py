@@ -265,7 +265,7 @@ class StateGradients:
                 why = "nothing here adds to it" if number in self.idle else "is shared over all of its axes"
             raise Refusal("fields", f"bucket {number}: {why}, there is nothing to {op.lower()}")
         if len(done) == len(due):
-            raise Refusal("twice", f"bucket {number} was reduced at instruction {done[-1]}")
+            raise Refusal("twice", f"bucket {number} was already reduced at instruction {done[-1]}")
         kind, over = due[len(done)]
         if (op, axes) != (kind, () if kind == "REDUCE" else over):
             raise Refusal("order", f"what comes next for bucket {number} is {kind} over {', '.join(over)}")
@@ -274,7 +274,7 @@ class StateGradients:
         for state in self.here.buckets[number].states:
             self.whole(state)
             if number not in self.shared and state in self.tied and state not in self.synced:
-                raise Refusal("order", f"bucket {number} has the tied state {state!r}, which is to be SYNCed first")
+                raise Refusal("order", f"bucket {number} has the tied state {state!r}, which must be SYNCed first")
             self.sealed[state] = index
         done.append(index)
         return due[len(done) - 1]
@@ -338,7 +338,7 @@ class StateGradients:
         Raise :class:`Refusal` unless all gradients are complete and reduced.
         """
         if self.stepped is not None:
-            raise Refusal("twice", f"STEP was reached at instruction {self.stepped}")
+            raise Refusal("twice", f"STEP was already reached at instruction {self.stepped}")
         for state in self.missing:
             self.whole(state)
         for state in sorted(self.tied - self.synced.keys()):

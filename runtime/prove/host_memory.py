@@ -46,7 +46,9 @@ class ActivationOffloads:
             if run not in forward:
                 raise Refusal("order", f"what {self._format_run(run)} keeps is not there: it has not run forward")
             if any(run in gone for gone in backward):
-                raise Refusal("order", f"what {self._format_run(run)} keeps is gone: its backward has run")
+                raise Refusal(
+                    "order", f"the saved activations of {self._format_run(run)} were freed: its backward has run"
+                )
         return runs
 
     def offload(self, run: Run, index: int) -> None:
@@ -273,7 +275,7 @@ class WrittenUpdates:
         added: list[str] = []
         for name in states:
             if name not in self.due:
-                raise Refusal("fields", f"{name!r} is no buffer of the stage that forward changes")
+                raise Refusal("fields", f"{name!r} is not a buffer of the stage that forward changes")
             if name in self.done:
                 raise Refusal("twice", f"{name!r} was updated at instruction {self.done[name]}")
             self.done[name] = index

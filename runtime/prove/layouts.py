@@ -31,7 +31,7 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
     for what in _MESH:
         if getattr(first, what) != getattr(further, what):
             expected, got = getattr(first, what), getattr(further, what)
-            raise LayoutError(f"program {name!r} has {what}={got}; expected {expected}, as the first program")
+            raise LayoutError(f"program {name!r} has {what}={got}; expected {expected}, as in the first program")
     for state, data in further.states.items():
         if data.kind == "constant":
             continue

@@ -238,7 +238,7 @@ class Parameters:
         ``index``: position of the instruction. Raise :class:`Refusal` if there is nothing to gather.
         """
         if number not in self.shared:
-            raise Refusal("fields", f"bucket {number} is whole on every rank: there is nothing to gather")
+            raise Refusal("fields", f"bucket {number} is not sharded: there is nothing to gather")
         if number in self.there:
             raise Refusal("twice", f"bucket {number} was gathered at instruction {self.there[number]}")
         self.there[number] = index
@@ -267,7 +267,7 @@ class Parameters:
         first, or ``None``. Raise :class:`Refusal` if they are not gathered.
         """
         if number not in self.shared or self.program.zero < 3:
-            raise Refusal("fields", f"bucket {number} stays on every rank: it is not to be freed")
+            raise Refusal("fields", f"bucket {number} is not sharded: it must not be freed")
         if number not in self.there:
             what = f"was freed at instruction {self.freed[number]}" if number in self.freed else "was never gathered"
             raise Refusal("twice" if number in self.freed else "order", f"bucket {number} {what}")

@@ -188,7 +188,10 @@ def _check_mesh(program: Program) -> None:
         problem = f"experts over ep={program.size('ep')} x etp={program.size('etp')} of the {room} ranks of a stage"
         raise Refusal("structure", f"{problem}: expected sizes whose product divides them")
     if program.dp_shard < 0 or (program.dp_shard and program.size("dp") % program.dp_shard):
-        raise Refusal("structure", f"states shared by {program.dp_shard} of dp={program.size('dp')} ranks: no divisor")
+        raise Refusal(
+            "structure",
+            f"states are sharded over dp_shard={program.dp_shard} ranks, which does not divide dp={program.size('dp')}",
+        )
     if not program.stages or len(program.stages) != program.mesh.get("pp", 1):
         raise Refusal("structure", f"{len(program.stages)} stages for pp={program.mesh.get('pp', 1)}")
     if "parameters" in program.offload and program.zero in (1, 2):

@@ -111,8 +111,8 @@ class _OperatorLog(TorchDispatchMode):
         result = func(*args, **kwargs)
         if _reads_device(func, result):
             raise ReplayError(
-                f"the host reads a value from the device in {func}, so that the step cannot be replayed; expected "
-                "operators whose results have fixed sizes: run with execution='compiled' or 'eager'"
+                f"the host reads a value from the device in {func}, so that the step cannot be recorded and replayed; "
+                "expected operators whose results have fixed sizes: run with execution='compiled' or 'eager'"
             )
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]

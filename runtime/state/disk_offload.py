@@ -107,11 +107,11 @@ class Disk:
         self._behind: threading.Thread | None = None
         self._error: OSError | None = None
         if not hasattr(os, "posix_fadvise"):
-            raise OffloadError("optimizer states on disk: expected Linux, which says what leaves memory; plan without")
+            raise OffloadError("optimizer states on disk need Linux; plan without 'disk' in offload")
         if not self.folder.is_dir():
             raise OffloadError(
-                f"offload_folder: expected a folder on this node's disk, got {self.folder}, which is none; make it, or "
-                "name another"
+                f"offload_folder: expected a folder on this node's disk, got {self.folder}, which does not exist; "
+                "create it, or name another"
             )
         if reserved:
             self._add_file(reserved)
@@ -141,7 +141,8 @@ class Disk:
         """
         if _file_system(self.folder) in _IN_MEMORY:
             warnings.warn(
-                f"offload_folder: {self.folder} is in memory, which is to be spared: name one on a disk", stacklevel=4
+                f"offload_folder: {self.folder} is in memory, so offload saves no memory: name a folder on a disk",
+                stacklevel=4,
             )
 
     def ahead(self, tensors: Iterable[Tensor]) -> None:
@@ -302,11 +303,11 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
     if keeper_of(optimizer) is not None:
         return
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise _make_unfit_error(optimizer, "looks at all parameters at once")
+        raise _make_unfit_error(optimizer, "reads all parameters at once")
     if "step" in vars(optimizer):
         raise OffloadError(
             f"the step of this {kind.__name__} has been replaced, as by a learning-rate scheduler: call "
-            "engine.on_disk(optimizer) first, then make the scheduler"
+            "engine.on_disk(optimizer) first, then create the scheduler"
         )
     disk.check_worth()
     step = kind.step
@@ -335,7 +336,7 @@ def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
         """
         if keeper_of(optimizer) is None and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
             raise OffloadError(
-                f"the plan keeps optimizer states on disk, and those of this {type(optimizer).__name__} would be in "
+                f"the plan has optimizer states on disk, but those of this {type(optimizer).__name__} would be in "
                 "memory: call engine.on_disk(optimizer) once, before its first step"
             )
 
@@ -501,7 +502,7 @@ class DiskOptimizerStates:
         if changed:
             raise _make_unfit_error(self._optimizer, f"changes its {changed[0]!r} in each step")
         if any(not isinstance(key, Tensor) for key in self._optimizer.state):
-            raise _make_unfit_error(self._optimizer, "has a state that is of no parameter")
+            raise _make_unfit_error(self._optimizer, "has a state that belongs to no parameter")
 
 
 def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:

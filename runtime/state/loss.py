@@ -160,9 +160,10 @@ class StepLoss(Tensor):
         """
         if func in _BACKWARD_FUNCTIONS and args and not any(_has_graph(t) for t in pytree.tree_leaves(args[0])):
             raise BackwardError(
-                "backward is called on a loss that engine.step(batch) has returned, or on a number made of it, which "
-                "has no graph: step() has run forward and backward, and parameters have their gradients; leave "
-                "backward out. Weigh the loss in the model's forward, or the gradients before optimizer.step(); losses "
+                "backward is called on a loss that engine.step(batch) has returned, or on a value computed from "
+                "it, which has no autograd graph: step() has already run forward and backward, and parameters have "
+                "their gradients; leave backward out. Scale the loss in the model's forward"
+                ", or the gradients before optimizer.step(); losses "
                 "in float16 are scaled by the engine itself (loss_scale)"
             )
         return super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
@@ -288,7 +289,9 @@ def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: C
     if not isinstance(max_norm, Real | Tensor):
         raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
     if not max_norm >= 0:
-        raise LaunchError(f"the largest norm must be 0 or more, got {max_norm}; leave clipping out to have none")
+        raise LaunchError(
+            f"the largest norm must be at least 0, got {max_norm}; do not call it if gradients should not be clipped"
+        )
     norm = total_norm(rank, gradients, communicator)
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for view in gradients.owned.values():

@@ -164,7 +164,7 @@ def check_weights(program: Program, weights: Weights) -> None:
         shown = "\n  ".join(differences[:_SHOWN])
         more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise WeightsError(
-            f"{weights.origin} does not hold the weights that the plan was made for (fingerprint "
+            f"{weights.origin} does not have the weights for which the plan was made (fingerprint "
             f"{program.fingerprint}):\n  {shown}{more}\nPass the weights of the same model, or plan again for this one."
         )
 

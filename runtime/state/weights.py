@@ -90,8 +90,8 @@ class TensorWeights:
         other = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
         if other is not None and not other.endswith(_EXTRA_STATE):
             raise WeightsError(
-                f"{origin} holds {other!r}, a {type(tensors[other]).__name__}; expected tensors by name: of a "
-                "checkpoint, pass the model's part alone"
+                f"{origin} holds {other!r}, a {type(tensors[other]).__name__}; expected a dict of tensors by name: "
+                "from a checkpoint, pass only the state of the model"
             )
         self.tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
         self.origin = origin
@@ -164,8 +164,8 @@ class FileWeights:
             shape, stored = tuple(part.get_shape()), part.get_dtype()
         if stored not in _TYPES:
             raise WeightsError(
-                f"{self._files[name]}: {name} is stored as {stored}, of which torch has no ordinary tensors; convert "
-                "it to a floating or integer type"
+                f"{self._files[name]}: {name} is stored as {stored}, which torch cannot load as an ordinary tensor; "
+                "convert it to a floating-point or integer dtype"
             )
         if paired:
             return shape[:-1], next(dtype for dtype, real in _PAIRS.items() if real == _TYPES[stored])
@@ -207,7 +207,9 @@ class FileWeights:
             try:
                 self._paired[path] = frozenset(parse_json((handle.metadata() or {}).get(_PAIRED, "[]")))
             except (ValueError, TypeError) as error:
-                raise WeightsError(f"{path} has wrong metadata under {_PAIRED!r}: {error}; save it again") from None
+                raise WeightsError(
+                    f"{path} has invalid metadata under {_PAIRED!r}: {error}; save the weights again"
+                ) from None
         return name in self._paired[path]
 
     def _open_slice(self, name: str) -> Any:
@@ -216,7 +218,7 @@ class FileWeights:
             return self._open_file(name).get_slice(saved_as)
         except SafetensorError as error:  # an index may name what is not there
             raise WeightsError(
-                f"{self._files[name]} does not hold {saved_as}: {error}; save the model again"
+                f"{self._files[name]} does not contain {saved_as}: {error}; save the model again"
             ) from error
 
     def _open_file(self, name: str) -> Any:
@@ -291,8 +293,9 @@ def check_storable(name: str, dtype: torch.dtype) -> None:
     """Raise :class:`WeightsError` if safetensors cannot store the type ``dtype`` of the tensor ``name``."""
     if dtype not in _TYPES.values():
         raise WeightsError(
-            f"{name} is of type {str(dtype).removeprefix('torch.')}, which safetensors cannot store: keep it in "
-            "another type, or use engine.save(), or torch.save(engine.state_dict(full=True))"
+            f"{name} has dtype {str(dtype).removeprefix('torch.')}, which safetensors cannot store: convert it to "
+            "another "
+            "dtype, or use engine.save() or torch.save(engine.state_dict(full=True))"
         )
 
 
@@ -351,8 +354,8 @@ def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
         files = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
         if not files and (path / "manifest.json").exists():
             raise WeightsError(
-                f"{path} is a checkpoint of training, sharded as it was trained: make the engine without weights and "
-                "call engine.load(path), or write weights with engine.export_weights(path)"
+                f"{path} is a training checkpoint, not a folder of weights: create the engine without weights and call "
+                "engine.load(path), or write weights with engine.export_weights(path)"
             )
         if not files:
             raise WeightsError(f"{path} has neither {index} nor a .safetensors file; save the model's weights there")
@@ -380,7 +383,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     odd = [f for f in found.values() if not is_file_name(f)] if isinstance(found, dict) else [found]
     if odd:
         raise WeightsError(
-            f"{index} names {str(odd[0])[:100]!r}; expected for each tensor the name of a file beside it"
+            f"{index} names {str(odd[0])[:100]!r}; expected the name of a file in the same folder for each tensor"
         )
     return found  # type: ignore[no-any-return]
 

@@ -120,9 +120,8 @@ class Watch:
         if self.executor.recorder is not None or self._key in _open:
             what = "this engine is" if self.executor.recorder is not None else f"in {self.folder} this rank is"
             raise LaunchError(
-                f"{what} watched already, by a watch around this one: leave the inner one out, since the outer one "
-                "sees whatever its ranks do, steps of other engines too; or give each engine's watch a folder= of its "
-                "own"
+                f"{what} watched already, by an outer Watch: leave the inner one out, since the outer one also watches "
+                "the steps of other engines on its ranks; or give each engine's Watch its own folder="
             )
 
     def _begin_watching(self) -> Self:
@@ -311,7 +310,8 @@ def default_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if foreign := find_foreign_access(folder):
         raise LaunchError(
-            f"{folder} is for status files of ranks, and {foreign}; remove it, or name another with {FOLDER}"
+            f"{folder} cannot be used for the status files of ranks: {foreign}; remove it, or name another folder "
+            f"by {FOLDER}"
         )
     return folder / attempt
 

@@ -266,7 +266,7 @@ def _of_another(code: list[Instruction], program: Program) -> list[Instruction]:
         (_moved, "which was updated at"),
         (_twice, "was updated at"),
         (_without, "never updated"),
-        (_of_another, "no buffer"),
+        (_of_another, "not a buffer"),
     ],
 )
 def test_a_wrong_update_is_refused(edit: Callable[[list[Instruction], Program], list[Instruction]], said: str):

@@ -300,17 +300,17 @@ class ChangedUnderGradient(Held):
 
 
 REFUSED = [
-    (SharesData, r"sets .data of 'k.weight' to memory that it shares.*'q.weight'"),
-    (SharesBuffer, r"sets the buffer 'one' to memory that it shares.*'two'"),
+    (SharesData, r"sets .data of 'k.weight' to memory that it then shares.*'q.weight'"),
+    (SharesBuffer, r"sets the buffer 'one' to memory that it then shares.*'two'"),
     (OtherType, r"the buffer 'count', int64 of shape \(\), to float64.*the same type"),
     (OtherShape, r"'k.weight', float64 of shape \(8, 8\), to float64 of shape \(4, 8\).*the same shape"),
     (NoneBefore, r"the buffer 'none', None, to float64 of shape \(8,\)"),
     (Registers, r"registers the buffer 'late'"),
-    (PlainTensor, r"reads 'plain', a tensor that is no buffer, and sets it anew"),
-    (SetsTrained, r"sets the parameter 'q.weight' anew.*takes a gradient"),
+    (PlainTensor, r"reads 'plain', a tensor that is no buffer, and assigns a new one"),
+    (SetsTrained, r"sets the parameter 'q.weight' to another tensor.*requires a gradient"),
     (ClipsAfter, r"changes the parameter 'q.weight', which is trained"),
     (DecaysAfter, r"changes the parameter 'q.weight', which is trained"),
-    (SetsActivation, r"sets .data of a tensor, which takes a gradient, and reads it"),
+    (SetsActivation, r"sets .data of a tensor, which requires a gradient, and reads it"),
     (ChangedUnderGradient, r"by .data or detach\(\) \(mul_.*after an operator has read it"),
 ]
 

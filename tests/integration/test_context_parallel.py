@@ -287,7 +287,7 @@ class Perceptron(nn.Module):
         (Decoder(("prefix",)), dict(cp=2, context="ring"), "a mask that is no band of positions.*'all_gather'"),
         (Decoder(("soft_cap",)), dict(cp=2, context="ring"), "no fused attention was found"),
         (Decoder(("causal",)), dict(cp=5, context="ring"), "48 queries and 48 keys, which do not divide over 5"),
-        (Decoder(("causal",)), dict(cp=5), "no input has a dim besides that of the samples that 5 divides"),
+        (Decoder(("causal",)), dict(cp=5), "no input has a dim besides the batch dim that is divisible by 5"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_reason(model: nn.Module, fixed: dict[str, Any], message: str):
@@ -297,7 +297,7 @@ def test_what_cannot_run_is_refused_with_the_reason(model: nn.Module, fixed: dic
 
 def test_without_a_sequence_there_is_nothing_to_share():
     batch = (torch.zeros(8, 32), torch.zeros(8, dtype=torch.long))
-    with pytest.raises(PlanError, match="would divide only 0% of the model's matrix products"):
+    with pytest.raises(PlanError, match="would shard only 0% of the model's matrix products"):
         partition(Perceptron(), Topology.local(2), batch, constraints=Constraints(pp=1, dp=1, tp=1, cp=2))
 
 

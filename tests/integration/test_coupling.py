@@ -413,7 +413,7 @@ def test_a_model_of_as_many_samples_as_a_group():
     model = Sized(whole=False)
     plan = partition(model, Topology.local(2), inputs, constraints=in_groups(pp=2))
     assert plan.verify(model, inputs).ok
-    with pytest.raises(InputsError, match=r"fewer or more samples than the batch has, here 4: Sized.forward fails"):
+    with pytest.raises(InputsError, match=r"another number of samples, here 4, which fails: Sized.forward fails"):
         partition(Sized(whole=True), Topology.local(2), inputs, constraints=in_groups(pp=2))
 
 
@@ -447,9 +447,9 @@ def test_it_is_asked_for_with_a_size_that_divides():
     model, inputs = pairs()
     for axes, message in (
         (dict(microbatch_size=None), r"couple='microbatch' without microbatch_size.*expected microbatch_size=N"),
-        (dict(microbatch_size=3), r"batch of 8 is no whole number of groups of microbatch_size=3.*8, as [24] is"),
-        (dict(dp=8), r"does not split by dp=8 x microbatch_size=2"),
-        (dict(pp=1, dp=8, tp=1), r"does not split by dp=8 x microbatch_size=2"),
+        (dict(microbatch_size=3), r"batch of 8 is not divisible by microbatch_size=3.*8, such as [24]"),
+        (dict(dp=8), r"is not divisible by dp=8 x microbatch_size=2"),
+        (dict(pp=1, dp=8, tp=1), r"is not divisible by dp=8 x microbatch_size=2"),
     ):
         with pytest.raises(ConstraintError, match=message):
             partition(model, Topology.local(8), inputs, constraints=in_groups(**axes))

@@ -347,7 +347,7 @@ def test_shares_that_are_given_are_taken_or_refused():
         {"microbatch_size": 4, "data_shares": (3, 1)},
     )
     for pins in wrong:
-        with pytest.raises(ValueError, match="as many as the global batch of 8 has"):
+        with pytest.raises(ValueError, match="number of microbatches in the global batch of 8"):
             wide(nodes, 8, **pins)
 
 

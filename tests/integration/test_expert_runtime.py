@@ -249,5 +249,5 @@ def test_what_does_not_divide_is_refused_before():
         def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             return torch.relu(x @ self.up[0]) @ self.down[0]
 
-    with pytest.raises(ConstraintError, match="ep=2, but no experts were found in the model's graph; expected ep=1"):
+    with pytest.raises(ConstraintError, match="ep=2, but no experts were recognised in the model; expected ep=1"):
         ask(Dense(), ep=2)

@@ -372,7 +372,7 @@ def test_files_outside_of_a_folder_are_not_read(
 ) -> None:
     index, manifest = around(kinds["index"]), dict(kinds["checkpoint manifest.json"].tree)
     index.write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(WeightsError, match="the name of a file beside it"):
+    with pytest.raises(WeightsError, match="the name of a file in the same folder"):
         FileWeights(index.parent)
     path = around(kinds["checkpoint manifest.json"])
     path.write_text(json.dumps({**manifest, "files": {str(name): {"nbytes": 1, "sha256": ""}, **manifest["files"]}}))

@@ -112,16 +112,16 @@ def test_what_a_plan_cannot_honour_is_refused(tmp_path: Path):
         "index": "training_step reads the index of the batch",
         "step": "uses self.global_step",
         "backward": "overrides backward",
-        "states": "Adagrad makes its states when it is constructed",
+        "states": "Adagrad creates its states for whole parameters",
         "vector": r"self.log('rows', ...) is given a tensor of shape [4]",
         "kept": "seen",
         "callback": "the callback StochasticWeightAveraging",
-        "precision": "precision='16-true' cannot be honoured",
+        "precision": "precision='16-true' is not supported",
         "anomaly": "detect_anomaly=True",
         "iterator": "a data loader is an iterator",
         "last": "the last batch of a train data loader has 4 samples instead of 12",
         "sampler": "a data loader has a DistributedSampler",
-        "checkpoint": "is no folder",
+        "checkpoint": "is not a folder",
     }
     assert found.keys() == expected.keys()
     for name, message in expected.items():

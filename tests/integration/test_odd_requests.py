@@ -164,7 +164,7 @@ def test_inputs_that_are_refused(case: str):
 @pytest.mark.parametrize("inputs", [lambda: rows().to("meta"), fake_rows], ids=["meta", "fake"])
 def test_a_plan_needs_no_numbers_and_a_run_does(inputs: Callable[[], Tensor]):
     plan = plan_of(Base(), (inputs(),))
-    with pytest.raises(BatchError, match="has no numbers"):
+    with pytest.raises(BatchError, match="has no values"):
         run_threads(plan, Base(), (inputs(),))
 
 
@@ -226,7 +226,7 @@ class Nothing(Base):
 
 
 REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], type[PartitionError], str]] = {
-    "lazy": (Lazy, InputsError, "'last.weight' has no shape yet.*call it once"),
+    "lazy": (Lazy, InputsError, "'last.weight' has no shape yet.*once on inputs"),
     "uninitialized": (
         lambda: Holding(buffer=nn.parameter.UninitializedBuffer()),
         InputsError,
@@ -250,7 +250,7 @@ REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], type[PartitionError], s
     "a file": (lambda: Holding(Path(__file__).open()), CaptureError, "cannot be copied"),  # noqa: SIM115
     "raising": (Raising, InputsError, r"fails on these inputs at .*test_odd_requests.py:\d+.*ZeroDivisionError"),
     "endless": (Endless, CaptureError, "RecursionError.*sys.setrecursionlimit"),
-    "a closure": (Closing, UnsupportedError, "forward reads 'up.weight' in a way that copies"),
+    "a closure": (Closing, UnsupportedError, "forward reads 'up.weight' through a closure"),
     "a generator": (Generating, CaptureError, "Forward must return tensors"),
     "nothing": (Nothing, InputsError, "training needs a loss"),
 }
@@ -472,7 +472,7 @@ def test_complex_parameters_are_saved(dtype: torch.dtype, tmp_path: Path):
 def test_weights_that_are_no_tensors_are_refused():
     plan = plan_of(Base(), (rows(),))
     checkpoint = {"model": Base().state_dict(), "epoch": 3}
-    with pytest.raises(WeightsError, match="holds 'model', a OrderedDict; expected tensors by name"):
+    with pytest.raises(WeightsError, match="holds 'model', a OrderedDict; expected a dict of tensors by name"):
         run_threads(plan, checkpoint, (rows(),))
     with pytest.raises(WeightsError, match=r"up.weight is a sparse tensor"):
         run_threads(plan, {**Base().state_dict(), "up.weight": torch.eye(16, 8).to_sparse()}, (rows(),))

@@ -380,7 +380,7 @@ def test_an_estimate_says_what_is_in_host_memory(tmp_path: Path):
 
 
 def test_a_host_that_is_too_small_is_said():
-    with pytest.raises(PlanError, match=r"the host of node 0 has .* is to hold .* too much"):
+    with pytest.raises(PlanError, match=r"the host of node 0 has .* are offloaded to it: .* too much"):
         partition(
             Wide(),
             with_host(cluster(64, devices=1), "4 MB"),
@@ -390,7 +390,7 @@ def test_a_host_that_is_too_small_is_said():
 
 
 def test_hosts_must_be_known():
-    with pytest.raises(ConstraintError, match="small does not say what hosts its nodes have"):
+    with pytest.raises(ConstraintError, match="small does not describe the hosts of its nodes"):
         partition(Wide(), cluster(64), (torch.zeros(4, 512),), constraints=Constraints(offload="optimizer"))
 
 

@@ -466,7 +466,7 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
     refused("is not JSON", file)
     for field in ({"auto_map": {"AutoModel": "code.Model"}}, {"text_config": {"trust_remote_code": True}}):
         file.write_text(json.dumps({"model_type": "llama"} | field))
-        refused("asks for code of its own", tmp_path, RemoteCodeError)
+        refused("needs Python code that comes with the model", tmp_path, RemoteCodeError)
 
 
 def test_code_in_the_folder_is_not_executed(tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_code_in_the_folder_is_not_executed(tmp_path: Path) -> None:
 
 
 def test_a_name_on_the_hub_needs_the_hub() -> None:
-    with pytest.raises(HubError, match="there is no folder nobody/nothing, and the hub gives no configuration"):
+    with pytest.raises(HubError, match="there is no folder nobody/nothing, and its configuration cannot be read"):
         load_pretrained("nobody/nothing")
 
 
@@ -654,7 +654,7 @@ def test_text_with_images_of_no_fixed_shape_is_planned_alone(tmp_path: Path) -> 
 
 
 def test_a_text_needs_room_for_the_features_of_an_image(tmp_path: Path) -> None:
-    with pytest.raises(PretrainedError, match=r"no room for the 16 placeholders of an image; give --seq above 16"):
+    with pytest.raises(PretrainedError, match=r"too short for the 16 placeholders of an image; give a --seq above 16"):
         load_pretrained(write_image_text(tmp_path, "llava"), seq=16, batch=4)
 
 

@@ -91,9 +91,9 @@ def test_fifty_steps_are_those_of_one_process(tmp_path: Path, constraints: dict[
 
 def test_wrong_fields_and_wrong_plans_are_refused(tmp_path: Path):
     assert (
-        "'learning_rate', which is no field of PartitionedLoop"
+        "'learning_rate', which is not a field of PartitionedLoop"
         in run(tmp_path, steps=2, config={"learning_rate": 1.0})["error"]
     )
     run(tmp_path, steps=1)
     found = run(tmp_path, steps=1, plan=str(tmp_path / "plan.json"), workers=1)
-    assert "there are 1 workers, and the plan is for 2 ranks" in found["error"]
+    assert "has started 1 workers, but the plan is for 2 ranks" in found["error"]

@@ -166,7 +166,7 @@ def swapped(instructions: list[Instruction], one: str, other: str) -> list[Instr
         (lambda i: [x for x in i if x.op != "REDUCE"], "order: .*what comes next for bucket 0 is REDUCE"),
         (lambda i: swapped(i, "SCATTER", "REDUCE"), "order: .*is SCATTER over dp_shard"),
         (lambda i: [*i[: place(i, "SCATTER")], i[place(i, "SCATTER")], *i[place(i, "SCATTER") :]], "order"),
-        (lambda i: [*i[:-1], i[place(i, "GATHER")], i[-1]], "twice: .*was reduced at instruction"),
+        (lambda i: [*i[:-1], i[place(i, "GATHER")], i[-1]], "twice: .*was already reduced at instruction"),
         (
             lambda i: [x.model_copy(update={"axes": ("dp_replicate",)}) if x.op == "SCATTER" else x for x in i],
             "fields: .*has other levels",
@@ -505,9 +505,12 @@ def test_the_bound_holds_and_the_search_is_exact(single_ring: bool, compression:
 @pytest.mark.parametrize(
     ("pins", "words"),
     [
-        (dict(hierarchical=True, zero=1), "hierarchical=True with zero=1.*expected zero=0, or dp_shard=N"),
-        (dict(grad_compression="int8", zero=2), "int8 with zero=2: what is lost .* would be kept"),
-        (dict(grad_compression="bf16", zero=3), "bf16 with zero=3: gradients are sent one call at a time"),
+        (dict(hierarchical=True, zero=1), "hierarchical=True with zero=1.*expected zero=0, or instead dp_shard=N"),
+        (dict(grad_compression="int8", zero=2), "int8 with zero=2: the rounding error .* would have to be kept"),
+        (
+            dict(grad_compression="bf16", zero=3),
+            "bf16 with zero=3: gradients are sent as soon as a call has computed them",
+        ),
         (dict(grad_compression="fp8"), "grad_compression: input should be 'bf16' or 'int8'"),
     ],
 )
@@ -519,7 +522,7 @@ def test_what_cannot_be_is_said_before(pins: dict[str, Any], words: str):
 def test_what_says_nothing_is_refused():
     with pytest.raises(ConstraintError, match="hierarchical=True on one node"):
         ask(Topology.local(4), hierarchical=True)
-    with pytest.raises(ConstraintError, match="grad_compression=bf16 without training"):
+    with pytest.raises(ConstraintError, match="grad_compression=bf16 is given, but the plan is for inference"):
         partition(
             wide(),
             nodes(),

@@ -390,7 +390,7 @@ def test_moving_what_is_saved_is_left_to_the_plan() -> None:
 
 @pytest.mark.parametrize("hooks", [InHalf, lambda: saved_tensors_hooks(Tensor.half, Tensor.float)])
 def test_changing_what_is_saved_is_refused(hooks: Callable[[], Any]) -> None:
-    with pytest.raises(UnsupportedError, match=r"packs what is saved for backward .*at .*test_wrappers\.py"):
+    with pytest.raises(UnsupportedError, match=r"changes tensors that are saved for backward .*at .*test_wrappers\.py"):
         planned(Saving(hooks))
     assert partition(Saving(hooks), Topology.local(1), INPUTS, objective="infer")
 
@@ -423,15 +423,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[ValueError], str]] = {
     "FSDP": (
         lambda: FullyShardedDataParallel(Model(), device_id=CPU),
         UnsupportedError,
-        "the model is sharded already",
+        "the model is already sharded",
     ),
     "FSDP of a layer": (
         lambda: of_layer(functools.partial(FullyShardedDataParallel, device_id=CPU)),
         UnsupportedError,
-        "'layers.1' is sharded already",
+        "'layers.1' is already sharded",
     ),
-    "fully_shard": (lambda: fully_sharded(Model()), UnsupportedError, "sharded already, by fully_shard"),
-    "tensor parallel": (column_parallel, UnsupportedError, "'head' is sharded already, by DTensors"),
+    "fully_shard": (lambda: fully_sharded(Model()), UnsupportedError, "already sharded by fully_shard"),
+    "tensor parallel": (column_parallel, UnsupportedError, "'head' is already sharded by DTensors"),
     "TorchScript": (lambda: torch.jit.script(Model()), CaptureError, "the model is TorchScript"),
     "a traced layer": (
         lambda: of_layer(lambda layer: torch.jit.trace(layer, INPUTS)),
@@ -552,7 +552,7 @@ def test_a_parameter_that_is_read_past_the_model_is_refused(objective: Any) -> N
 
     model = Global()
     model.outside = OUTSIDE
-    with pytest.raises(UnsupportedError, match=r"reads 'outside\.\w+' in a way that copies of the model do not follow"):
+    with pytest.raises(UnsupportedError, match=r"reads 'outside\.\w+' through a closure, a global"):
         partition(model, Topology.local(1), INPUTS, loss=loss, objective=objective)
 
 

@@ -435,7 +435,7 @@ def twice(op: str) -> Any:
         (dict(zero=1), without("SCATTER"), "order", "is to be scattered first"),
         (dict(zero=2, dp_shard=2, microbatch_size=2), without("REDUCE"), "missing", "is never reduced"),
         (dict(zero=2), lambda i: [*i[:-1], Instruction(op="REDUCE", stage=0, bucket=0), i[-1]], "fields", "nothing to"),
-        (dict(zero=0), lambda i: [Instruction(op="GATHER", stage=0, bucket=0), *i], "fields", "whole on every rank"),
+        (dict(zero=0), lambda i: [Instruction(op="GATHER", stage=0, bucket=0), *i], "fields", "is not sharded"),
     ],
 )
 def test_a_broken_program_is_refused(sharding: dict[str, int], change: Any, fault: str, words: str):
@@ -502,7 +502,7 @@ def test_what_cannot_be_shared_is_said_before():
 
     with pytest.raises(ConstraintError, match="dp_shard=3 does not divide dp=4; expected a divisor of 4"):
         ask(dp=4, zero=3, dp_shard=3)
-    with pytest.raises(ConstraintError, match="dp_shard=2 with zero=0: nothing would be shared"):
+    with pytest.raises(ConstraintError, match="dp_shard=2 with zero=0: nothing would be sharded"):
         ask(zero=0, dp_shard=2)
     assert ask(dp=4, pp=1, tp=1, dp_shard=2).program.zero > 0
 

@@ -101,7 +101,10 @@ def test_a_shard_has_to_be_even():
 def test_calls_have_to_follow_what_they_read():
     model, _ = tiny_model(2)
     calls = [*model.calls[:2], *model.calls[3:], model.calls[2]]
-    with pytest.raises(GraphError, match=r"call 2 \('layers.0'\) reads 'h0', which is no model input and no earlier"):
+    with pytest.raises(
+        GraphError,
+        match=r"call 2 \('layers.0'\) reads 'h0', which is neither an input of the model nor an output of an earlier",
+    ):
         check_model(model.with_(calls=calls))
 
 

@@ -46,6 +46,8 @@ def test_in_float64_all_stays_in_float64():
     ("model", "precision"), [(Converting(), "bf16"), (Converting(torch.float64), None)], ids=["narrow", "wide"]
 )
 def test_a_module_converted_to_another_type_is_refused(model: nn.Module, precision: str | None):
-    with pytest.raises(UnsupportedError, match=r"forward converts the module 'router' \(weight: .* before \(module.to"):
+    with pytest.raises(
+        UnsupportedError, match=r"forward converts the module 'router' \(weight: .* before planning \(module.to"
+    ):
         capture(model, (samples(),), precision=precision)
     assert model.get_parameter("router.weight").dtype == torch.float32

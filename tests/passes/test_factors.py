@@ -255,17 +255,17 @@ def test_one_text_for_each_number_of_operands():
     [
         ("b s", "expected one '->', got 0"),
         ("b s -> b s -> b s", "expected one '->', got 2"),
-        ("b s, b s -> b t", "no operand has t: mark it '!'"),
+        ("b s, b s -> b t", "no operand has t: mark it with '!'"),
         ("b (s (d)), b -> b", "a group within a group"),
         ("b (s d, b -> b", "'(' without ')'"),
         ("b s), b -> b", "')' without '('"),
         ("b (), b -> b", "an empty group"),
-        ("b b, b -> b", "'b' stands twice in one tensor"),
-        ("b ..., b -> b", "'...' stands for dims in front"),
-        ("b ! s, b -> b", "'!' stands right behind a factor's name"),
-        ("! b, b -> b", "'!' stands right behind a factor's name"),
+        ("b b, b -> b", "'b' occurs twice in one tensor"),
+        ("b ..., b -> b", "'...' stands for the leading dims"),
+        ("b ! s, b -> b", "'!' must directly follow the name of a factor"),
+        ("! b, b -> b", "'!' must directly follow the name of a factor"),
         ("b @ s, b -> b", "cannot read '@ s'"),
-        ("b (1 s), b -> b", "'1' is a dim of its own"),
+        ("b (1 s), b -> b", "'1' is a dim by itself"),
     ],
 )
 def test_malformed_text_is_refused(text: str, complaint: str):

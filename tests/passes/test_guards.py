@@ -222,7 +222,7 @@ def left(self: Mixture, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("loop", [with_a_bias, of_others, of_another_expert, by_how_many, otherwise, left])
 def test_what_does_more_than_to_add_to_rows_is_refused(loop: Loop):
     model, x = built(loop)
-    with pytest.raises(UnsupportedError, match=r"a turn does more than to add to its rows.* range\(num_experts\)"):
+    with pytest.raises(UnsupportedError, match=r"an iteration does more than add to its rows.* range\(num_experts\)"):
         normalize(capture(model, (x,)))
 
 
@@ -240,7 +240,7 @@ def changed(self: Mixture, x: Tensor) -> Tensor:
 
 def test_masks_that_change_after_it_was_asked_whether_they_are_true_are_refused():
     model, x = built(changed)
-    with pytest.raises(UnsupportedError, match="before the masks were changed in place"):
+    with pytest.raises(UnsupportedError, match="are changed in place after they were read"):
         capture(model, (x,))
 
 

@@ -509,7 +509,7 @@ def test_what_is_saved_on_the_cpu_is_kept_where_it_is():
 
 def test_hooks_on_what_is_saved_are_refused():
     model = Saving(lambda: graph.saved_tensors_hooks(lambda x: x.half(), lambda x: x.float()))
-    with pytest.raises(UnsupportedError, match=rf"packs what is saved for backward .*{HERE}"):
+    with pytest.raises(UnsupportedError, match=rf"changes tensors that are saved for backward .*{HERE}"):
         partition(model, Topology.local(1), INPUTS)
 
 

@@ -296,7 +296,7 @@ REFUSED: list[tuple[type[nn.Module], str]] = [
     (Mapped, r"inside of torch.vmap \(.*test_inner_gradients.py:\d+\)"),
     (Dropping, r"aten.dropout.default, which draws random numbers"),
     (WritingViews, r"aten.copy_.default, which writes in place"),
-    (NormOfItsType, r"RMS norm whose eps depends on the type: give it"),
+    (NormOfItsType, r"RMS norm whose eps depends on the dtype: set it"),
     (Distances, r"torch has no derivative of _cdist_backward"),
 ]
 

@@ -137,7 +137,7 @@ def first(self: Mixture, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("loop", [counted, forgotten, weighed, others, first])
 def test_turns_that_do_more_are_refused(loop: Loop):
     model, x = built(loop)
-    with pytest.raises(UnsupportedError, match=r"a turn does more than to add to its rows.* range\(num_experts\)"):
+    with pytest.raises(UnsupportedError, match=r"an iteration does more than add to its rows.* range\(num_experts\)"):
         normalize(capture(model, (x,)))
 
 
@@ -167,7 +167,7 @@ def changed_within(self: Mixture, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("loop", [changed_before, changed_within])
 def test_masks_that_change_after_it_was_asked_who_is_hit_are_refused(loop: Loop):
     model, x = built(loop)
-    with pytest.raises(UnsupportedError, match="before the masks were changed in place"):
+    with pytest.raises(UnsupportedError, match="are changed in place after they were read"):
         capture(model, (x,))
 
 
@@ -184,7 +184,7 @@ def left(self: Mixture, x: Tensor) -> Tensor:
 
 def test_a_loop_that_is_left_early_is_refused():
     model, x = built(left)
-    with pytest.raises(UnsupportedError, match="left before its end"):
+    with pytest.raises(UnsupportedError, match="ends early"):
         capture(model, (x,))
 
 

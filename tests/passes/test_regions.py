@@ -91,7 +91,7 @@ class Read(PlainExperts):
 
 def test_weights_that_are_read_elsewhere_are_not_spread():
     torch.manual_seed(0)
-    with pytest.raises(PlanError, match="up is experts' weights in one call and not in another"):
+    with pytest.raises(PlanError, match="up is a weight of experts in one call, but not in another"):
         partition(Read(), Topology.local(2), plain_inputs(), constraints=Constraints(ep=2))
     plan = partition(Read(), Topology.local(2), plain_inputs(), constraints=Constraints(dp=2))
     assert plan.mesh["ep"] == 1
@@ -99,7 +99,7 @@ def test_weights_that_are_read_elsewhere_are_not_spread():
 
 def test_experts_that_do_not_divide_are_refused():
     ((block, regions),) = blocks_with_regions(plain(num_experts=6), plain_inputs())
-    with pytest.raises(UnsupportedError, match=r"6 experts cannot be spread over ep=4; expected a divisor of 6"):
+    with pytest.raises(UnsupportedError, match=r"6 experts cannot be distributed over ep=4; expected a divisor of 6"):
         spread_experts(block, regions, "ep", 4)
 
 

@@ -175,7 +175,7 @@ def test_ranks_that_are_given_other_samples_are_refused(plan: dict[str, Any], lo
     if local and "pp" in plan:  # what only one rank reads is compared with nothing
         assert told == ["", ""]
     else:
-        assert all(f"ranks {others} were given other samples than ranks {last}" in text for text in told)
+        assert all(f"ranks {others} got other samples than ranks {last}" in text for text in told)
 
 
 WORLDS: list[dict[str, Any]] = [
@@ -213,7 +213,7 @@ def test_other_global_batches_on_some_ranks_are_refused_before_the_first_step(pl
         return {**batch, "x": torch.randn(batch["x"].shape, generator=generator)}
 
     for text in refusals(program, drawn):
-        assert "input 'x': ranks 0 were given other samples than ranks 1" in text
+        assert "input 'x': ranks 0 got other samples than ranks 1" in text
         assert "step(batch, local=True), as partitioner.Loader does" in text and "before" not in text
 
 

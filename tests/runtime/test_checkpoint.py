@@ -367,7 +367,7 @@ def test_damage_is_told_with_the_file_and_the_checkpoint_before(
     with pytest.raises(DamagedCheckpointError) as caught:
         loaded_under(plan, tmp_path / "step-0000000002")
     message = str(caught.value)
-    if "could not read it, and says why" not in message:  # of the rank that found it
+    if "could not read it; its own error says why" not in message:  # of the rank that found it
         assert told in message
         assert str(tmp_path / "step-0000000002" / file) in message
         assert f"load {tmp_path / 'step-0000000001'}" in message

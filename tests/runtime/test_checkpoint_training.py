@@ -46,7 +46,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, saved: str, l
     engine.save(tmp_path / "out", train(engine, optimizer=OPTIMIZERS[saved](engine.parameters())))
     other, _, _ = one_rank(tmp_path)
     before = [p.detach().clone() for p in other.parameters()]
-    with pytest.raises(CheckpointError, match="load without one"):
+    with pytest.raises(CheckpointError, match="load without an optimizer"):
         other.load(tmp_path / "out", OPTIMIZERS[loaded](other.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), before, strict=True))
     other.load(tmp_path / "out")
@@ -114,7 +114,7 @@ def test_groups_that_were_split_or_joined_are_refused(tmp_path: Path):
 def test_parameters_of_another_owner_are_refused(tmp_path: Path):
     model = Net()
     engine = Engine(program_of_net(), model)
-    with pytest.raises(CheckpointError, match=r"make the optimizer of engine\.parameters\(\)"):
+    with pytest.raises(CheckpointError, match=r"create the optimizer from engine\.parameters\(\)"):
         engine.save(tmp_path / "out", torch.optim.AdamW(model.parameters()))
     assert not (tmp_path / "out").exists()
 
@@ -135,7 +135,7 @@ def test_what_differs_among_ranks_comes_back_to_each(tmp_path: Path):
     two = program_of_net(pp=2)
     on_every_rank(two, lambda c: position(c, {"pp": 2}, 7))
     assert on_every_rank(two, lambda c: position(c, {"pp": 2}, None)) == [7, 8]
-    with pytest.raises(CheckpointError, match=r"the state of .data. in .* was not the same on all ranks"):
+    with pytest.raises(CheckpointError, match=r"the state of .data. in .* differed between ranks"):
         on_every_rank(program_of_net(tp=2), lambda c: position(c, {"tp": 2}, None))
 
 
@@ -152,7 +152,7 @@ def test_state_that_is_no_plain_data_is_refused_by_name(tmp_path: Path, odd: Any
             return {"at": [1, odd]}
 
     with pytest.raises(
-        CheckpointError, match=rf"extra\.data\.at\.1 is {told}\): it may hold numbers, strings, tensors"
+        CheckpointError, match=rf"extra\.data\.at\.1 is {told}\): it may contain numbers, strings, tensors"
     ):
         engine.save(tmp_path / "out", optimizer, extra={"data": Odd()})
     assert not (tmp_path / "out").exists()
@@ -258,7 +258,7 @@ def test_several_optimizers_that_do_not_fit_are_refused(tmp_path: Path):
         ([*both, torch.optim.AdamW(engine.parameters())], "first.weight is a parameter of two optimizers, 0 .SGD. and"),
         ([matrices, None], "2 trained parameters are in none of the 2 optimizers, the first layers.0.up.bias"),
         ([both[0], torch.optim.AdamW(nn.Linear(2, 2).parameters())], "of the optimizer's 2 parameters are not this"),
-        ([both[0], "adamw"], "expected an optimizer of torch, or a list of them, got str"),
+        ([both[0], "adamw"], "expected an optimizer of torch.optim, or a list of optimizers, got str"),
     ):
         for use in (engine.save, engine.load):
             with pytest.raises(CheckpointError, match=words):

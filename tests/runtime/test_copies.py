@@ -167,7 +167,7 @@ def test_the_command_line_tells_what_copies_take_and_what_they_need(tmp_path: Pa
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, cwd=ROOT)
         told.append((done.returncode, done.stderr))
     assert told[0][0] == 1
-    assert "--copies-every expects --checkpoints" in told[0][1]
+    assert "--copies-every needs --checkpoints" in told[0][1]
     assert told[1][0] == 0, told[1][1]
     assert "copies of the state: 0.00 GiB of this node's memory, in /dev/shm/copies-" in told[1][1]
     assert not memory_copies.folder_of(tmp_path / "run", Path("/dev/shm")).exists()
@@ -192,7 +192,7 @@ def test_a_newer_checkpoint_is_preferred_and_a_damaged_copy_is_told(tmp_path: Pa
     assert one_rank(tmp_path, copies_every=2)[2].restore() == 4
     [newest] = [p for p in memory_copies.folder_of(tmp_path / "run", tmp_path).iterdir() if p.name.endswith(".4")]
     newest.write_bytes(bytes(newest.stat().st_size))
-    with pytest.warns(UserWarning, match="step 4 cannot be taken.*going on from the disk"):
+    with pytest.warns(UserWarning, match="step 4 cannot be taken.*the checkpoint on disk is used instead"):
         assert one_rank(tmp_path, copies_every=2)[2].restore() == 3
     engine, optimizer, checkpoints = one_rank(tmp_path, copies_every=2, every=3, behind=False)
     assert checkpoints.restore() == 3

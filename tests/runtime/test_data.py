@@ -318,7 +318,7 @@ def test_what_cannot_be_split_is_refused():
             Loader(Rows(), engine, batch_size=7)
         return str(error.value)
 
-    assert all("7 samples does not split over 2" in told for told in on_every_rank(program_of_net(dp=2), work))
+    assert all("7 samples is not divisible by 2" in told for told in on_every_rank(program_of_net(dp=2), work))
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
@@ -448,11 +448,11 @@ class NoLength:
 @pytest.mark.parametrize(
     ("dataset", "options", "told"),
     [
-        (Stream(), {"shuffle": True}, "shuffle=True of a stream, whose samples come in its own order"),
+        (Stream(), {"shuffle": True}, "shuffle=True of a stream, which has its own order"),
         (Stream(), {"num_workers": 2}, "num_workers=2 of a stream.*pass num_workers=1"),
         (Sized(3), {"epochs": 1}, f"1 epochs of 3 samples hold no whole batch: expected at least {BATCH}"),
-        ((i for i in range(9)), {}, "is an iterator, a generator, which can be read once"),
-        (DataLoader(Rows()), {}, "is a DataLoader, which makes batches of its own"),  # type: ignore[arg-type]
+        ((i for i in range(9)), {}, r"is an iterator \(generator\), which can be read only once"),
+        (DataLoader(Rows()), {}, "is a DataLoader, which itself creates batches"),  # type: ignore[arg-type]
         (NoLength(), {}, "a NoLength, has __getitem__ and no __len__"),
         (3, {}, "a int, has neither __getitem__ nor __iter__"),
     ],
@@ -468,9 +468,9 @@ def test_what_cannot_be_read_is_refused_when_the_loader_is_made(dataset: Any, op
     [
         (lambda: Stream(3), {"epochs": 1}, "1 epochs of the stream hold no whole batch"),
         (lambda: Stream(0), {}, r"gave no samples in epoch 0 \(from 0\)"),
-        (Once, {}, r"gave no samples in epoch 1 \(from 0\).*make its iterator in __iter__"),
-        (lambda: Short(BATCH), {}, "the stream's length is 9, and it gave 8 samples in epoch 0"),
-        (lambda: Long(BATCH), {}, "the stream's length is 7, and it gave more samples in epoch 0"),
+        (Once, {}, r"gave no samples in epoch 1 \(from 0\).*create its iterator in __iter__"),
+        (lambda: Short(BATCH), {}, "says that it has 9 samples, but gave 8 in epoch 0"),
+        (lambda: Long(BATCH), {}, "says that it has 7 samples, but gave more in epoch 0"),
     ],
 )
 def test_streams_that_are_not_what_they_say_are_refused(
@@ -484,7 +484,7 @@ def test_streams_that_are_not_what_they_say_are_refused(
 def test_the_state_of_a_dataset_is_none_of_a_stream():
     with pytest.raises(CheckpointError, match="read a dataset of 40 samples, this one has a stream of unknown length"):
         one_rank(Stream()).load_state_dict(one_rank(Rows()).state_dict())
-    with pytest.raises(CheckpointError, match="has read a shuffled dataset, this one is a stream"):
+    with pytest.raises(CheckpointError, match="has read a shuffled dataset, but this dataset is a stream"):
         one_rank(Sized()).load_state_dict(one_rank(Rows()).state_dict())
     with pytest.raises(BatchError, match="a stream whose length is not known"):
         assert one_rank(Stream()).epoch == 0

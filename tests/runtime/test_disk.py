@@ -282,7 +282,7 @@ def _in_no_parameter(optimizer: Any) -> None:
     [
         (_in_groups, "changes 'k' of its groups"),
         (_in_itself, "changes its 'count'"),
-        (_in_no_parameter, "a state that is of no parameter"),
+        (_in_no_parameter, "a state that belongs to no parameter"),
     ],
 )
 def test_an_optimizer_of_more_than_each_parameter_is_refused(where: Any, words: str, tmp_path: Path):
@@ -295,11 +295,11 @@ def test_an_optimizer_of_more_than_each_parameter_is_refused(where: Any, words: 
 
 def test_what_cannot_be_put_on_disk_is_refused_at_once(tmp_path: Path):
     engine = alone(tmp_path)
-    with pytest.raises(OffloadError, match="LBFGS looks at all parameters at once"):
+    with pytest.raises(OffloadError, match="LBFGS reads all parameters at once"):
         engine.on_disk(torch.optim.LBFGS(engine.parameters()))
     scheduled = torch.optim.SGD(engine.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    with pytest.raises(OffloadError, match=r"engine.on_disk\(optimizer\) first, then make the scheduler"):
+    with pytest.raises(OffloadError, match=r"engine.on_disk\(optimizer\) first, then create the scheduler"):
         engine.on_disk(scheduled)
 
 
@@ -325,7 +325,7 @@ def test_a_folder_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     with pytest.raises(OffloadError, match=r"no folder is given: expected offload_folder="):
         make()
-    with pytest.raises(OffloadError, match=r"expected a folder on this node's disk, got .*none, which is none"):
+    with pytest.raises(OffloadError, match=r"expected a folder on this node's disk, got .*none, which does not exist"):
         make(offload_folder=tmp_path / "none")
     monkeypatch.setenv("PARTITION_OFFLOAD_FOLDER", str(tmp_path))
     engine = make()
@@ -382,7 +382,7 @@ def disk_topology(ranks: int) -> Topology:
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a folder in memory")
 def test_a_folder_in_memory_is_no_disk():
-    with pytest.warns(UserWarning, match="/dev/shm is in memory, which is to be spared"):
+    with pytest.warns(UserWarning, match="/dev/shm is in memory, so offload saves no memory"):
         adam(alone(Path("/dev/shm")))
 
 
@@ -545,7 +545,7 @@ def test_a_change_while_it_is_saved_is_told(tmp_path: Path, monkeypatch: pytest.
 
 def test_copies_in_memory_are_refused(tmp_path: Path):
     engine = alone(tmp_path)
-    with pytest.raises(CheckpointError, match="optimizer states are to be in no memory"):
+    with pytest.raises(CheckpointError, match="optimizer states do not fit in memory"):
         partitioner.Checkpoints(tmp_path / "out", engine, adam(engine), copies_every=1)
 
 

@@ -223,8 +223,8 @@ def test_axes_that_no_mesh_has_together_are_refused():
     changed = program.model_copy(update={"states": states, "mesh": program.mesh | {"cp": 2, "dp": 1}})
     named, reasons = find_placements(changed)
     assert reasons.keys() == {"up", "down"}
-    assert "cp, ep, over which it is cut, are axes of no one mesh" in reasons["up"]
-    assert "it is cut over ep and over tp, which are axes of no one mesh" in reasons["down"]
+    assert "cp, ep, over which it is sharded, are not axes of one mesh" in reasons["up"]
+    assert "it is sharded over ep and over tp, which are not axes of one mesh" in reasons["down"]
     assert "up_bias" in named
 
 

@@ -275,5 +275,5 @@ def test_a_trace_without_a_measured_step_is_refused(tmp_path: Path):
     with pytest.raises(LaunchError, match="holds no measured step"):
         read_spans(tmp_path / "trace.json")
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(LaunchError, match="is no trace"):
+    with pytest.raises(LaunchError, match="is not a trace"):
         read_spans(tmp_path / "other.json")

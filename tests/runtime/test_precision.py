@@ -310,6 +310,6 @@ def test_a_norm_that_cannot_be_is_refused(norm: float):
     engine = Engine(program_of_net(), Net())
     engine.step(net_inputs())
     before = [p.grad.clone() for p in engine.parameters() if p.grad is not None]
-    with pytest.raises(LaunchError, match="must be 0 or more"):
+    with pytest.raises(LaunchError, match="must be at least 0"):
         engine.clip_grad_norm_(norm)
     assert all(torch.equal(p.grad, g) for p, g in zip(engine.parameters(), before, strict=True) if p.grad is not None)

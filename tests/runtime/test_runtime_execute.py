@@ -191,7 +191,7 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
         thread.join()
     assert len(errors) == 1
     assert errors[0].failure.rank == 0
-    assert "members [1] did not come within 0.5 s" in str(errors[0])
+    assert "ranks [1] of the group did not enter it within 0.5 s" in str(errors[0])
 
 
 def test_instructions_print_in_the_notation_of_torch():
@@ -214,7 +214,7 @@ def test_backward_of_a_steps_loss_is_refused(backward: Callable[[Tensor], Any]):
     engine = Engine(program_of_net(), Net())
     loss = engine.step(net_inputs())
     assert loss is not None
-    with pytest.raises(BackwardError, match=r"step\(\) has run forward and backward"):
+    with pytest.raises(BackwardError, match=r"step\(\) has already run forward and backward"):
         backward(loss)
     assert engine.loss is not None
     with pytest.raises(BackwardError, match="leave backward out"):

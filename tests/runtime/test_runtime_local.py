@@ -113,7 +113,7 @@ def test_a_rank_that_dies_is_told():
 
 def test_functions_of_the_script_itself_are_refused(ranks: LocalRanks, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check, "__module__", "__main__")
-    with pytest.raises(LaunchError, match=r"check is a function of the script .* move it"):
+    with pytest.raises(LaunchError, match=r"check is defined in the main script.* move it"):
         ranks.call(check)
 
 
@@ -126,7 +126,7 @@ def test_a_server_that_still_imports_ends_at_once(capfd: pytest.CaptureFixture[s
 
 
 def test_a_pool_that_is_too_small_is_refused(ranks: LocalRanks):
-    with pytest.raises(LaunchError, match="for 8 ranks, the pool has 4"):
+    with pytest.raises(LaunchError, match="for 8 ranks, but the pool has 4"):
         run_local(program_of_net(pp=2, tp=2, dp=2), Net(), net_inputs(), ranks=ranks)
 
 

@@ -72,8 +72,8 @@ class MicrobatchMemory:
         room = ranks.room(needed, math.inf)
         if (missing := math.ceil(needed.total - room)) > 0:
             raise CapacityError(
-                f"the schedule leaves {bytes_text(max(0.0, room))} on all ranks for each microbatch on its way, which "
-                f"takes {bytes_text(needed.total)}: {bytes_text(missing)} too much",
+                f"the schedule leaves {bytes_text(max(0.0, room))} on all ranks for each microbatch in flight, which "
+                f"needs {bytes_text(needed.total)}: {bytes_text(missing)} too much",
                 missing_bytes=missing,
                 at_least=True,
             )

@@ -449,8 +449,8 @@ class CandidateEvaluator:
         if self.job.num_experts and (apart or candidate.tp % candidate.expert_tp):
             expected = f"{candidate.tp}, as many as share all else" if apart else f"a divisor of tp={candidate.tp}"
             raise PlanError(
-                f"etp={candidate.etp} with ep={candidate.ep}, tp={candidate.tp}: ranks that share an expert have "
-                f"different rows then, which nothing brings together; expected {expected}"
+                f"etp={candidate.etp} with ep={candidate.ep}, tp={candidate.tp}: ranks over which an expert is "
+                f"sharded would have different rows, which no collective gathers; expected {expected}"
             )
         if candidate.ep == 1:
             return
@@ -460,12 +460,14 @@ class CandidateEvaluator:
         whole = candidate.dp == 1 or self.job.constraints.group_size is not None
         if not whole and not can_spread_experts(self.job.model, self.job.batch_of(candidate.ep)):
             raise PlanError(
-                f"ep={candidate.ep}: samples meet within the experts, whose rows cannot be told apart by samples; "
-                "expected experts that work on each sample's rows, or on all of them; use ep=1"
+                f"ep={candidate.ep}: samples interact within the experts, and their rows cannot be assigned to "
+                "samples; expected experts that work on each row separately, or on all rows; use ep=1"
             )
         left = self.job.experts - local.spread(candidate.tp, candidate.ep, candidate.etp).experts.keys()
         if left:
-            raise PlanError(f"ep={candidate.ep} with tp={candidate.tp}: {min(left)} is not read by expert on each rank")
+            raise PlanError(
+                f"ep={candidate.ep} with tp={candidate.tp}: {min(left)} is not indexed by expert on each rank; use ep=1"
+            )
         self._spread.add((candidate.ep, key))
 
     def _compute_state_costs(self, candidate: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:

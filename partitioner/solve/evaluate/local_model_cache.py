@@ -273,7 +273,10 @@ class LocalModels:
             models, samples = self._companions[number], companion.job.global_batch
             sizes = [s for s in list_divisors(samples) if s <= most and samples // s % dp == 0]
             if not sizes:
-                raise PlanError(f"the batch of {samples} samples of a further program does not split over dp={dp}")
+                raise PlanError(
+                    f"the batch of {samples} samples of a further program cannot be divided by dp={dp}; expected a "
+                    "multiple of dp"
+                )
             parts = samples // sizes[-1]
             apart = key[4] and companion.job.expert_batch is not companion.job.batch
             whole = parts == dp and (apart or models.coupled)

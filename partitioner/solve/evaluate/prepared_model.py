@@ -213,8 +213,7 @@ def _explaining_groups(size: int) -> Iterator[None]:
         yield
     except InputsError as error:
         raise InputsError(
-            f"couple='microbatch' looks at the model with fewer or more samples than the batch has, here {size}: "
-            f"{error}"
+            f"couple='microbatch' traces the model with another number of samples, here {size}, which fails: {error}"
         ) from error
 
 
@@ -294,7 +293,8 @@ def prepare(
     """
     if not isinstance(model, nn.Module | ExportedProgram | PreparedModel):
         raise InputsError(
-            f"model must be a torch.nn.Module, an exported program or what prepare() made; got {type(model).__name__}"
+            "model must be a torch.nn.Module, an exported program or the result of prepare(); got "
+            f"{type(model).__name__}"
         )
     if isinstance(model, PreparedModel):
         given = {"inputs": inputs, "loss": loss, "precision": precision}
@@ -303,7 +303,7 @@ def prepare(
         other += ["documents"] if documents and tuple(documents) != model.documents else []
         other += ["objective"] if objective not in ("train", model.objective) else []
         if other:
-            raise InputsError(f"the model was prepared with another {', '.join(other)}: give it to prepare()")
+            raise InputsError(f"the model was prepared with another {', '.join(other)}: pass it to prepare()")
         return model
     if objective not in OBJECTIVES:
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")

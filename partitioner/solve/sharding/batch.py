@@ -47,7 +47,7 @@ def batch_size(model: FoldedModel, global_batch: int | None) -> int:
         raise InputsError(NO_BATCH)
     batch, path = sizes[0]
     if batch == 0:
-        raise InputsError(f"input {path!r} has no samples; expected one whole global batch, of 1 or more")
+        raise InputsError(f"input {path!r} has no samples; expected one whole global batch, of at least one sample")
     return batch
 
 

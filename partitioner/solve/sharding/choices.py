@@ -157,9 +157,9 @@ def _restrict_layouts(
     if not left:
         said = "; ".join(f"{name!r} is {why} {' or '.join(map(str, allowed))}" for name, why, allowed in limits)
         raise ShardingError(
-            f"no layout is left for {_format_tie_names(tie)} of shape {list(tie.spec.shape)} over "
-            f"{num_ranks} ranks: it may be "
-            f"{', '.join(map(str, options))}, but {said}. Loosen one of these, or change the number of ranks"
+            f"no layout is possible for {_format_tie_names(tie)} of shape {list(tie.spec.shape)} over "
+            f"{num_ranks} ranks: its shape allows "
+            f"{', '.join(map(str, options))}, but {said}. Relax one of these, or change the number of ranks"
         )
     return left
 

@@ -104,7 +104,10 @@ def _solve_context_sharding(
     layouts = {i.value: _input_layouts(split.values[i.value], batch.values[i.value], num_ranks) for i in split.inputs}
     lengths = {split.values[name].shape[to.dim] for name, found in layouts.items() for to in found if to.is_shard}
     if not lengths:
-        raise PlanError(f"cp={num_ranks}: no input has a dim besides that of the samples that {num_ranks} divides")
+        raise PlanError(
+            f"cp={num_ranks}: no input has a dim besides the batch dim that is divisible by {num_ranks}; use cp=1, "
+            "or a length that cp divides"
+        )
     try:
         return solve_sharding(
             split,
@@ -314,8 +317,8 @@ def _check_divided(model: FoldedModel, solution: ShardingSolution) -> None:
     node = max(work, key=work.__getitem__)
     where = f"{node.meta.get('path') or 'the model'} ({node.meta.get('source') or 'source unknown'})"
     raise PlanError(
-        f"cp={solution.num_ranks} would divide only {solution.matmul_sharded:.0%} of the model's matrix products: no "
-        f"dim of the inputs that can be sharded reaches {where}; use cp=1, or a length that cp divides"
+        f"cp={solution.num_ranks} would shard only {solution.matmul_sharded:.0%} of the model's matrix products, "
+        f"because {where} cannot be sharded along a dim of the inputs; use cp=1, or a length that cp divides"
     )
 
 

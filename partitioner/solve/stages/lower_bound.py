@@ -226,9 +226,8 @@ def _check_memory(tables: StageTables) -> None:
     if most[-1] > ROUNDING_BYTES:
         missing = bytes_text(float(most[-1]))
         raise CapacityError(
-            f"one of {format_plural(problem.num_stages, 'stage')} needs at least {missing} more than is "
-            f"usable on a device, "
-            "however layers are divided and recomputed",
+            f"one of {format_plural(problem.num_stages, 'stage')} needs at least {missing} more memory than is usable "
+            "on a device, for all cuts into stages and with full recomputation",
             missing_bytes=round(float(most[-1])),
             at_least=True,
         )

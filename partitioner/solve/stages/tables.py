@@ -39,8 +39,8 @@ class StageTables:
         n, p = len(problem.calls), problem.num_stages
         if p > n and not problem.may_be_empty:
             raise PlanError(
-                f"{p} pipeline stages for {n} calls that can be placed; expected at most {n}: lower pp, or let the "
-                "model be split more finely"
+                f"{p} pipeline stages for {n} calls that can be placed; expected at most {n}: use a smaller pp, or a "
+                "model with more layers"
             )
         self.segments = segments_of(problem.calls, problem.local)
         self.states = self.segments.states_of(problem.state_bytes)

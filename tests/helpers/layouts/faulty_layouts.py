@@ -405,7 +405,7 @@ ERRORS = {  # function -> type of the error, and a part of its message
     "mismatched": ("RankError", "Detected mismatch"),
     "no_setup": ("CheckSetupError", r"expected partitioner\.Setup"),
     "nothing_to_train": ("CheckSetupError", "no parameters to train"),
-    "no_loss": ("CheckSetupError", "gives no loss"),
+    "no_loss": ("CheckSetupError", "has no loss"),
     "nan_loss": ("CheckSetupError", "expected a finite one"),
     "no_parameters": ("RankError", "expected a module"),
     "unknown_gradient": ("CheckSetupError", "wrong.name"),

@@ -137,10 +137,10 @@ def test_the_program_itself_is_checked():
 
 
 def test_disks_must_be_known():
-    with pytest.raises(ConstraintError, match="small does not say what disks its nodes have; give the host") as caught:
+    with pytest.raises(ConstraintError, match="small does not describe the disks of its nodes; add a disk") as caught:
         plan(with_host(cluster(64, devices=1)), "disk")
     assert caught.value.changes[0].constraints.offload in ((), ("optimizer",))
-    with pytest.raises(ConstraintError, match="small does not say what hosts its nodes have"):
+    with pytest.raises(ConstraintError, match="small does not describe the hosts of its nodes"):
         plan(cluster(64, devices=1), "disk")
 
 

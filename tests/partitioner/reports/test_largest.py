@@ -64,7 +64,7 @@ def test_what_cannot_be_asked() -> None:
     model, inputs = Tokens(), (torch.zeros(1, 64, 256),)
     with pytest.raises(ConstraintError, match="of must be one of microbatch, sequence; got 'width'"):
         largest_that_fits(model, cluster(6, 1), inputs, "width")  # type: ignore[arg-type]
-    with pytest.raises(ConstraintError, match="microbatch_size=2, of which the largest is asked for"):
+    with pytest.raises(ConstraintError, match="microbatch_size=2, but the largest microbatch is to be found"):
         largest_that_fits(model, cluster(6, 1), inputs, "microbatch", constraints=Constraints(microbatch_size=2))
     with pytest.raises(InputsError, match="no input has a second dim"):
         largest_that_fits(nn.Linear(4, 1), cluster(6, 1), (torch.zeros(4),))

@@ -147,10 +147,10 @@ def test_what_is_no_profile_is_refused(profile: str, message: str):
 
 def test_an_expert_over_some_ranks_of_tp_needs_a_profile():
     with pytest.raises(
-        ConstraintError, match="etp=2 with tp=4: our runtime divides an expert over 1 rank or all ranks"
+        ConstraintError, match="etp=2 with tp=4: our runtime shards an expert over 1 rank or over all ranks"
     ):
         partition(Tower(), Topology.local(4), inputs(), constraints=Constraints(tp=4, etp=2))
-    with pytest.raises(ConstraintError, match="etp=2, but no experts were found"):
+    with pytest.raises(ConstraintError, match="etp=2, but no experts were recognised"):
         partition(Tower(), Topology.local(4), inputs(), constraints=Constraints(tp=4, etp=2), profile="megatron-core")
 
 

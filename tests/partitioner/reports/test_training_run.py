@@ -82,8 +82,8 @@ def test_a_run_by_hand(plan: Plan) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, "give one of these; got none"),
-    ({"tokens": 1e9, "steps": 2}, "give one of these; got tokens, steps"),
+    ({}, "expected one of these, got none"),
+    ({"tokens": 1e9, "steps": 2}, "expected one of these, got tokens, steps"),
     ({"tokens": 0}, "tokens must be a positive number; got 0"),
     ({"steps": 2, "price": -1}, "price must be a positive number; got -1"),
 ]
@@ -97,7 +97,9 @@ def test_what_is_no_run(plan: Plan, asked: dict[str, Any], message: str) -> None
 
 def test_what_has_no_tokens_or_no_steps(plan: Plan) -> None:
     certificate = plan.certificate.model_copy(update={"limits": None})
-    with pytest.raises(PlanError, match="the model has no sequences, so a step has no tokens; give samples or steps"):
+    with pytest.raises(
+        PlanError, match="the model has no sequences, so a step has no tokens; give the run in samples or steps"
+    ):
         plan.model_copy(update={"certificate": certificate}).training_run(tokens=1e9)
     with pytest.raises(PlanError, match="for inference"):
         plan.model_copy(update={"objective": "infer"}).training_run(steps=1)
@@ -115,4 +117,4 @@ def test_the_command_line_tells_it(plan: Plan, tmp_path: Path) -> None:
     assert "178,814 steps: 16.6 days" in told.output
     refused = CliRunner().invoke(app, ["budget", str(path), "--tokens", "many"])
     assert refused.exit_code == 2
-    assert "'many' is no positive number; expected one like 15T" in " ".join(refused.output.split())
+    assert "'many' is not a positive number; expected one like 15T" in " ".join(refused.output.split())

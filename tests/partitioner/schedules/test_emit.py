@@ -138,7 +138,7 @@ def test_programs_are_read_back():
     [
         ([0] * 3, "stage_of_call has 3 entries for 9 calls; give one for each"),
         ([0, 0, 0, 1, 0, 1, 1, 1, 1], "call 'layers.1' is on stage 0 but 'layers.0' before it is on stage 1"),
-        ([0, 0, 0, 0, 0, 0, 0, 2, 2], "call 'head' is on stage 2; the pipeline has stages 0 to 1"),
+        ([0, 0, 0, 0, 0, 0, 0, 2, 2], "call 'head' is on stage 2; expected one of the stages 0 to 1"),
     ],
 )
 def test_stages_that_are_no_pipeline_are_refused(stages: list[int], message: str):

@@ -143,8 +143,8 @@ def test_nothing_is_in_flight_at_the_end(p: int, more: int, m: int, seed: int):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0X0\n", r"row 1, cell 2: '0X0' is no action; expected <stage><F, B, I or W><microbatch>, like 3F0"),
-        ("0F0,0B0\n1F0,1SEND_B0\n", r"row 2, cell 2: '1SEND_B0' is no action.*they follow from the order"),
+        ("0F0,0X0\n", r"row 1, cell 2: '0X0' is not an action; expected <stage><F, B, I or W><microbatch>, like 3F0"),
+        ("0F0,0B0\n1F0,1SEND_B0\n", r"row 2, cell 2: '1SEND_B0' is not an action.*they follow from the order"),
         ("0F0,0B0\n1F0,0B0\n", r"row 2, cell 2: 0B0 runs stage 0, which row 1 holds \(cell 1: 0F0\)"),
         ("0F0,0B0\n2F0,2B0\n", r"row 2, cell 1: 2F0 runs stage 2, but no row has stage 1"),
         ("0F0,0B0,0F0\n", r"row 1, cell 3: 0F0 again; cell 1 has 0F0"),

@@ -47,5 +47,5 @@ def test_experts_that_are_cut_over_ranks_with_other_experts_are_refused():
     """What the planner would otherwise do: parts of sums over ``dp``, of which each rank has those of other experts."""
     model, batch, _ = prepare(*limited(10)).at(None)
     local = split_batch(model, batch.blocks, batch.values, 2, 1)
-    with pytest.raises(PlanError, match=r"ep=2: .* is among the experts' work and runs over ranks .* use ep=1"):
+    with pytest.raises(PlanError, match=r"ep=2: .* is part of the experts and communicates between ranks .* use ep=1"):
         spread_over_ranks(local, 1, 2, 0)

@@ -283,7 +283,10 @@ def test_points_are_all_that_divide():
     [
         ({"pp": 3}, "pp=3 makes 3, which does not divide the 64 devices"),
         ({"pp": 2, "dp": 2, "tp": 2}, "pp=2 x dp=2 x tp=2 makes 8 ranks; expected 64"),
-        ({"dp": 32, "microbatch_size": 32}, "global batch of 512 does not split by dp=32 x microbatch_size=32 = 1024"),
+        (
+            {"dp": 32, "microbatch_size": 32},
+            "global batch of 512 samples is not divisible by dp=32 x microbatch_size=32 = 1024",
+        ),
         ({"tp": 64, "dp": 2}, "makes 128, which does not divide"),
         ({"zero": True}, "constraint zero: input should be a whole number, got True"),
         ({"tp": 0}, "constraint tp: input should be greater than 0, got 0"),
@@ -306,7 +309,7 @@ def test_constraints_that_cannot_hold(pinned: dict[str, Any], message: str):
 
 def test_a_schedule_with_other_virtual_stages_is_named_first():
     with pytest.raises(
-        ConstraintError, match=r"^schedule=zb-v with virtual_stages=3: under it each rank has 2; expect"
+        ConstraintError, match=r"^schedule=zb-v with virtual_stages=3: this schedule has 2 per rank; expect"
     ):
         Constraints(schedule="zb-v", virtual_stages=3).check_idle()
     Constraints(schedule="zb-v", virtual_stages=2).check_idle()
@@ -471,7 +474,7 @@ def test_no_point_is_explained():
 
 
 def test_only_what_is_fixed_is_multiplied():
-    with pytest.raises(ConstraintError, match="batch of 8 does not split by microbatch_size=3; expected"):
+    with pytest.raises(ConstraintError, match="batch of 8 is not divisible by microbatch_size=3; expected"):
         Constraints(microbatch_size=3).check_batch(8)
 
 

@@ -121,7 +121,7 @@ def test_stages_of_module_paths():
     assert pinned_calls({"lm_head": -1, "layers.1": 0}, paths, 2) == {2: 0, 5: 1}
     assert pinned_calls({"layers": 0, "layers.10": 1}, paths, 2) == {1: 0, 2: 0, 3: 1}
     assert pinned_calls({"layers.0.mlp": 0}, paths, 2) == {1: 0}
-    with pytest.raises(ConstraintError, match=r"\['head'\] names no module of the model; near it: .*lm_head"):
+    with pytest.raises(ConstraintError, match=r"\['head'\] names no module of the model; similar names: .*lm_head"):
         pinned_calls({"head": 0}, paths, 2)
     with pytest.raises(ConstraintError, match="expected -2 to 1"):
         pinned_calls({"norm": 2}, paths, 2)

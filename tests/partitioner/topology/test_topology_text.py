@@ -27,7 +27,7 @@ def test_oversubscription_may_be_a_ratio(written: str, read: float):
     ("field", "message"),
     [
         ("oversubscription: 1:4", "line 3.*oversubscription.*greater than or equal to 1.*got '1:4'"),
-        ("oversubscription: 4:0", "line 3.*'4:0' divides by nothing; write it like 4 or 4:1"),
+        ("oversubscription: 4:0", "line 3.*'4:0' divides by zero; write it like 4 or 4:1"),
         ("efficiency: 1:30", "line 3.*efficiency: expected a number.*got '1:30'"),
         ("latency: 1:30", "line 3.*latency: '1:30' is not a number with a unit; write it like 5 us or 2 ms"),
         ("nodes: 1:30", "line 3.*nodes: expected a whole number.*got '1:30'"),
@@ -60,7 +60,7 @@ def test_every_letter_for_a_millionth_is_read(micro: str):
         (NET % "step: 1e9 s", "line 3.*step: .*too large"),
         (NET % "efficiency: 1" + "types: {h100-sxm: {like: h100-sxm, peak: {bf16: 1e-300}}}", "peak.*too small"),
         (NET % "efficiency: 1" + "node_overrides: {1: {speed: 1e-300}}", "line 4.*speed: .*too small"),
-        (NET % "efficiency: 1" + "types: {h100-sxm: {like: h100-sxm, memory: 1e300}}", "no size of a memory"),
+        (NET % "efficiency: 1" + "types: {h100-sxm: {like: h100-sxm, memory: 1e300}}", "not a size of memory"),
     ],
 )
 def test_what_no_machine_has_is_refused(text: str, message: str):

@@ -371,7 +371,7 @@ class CauseFinder:
             return None
         first = found[ranks[0]]
         if all(_is_same_fit(first, weights) for weights in found.values()):
-            return _name_weights(first, self.world_size)
+            return _name_weights(first)
         shares = {
             rank: ", ".join(f"sample {s} part {c} {_format_factor(w)}" for (s, c), w in [*weights.items()][:4])
             for rank, weights in found.items()
@@ -437,9 +437,9 @@ def _is_same_fit(one: Mapping[tuple[int, int], float], other: Mapping[tuple[int,
     return one.keys() == other.keys() and all(abs(one[label] - other[label]) < 1e-6 for label in one)
 
 
-def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> Cause | None:
+def _name_weights(weights: Mapping[tuple[int, int], float]) -> Cause | None:
     """Return the cause why pieces of the batch contribute to gradients with wrong ``weights``; ``None`` if all are 1.
-    ``weights``: (sample, part of the sequence) -> weight, 1 if right. ``world_size``: number of ranks."""
+    ``weights``: (sample, part of the sequence) -> weight, 1 if right."""
     samples = sorted({sample for sample, _ in weights})
     by_sample = {s: [w for (sample, _), w in weights.items() if sample == s] for s in samples}
     if all(max(w) - min(w) < 1e-6 for w in by_sample.values()):
@@ -456,7 +456,7 @@ def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> 
     if all(abs(w - 1.0) < 1e-6 for w in means.values()):
         return None
     told = ", ".join(f"{unit} {i}: {_format_factor(w)}" for i, w in [*means.items()][:8])
-    groups = _split_equal_weights(means, world_size)
+    groups = _split_equal_weights(means)
     if groups is not None:
         return Cause(
             "mean-of-means",
@@ -469,13 +469,13 @@ def _name_weights(weights: Mapping[tuple[int, int], float], world_size: int) -> 
     return Cause("reweighted", f"parts of the batch have wrong weights in the gradient: {told}")
 
 
-def _split_equal_weights(means: Mapping[int, float], world_size: int) -> int | None:
+def _split_equal_weights(means: Mapping[int, float]) -> int | None:
     """Find out whether a gradient is a mean of means over groups of the batch where a mean over all targets is right.
     Return the number of groups; ``None`` if the weights do not show this.
 
-    ``means``: index of a sample (or part of the sequence) -> its weight in the gradient, 1 if right. ``world_size`` is
-    not used. If group i of n groups has the fraction f_i of all targets, the mean of means gives it the weight 1 / (n
-    f_i). The fractions add up to 1, so the inverse weights of the groups add up to n.
+    ``means``: index of a sample (or part of the sequence) -> its weight in the gradient, 1 if right. If group
+    i of n groups has the fraction f_i of all targets, the mean of means gives it the weight 1 / (n f_i). The fractions
+    add up to 1, so the inverse weights of the groups add up to n.
     """
     keys = list(means)
     weights = torch.tensor([means[k] for k in keys], dtype=torch.float64)

@@ -53,7 +53,7 @@ def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[l
     for rank, order in enumerate(orders):
         before: list[list[Fetch]] = []
         for action in order:
-            wanted = _find_wanted_fetch(routes, rank, own[rank][action.chunk], action, train)
+            wanted = _find_wanted_fetch(routes, own[rank][action.chunk], action, train)
             before.append([])
             if wanted is not None:
                 channel: Channel = wanted.peer, rank, wanted.direction
@@ -68,7 +68,7 @@ def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, tr
     """Return what an action (a forward or backward of one microbatch) of a pipeline rank sends, as (pipeline rank that
     receives it, transfer); ``None`` if it sends nothing.
 
-    ``rank``: the rank that runs ``action``. ``virtual``: the virtual stage of the action, counted over all ranks.
+    ``virtual``: the virtual stage of the action, counted over all ranks.
     ``routes``: the values that are sent between virtual stages. ``train``: whether gradients are sent.
     """
     if action.kind == "F":
@@ -80,11 +80,11 @@ def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, tr
     return None
 
 
-def _find_wanted_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> Fetch | None:
+def _find_wanted_fetch(routes: Routes, virtual: int, action: Action, train: bool) -> Fetch | None:
     """Return the transfer from another rank that an action (a forward or backward of one microbatch) of a pipeline rank
     must receive first; ``None`` if it needs none.
 
-    ``rank``: the rank that runs ``action``. ``virtual``: the virtual stage of the action, counted over all ranks.
+    ``virtual``: the virtual stage of the action, counted over all ranks.
     ``routes``: the values that are sent between virtual stages. ``train``: whether gradients are sent.
     """
     if action.kind == "F":

@@ -57,7 +57,7 @@ class StepModel(nn.Module):
     def __init__(self, module: nn.Module, records: StepRecords) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
-        self._view: list[Any] = [_make_view(module, records)]  # in a list: it is no submodule
+        self._view: list[Any] = [_make_view(module)]  # in a list: it is no submodule
         self._records = records
         self.training = module.training
 
@@ -109,9 +109,9 @@ for _name in """
     setattr(BatchIndex, f"__{_name}__", BatchIndex._refuse)
 
 
-def _make_view(module: nn.Module, records: StepRecords) -> nn.Module:
+def _make_view(module: nn.Module) -> nn.Module:
     """Return an object that stands for the LightningModule ``module`` while its step is traced. It has the attributes
-    of ``module``, but what the step logs with ``self.log`` is recorded in ``records``."""
+    of ``module``, but what the step logs with ``self.log`` is recorded."""
     kind = type(module)
     refused: dict[str, Any] = {name: property(_refuse_attribute(name)) for name in _OF_ONE_BATCH if hasattr(kind, name)}
     refused |= {name: _refuse_attribute(f"{name}()") for name in _METHODS if hasattr(kind, name)}

@@ -105,7 +105,7 @@ class PartitionedLoop:
         """Train as the worker ``rank`` of ``world_size``, on the node with index ``node``."""
         device, folder = get_device(), Path(self.folder)
         plan = self._get_plan(rank, world_size, device.type == "cuda")
-        _check_places(plan, rank, world_size, node)
+        _check_places(plan, world_size, node)
         engine = Engine(plan, self.model(), device, seed=self.seed)
         optimizer = engine.on_disk(self.optimizer([*engine.parameters()]))
         schedule = None if self.schedule is None else self.schedule(optimizer)
@@ -170,10 +170,10 @@ def _report_end(metrics: dict[str, Any], folder: Path | None) -> None:
         ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(place))
 
 
-def _check_places(plan: Plan, rank: int, world_size: int, node: int) -> None:
+def _check_places(plan: Plan, world_size: int, node: int) -> None:
     """Raise :class:`TrainerError` on all workers if ``plan`` is for another number of workers, or if one of them runs
-    on another node than the one that has its device in ``plan``. ``rank``, ``node``: index of this worker, and of the
-    node on which it runs. ``world_size``: number of workers."""
+    on another node than the one that has its device in ``plan``. ``node``: index of the node on which
+    this worker runs. ``world_size``: number of workers."""
     planned = plan.program.world_size
     if planned != world_size:
         raise TrainerError(

@@ -184,7 +184,7 @@ def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> l
     """
     root = _call_tree(nodes, classes)
     atoms: list[_ModuleCall] = []
-    _collect_unit_calls(root, atoms, is_root=True)
+    _collect_unit_calls(root, atoms)
     owner: dict[fx.Node, _ModuleCall] = {n: atom for atom in atoms for n in atom.nodes}
     units: list[Unit] = []
     for unit in _group_nodes_by_call(nodes, owner):
@@ -241,12 +241,10 @@ def is_product(node: fx.Node) -> bool:
 
 
 # --- which module calls are units -------------------------------------------------------------------------------------
-def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -> None:
+def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall]) -> None:
     """Choose the module calls inside of ``call`` that each become a call of their own in the folded model, such as one
     for each layer, and append them to ``atoms``. A submodule that contains the repeated layers is not chosen, but
     searched in turn.
-
-    ``is_root`` is not used.
     """
     parts = call.parts
     for part in parts:

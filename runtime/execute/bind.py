@@ -266,15 +266,15 @@ class Library:
         with one_thread:
             return fuse_segments(graph, num_sinks, self.device, made)
 
-    def compile_segments(self, start: int) -> None:
+    def compile_segments(self) -> None:
         """Compile the functions that have been made so far, together with the other processes of this machine.
         Functions of blocks with experts, whose shapes depend on how many tokens each expert gets, are left out; they
-        are compiled at their first call. ``start``: index of the function with which this process begins.
+        are compiled at their first call.
         """
         if not self._segments:
             return
         routed = {name for name, block in self.program.blocks.items() if _has_routing(block)}
-        compile_in_turns([s for key, s in self._segments.items() if key[0] not in routed], start)
+        compile_in_turns([s for key, s in self._segments.items() if key[0] not in routed])
 
 
 @cache

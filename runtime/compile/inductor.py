@@ -33,7 +33,7 @@ from torch import Tensor, fx
 
 from partitioner.passes.ops import cpu_products, cross_entropy
 from partitioner.runtime.compile.kept_code import BoxedFunction, GeneratedCode, make_function, select_code
-from partitioner.runtime.compile.kernels import build_library, collect_kernels, load_library
+from partitioner.runtime.compile.kernels import build_library, collect_kernels, load_library, start_header_search
 from partitioner.runtime.file_cache import FileCache, open_cache
 
 _FORMAT = 3  # raise it when the code that is generated for a graph changes
@@ -69,8 +69,11 @@ def generate_code(
     function = _load_function(name)
     if function is not None:
         return function
+    from torch._inductor import config
+
     with _use_empty_folder():
-        with collect_kernels():
+        with config.patch(_settings(device)), collect_kernels():
+            start_header_search()
             generated = _compile_by_inductor(module, arguments, device)
         function = generated.current_callable
         values = getattr(getattr(function, "__func__", function), "__globals__", {})
@@ -237,6 +240,13 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
         cross_entropy.ops.target_and_logsumexp_backward.default: cross_entropy.decompose_backward,
     }
     return {**select_decomp_table(), **ours}
+
+
+def import_compiler() -> None:
+    """Import Inductor, which takes seconds, at a time when this process would wait for another one."""
+    from torch._inductor import compile_fx  # noqa: F401
+
+    _register_lowerings()
 
 
 @cache

@@ -8,14 +8,18 @@ parts of one file, which becomes one shared object: a Python module with a funct
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from threading import Thread, get_ident
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,6 +27,7 @@ import torch
 
 Kernel = Callable[..., None]
 
+_log = logging.getLogger(__name__)
 _MODULE = "kernels"  # name of the Python module that a shared object defines
 _LINKAGE = re.compile(r'extern\s+"C"\s+')
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)", re.MULTILINE)
@@ -123,10 +128,10 @@ def collect_kernels() -> Iterator[None]:
     """
     from torch._inductor.async_compile import AsyncCompile
 
-    compile_kernel, here = AsyncCompile.cpp_pybinding, threading.get_ident()
+    compile_kernel, here = AsyncCompile.cpp_pybinding, get_ident()
 
     def collect(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
-        if threading.get_ident() != here:
+        if get_ident() != here:
             return compile_kernel(self, argtypes, source_code)
         return KernelSource(tuple(argtypes), source_code)
 
@@ -137,22 +142,71 @@ def collect_kernels() -> Iterator[None]:
         AsyncCompile.cpp_pybinding = compile_kernel  # type: ignore[method-assign]
 
 
-def build_library(kernels: Iterable[KernelSource]) -> bytes:
+@cache
+def start_header_search() -> Future[str | None]:
+    """Start to look for Inductor's precompiled header in another thread, once for this process, and return its path in
+    the future; ``None`` for no header. To be called under the settings with which Inductor compiles.
+
+    The header makes the compiler faster by seconds. If Inductor has precompiled none for this user, none is: that takes
+    longer than it saves here.
+    """
+    future: Future[str | None] = Future()
+    context = copy_context()  # it has the settings
+    Thread(target=lambda: future.set_result(context.run(_find_header)), daemon=True).start()
+    return future
+
+
+def _find_header() -> str | None:
+    """Return the path of Inductor's precompiled header, without its suffix; ``None`` if Inductor has precompiled none
+    on this machine, or it cannot be found.
+    """
+    try:
+        from torch._inductor import codecache
+        from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+
+        if not any(Path(codecache._HEADER_DIR).glob("*.gch")):
+            return None
+        options: dict[str, Any] = {**_describe_options(), "extra_flags": (), "use_relative_path": False}
+        command = CppBuilder(name="o", sources="i", BuildOption=CppTorchDeviceOptions(**options)).get_command_line()
+        header = codecache._get_cpp_prefix_header("cpu")
+        return None if header is None else codecache._precompile_header(header, command, min_optimize=False, **options)
+    except Exception as error:  # private functions of torch
+        _log.debug("no precompiled header is used: %s", error)
+        return None
+
+
+def _describe_options() -> dict[str, Any]:
+    """Return Inductor's options for kernels on a CPU."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return dict(vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu")
+
+
+def build_library(kernels: Collection[KernelSource]) -> bytes:
     """Compile ``kernels`` with Inductor's compiler and options, and return the bytes of one shared object for
     :func:`load_library`.
 
     Raise an error of torch or of the operating system if the compiler fails.
     """
+    header = start_header_search().result()
+    if header is not None:
+        try:
+            return _build(kernels, header)
+        except Exception as error:  # the header may be damaged
+            _log.debug("kernels are compiled without %s: %s", header, error)
+    return _build(kernels, None)
+
+
+def _build(kernels: Collection[KernelSource], header: str | None) -> bytes:
+    """Compile ``kernels``, and return the bytes of one shared object. ``header``: the path of a precompiled header."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     with tempfile.TemporaryDirectory(prefix="partitioner-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"{_MODULE}.cpp"
         path.write_text(_join_sources(kernels))
-        quiet = ("-w",)  # Inductor's header gives thousands of warnings, which take time
-        options = CppTorchDeviceOptions(
-            vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu", extra_flags=quiet
-        )
+        # Inductor's header gives thousands of warnings, which take time.
+        options = CppTorchDeviceOptions(**_describe_options(), extra_flags=("-w",))
+        options.precompiled_header = header
         builder = CppBuilder(name=_MODULE, sources=str(path), BuildOption=options, output_dir=folder)
         builder.build()
         return Path(builder.get_target_file_path()).read_bytes()

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from partitioner.runtime.checkpoint.file_sums import METADATA, FileSum
 from partitioner.runtime.checkpoint.shards import ShardPiece
 from partitioner.runtime.checkpoint.training_state import pack_plain_data, unpack_plain_data
 from partitioner.runtime.errors import DamagedCheckpointError
@@ -40,18 +41,6 @@ from partitioner.runtime.state.disk_offload import is_mapped, release_pages, vie
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
-
-METADATA = ".metadata"
-
-_READ = 1 << 20
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """The length of a file in bytes, ``nbytes``, and its SHA-256 as hexadecimal digits, ``sha256``."""
-
-    nbytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -67,16 +56,6 @@ class Written:
     items: list[WriteItem] = field(default_factory=list)
     results: list[WriteResult] = field(default_factory=list)
     files: dict[str, FileSum] = field(default_factory=dict)
-
-
-def sum_of(path: Path) -> FileSum:
-    """Read the file ``path``, and return its length and SHA-256. Raise ``OSError`` if it cannot be read."""
-    digest, nbytes = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(_READ):
-            digest.update(block)
-            nbytes += len(block)
-    return FileSum(nbytes, digest.hexdigest())
 
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Written:
@@ -187,7 +166,6 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors has")
 
 
-_OWN_MODULE = "partitioner.runtime.checkpoint.dcp_files"
 _PLAIN_CLASSES = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -205,7 +183,8 @@ _PLAIN_CLASSES = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.storage": ("WriteResult",),
     "torch.distributed.checkpoint.planner": ("TensorWriteData", "WriteItem", "WriteItemType"),
-    _OWN_MODULE: ("FileSum", "Written"),
+    "partitioner.runtime.checkpoint.dcp_files": ("Written",),
+    "partitioner.runtime.checkpoint.file_sums": ("FileSum",),
 }
 
 

@@ -17,7 +17,7 @@ from partitioner.passes.capture.wrappers import match_state_names
 from partitioner.passes.errors import PartitionError
 from partitioner.runtime.checkpoint import hyperparameters
 from partitioner.runtime.checkpoint.atomic_folder import MANIFEST, read_manifest
-from partitioner.runtime.checkpoint.dcp_files import FileSum, sum_of
+from partitioner.runtime.checkpoint.file_sums import FileSum, sum_of
 from partitioner.runtime.checkpoint.save import FORMAT, MODEL, TRAINING, saved_states
 from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, make_scalar_piece, whole_piece
 from partitioner.runtime.checkpoint.training_state import (

@@ -32,7 +32,7 @@ from partitioner.runtime.checkpoint.atomic_folder import (
     remove_path_atomically,
     wait_for_writers,
 )
-from partitioner.runtime.checkpoint.dcp_files import METADATA, FileSum, sum_of
+from partitioner.runtime.checkpoint.file_sums import METADATA, FileSum, sum_of
 from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, written_by
 from partitioner.runtime.checkpoint.training_state import (
     Optimizers,

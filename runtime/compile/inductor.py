@@ -1,10 +1,13 @@
 """Compile a graph of ATen operators by Inductor, without Dynamo and without autograd around it.
 
 The graphs of blocks are traced and differentiated already. Handing them to Inductor saves what ``torch.compile`` adds:
-a second trace by Dynamo, the guards that it checks at every call, and the wrappers of AOTAutograd. On a CPU the result
-is kept on disk, by a hash of the graph, in a folder inside that of ``TORCHINDUCTOR_CACHE_DIR``. Other processes and
-later runs load it without importing Inductor (``kept_code.py``). Inductor's own files are not read again: it does not
-notice damage. On a GPU, Inductor keeps its kernels itself.
+a second trace by Dynamo, the guards that it checks at every call, and the wrappers of AOTAutograd.
+
+On a CPU this has two steps. :func:`generate_code` lets Inductor generate Python functions and C++ kernels for each
+graph. :func:`build_functions` compiles the kernels of several graphs at once (``kernels.py``). The result is kept on
+disk, by a hash of the graph, in a folder inside that of ``TORCHINDUCTOR_CACHE_DIR``. Other processes and later runs
+load it without importing Inductor (``kept_code.py``). Inductor's own files are not read again: it does not notice
+damage. On a GPU, Inductor keeps its kernels itself.
 
 Shapes and strides are fixed. The compiled function checks those of its arguments.
 """
@@ -15,6 +18,7 @@ import getpass
 import hashlib
 import operator
 import os
+import pickle
 import re
 import sys
 import tempfile
@@ -22,48 +26,106 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from partitioner.passes.ops import cpu_products, cross_entropy
-from partitioner.runtime.compile.kept_code import BoxedFunction, load_code, pack_code
+from partitioner.runtime.compile.kept_code import BoxedFunction, GeneratedCode, make_function, select_code
+from partitioner.runtime.compile.kernels import build_library, collect_kernels, load_library, start_header_search
 from partitioner.runtime.file_cache import FileCache, open_cache
 
-_FORMAT = 2  # raise it when the code that is generated for a graph changes
+_FORMAT = 3  # raise it when the code that is generated for a graph changes
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _multiply = torch.ops.partition.multiply.default
 
 
-def compile_graph_module(module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device) -> BoxedFunction:
-    """Return a compiled function that computes ``module``, a graph without side effects, for tensors with the shapes,
-    strides and types of ``arguments``. If another process has compiled this graph already, its code is loaded from
-    disk.
+class NamedCode(NamedTuple):
+    """Code of a graph whose kernels are not compiled yet. ``name``: the hash by which it is kept on disk."""
+
+    name: str
+    code: GeneratedCode
+
+
+def generate_code(
+    module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device
+) -> NamedCode | BoxedFunction:
+    """Generate code for ``module``, a graph without side effects, for tensors with the shapes, strides and types of
+    ``arguments``. Return it for :func:`build_functions`, or return the compiled function: if another process has
+    compiled this graph already, its code is loaded from disk, and on a GPU, or if the code cannot be kept, Inductor
+    compiles it at once.
 
     ``device``: where the function gets its arguments; the tensors ``arguments`` may be elsewhere, such as on the meta
-    device. The function takes a list of arguments, which it empties, and returns a sequence of results with the strides
-    that the operators of the graph give them. It raises ``AssertionError`` for arguments of other shapes or strides.
+    device. A compiled function takes a list of arguments, which it empties, and returns a sequence of results with the
+    strides that the operators of the graph give them. It raises ``AssertionError`` for arguments of other shapes or
+    strides.
     """
+    function: BoxedFunction | None
     if device.type != "cpu":
-        found: BoxedFunction = _compile_by_inductor(module, arguments, device).current_callable
-        return found
-    kept, name = find_cache(), f"{describe_module(module, arguments, device)}.code"
-    content = kept.read(name)
-    if content is not None:
-        try:
-            return load_code(content)
-        except (ImportError, OSError) as error:
-            kept.discard(name, str(error))
+        function = _compile_by_inductor(module, arguments, device).current_callable
+        return function
+    name = describe_module(module, arguments, device)
+    function = _load_function(name)
+    if function is not None:
+        return function
+    from torch._inductor import config
+
     with _use_empty_folder():
-        compiled = _compile_by_inductor(module, arguments, device)
-        function: BoxedFunction = compiled.current_callable
-        if not compiled.constants:
-            values = getattr(getattr(function, "__func__", function), "__globals__", {})
-            packed = pack_code(compiled.source_code, values)
-            if packed is not None:
-                kept.write(name, packed)
-    return function
+        with config.patch(_settings(device)), collect_kernels():
+            start_header_search()
+            generated = _compile_by_inductor(module, arguments, device)
+        function = generated.current_callable
+        values = getattr(getattr(function, "__func__", function), "__globals__", {})
+        code = None if generated.constants else select_code(generated.source_code, values)
+        if code is not None:
+            return NamedCode(name, code)
+        function = _compile_by_inductor(module, arguments, device).current_callable
+        return function
+
+
+def build_functions(codes: Sequence[NamedCode]) -> list[BoxedFunction]:
+    """Compile the kernels of ``codes`` together, by one call of the C++ compiler, keep them on disk, and return the
+    compiled function of each.
+
+    Raise an error of torch or of the operating system if the compiler fails.
+    """
+    from torch._inductor import config
+
+    kept, library, module = find_cache(), None, None
+    kernels = [kernel for _, code in codes for kernel in code.kernels.values()]
+    if kernels:
+        with config.patch(_settings(torch.device("cpu"))):
+            content = build_library(kernels)
+        module = load_library(content)
+        library = f"{hashlib.sha256(repr(sorted(name for name, _ in codes)).encode()).hexdigest()[:32]}.kernels"
+        kept.write(library, content)
+    functions = []
+    for name, code in codes:
+        entries = {read: kernel.name for read, kernel in code.kernels.items()}
+        kept.write(f"{name}.code", pickle.dumps((code.functions, entries, library if entries else None)))
+        functions.append(make_function(code.functions, {r: getattr(module, e) for r, e in entries.items()}))
+    return functions
+
+
+def _load_function(name: str) -> BoxedFunction | None:
+    """Return the compiled function that is kept on disk under ``name``; ``None`` if there is none that can be used."""
+    kept = find_cache()
+    content = kept.read(f"{name}.code")
+    if content is None:
+        return None
+    functions, entries, library = pickle.loads(content)
+    if library is None:
+        return make_function(functions, {})
+    found = kept.read(library)
+    try:
+        if found is None:
+            raise ImportError(f"its kernels in {library} are missing")
+        module = load_library(found)
+        return make_function(functions, {read: getattr(module, entry) for read, entry in entries.items()})
+    except (AttributeError, ImportError, OSError) as error:
+        kept.discard(f"{name}.code", str(error))
+        return None
 
 
 @contextmanager
@@ -178,6 +240,13 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
         cross_entropy.ops.target_and_logsumexp_backward.default: cross_entropy.decompose_backward,
     }
     return {**select_decomp_table(), **ours}
+
+
+def import_compiler() -> None:
+    """Import Inductor, which takes seconds, at a time when this process would wait for another one."""
+    from torch._inductor import compile_fx  # noqa: F401
+
+    _register_lowerings()
 
 
 @cache

@@ -1,8 +1,9 @@
-"""Keep what Inductor has compiled for a CPU, so that another process can load it without Inductor.
+"""Keep what Inductor has generated for a CPU, so that another process can load it without Inductor.
 
-Inductor generates a Python module for a graph: some functions that call kernels, each a shared object. The module
-imports Inductor, which takes seconds. What is kept instead are the functions' source and the bytes of the shared
-objects. The functions get the few names that they read from here. Code that reads other names is not kept.
+Inductor generates a Python module for a graph: some functions that call kernels in C++. The module imports Inductor,
+which takes seconds. What is kept instead are the functions' source and, in a file that several graphs share, the
+compiled kernels (``kernels.py``). The functions get the few names that they read from here. Code that reads other names
+is not kept.
 """
 
 from __future__ import annotations
@@ -10,25 +11,17 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import hashlib
-import os
-import pickle
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
-from types import BuiltinFunctionType, CodeType, SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
 from partitioner.passes.ops import cpu_products
+from partitioner.runtime.compile.kernels import Kernel, KernelSource
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]  # it empties the list of its arguments
 
-_ENTRY = "kernel"  # name of the function of each shared object
-_ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # a variable from which shared objects read a function's address
 _NOT_CALLED = ("get_args", "benchmark_compiled_module")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution")  # functions of torch with out= that Inductor may call
 _guards: Any = torch._C._dynamo.guards
@@ -47,39 +40,38 @@ _NAMES: dict[str, Any] = {
         **{name: getattr(torch, name) for name in _PRODUCTS}, partition_multiply=cpu_products.multiply
     ),
 }
-_compiled: dict[str, bytes] = {}  # shared objects that this process has compiled, by their former path
-_loaded: dict[str, Callable[..., None]] = {}  # kernels of this process, by a hash of their shared objects
 
 
-def pack_code(source: str, values: dict[str, Any]) -> bytes | None:
-    """Return the module ``source``, which Inductor has generated, as bytes for :func:`load_code`; ``None`` if it needs
-    more than can be kept.
+class GeneratedCode(NamedTuple):
+    """What Inductor has generated for a graph. ``functions``: Python source of functions, of which ``call`` computes
+    the graph. ``kernels``: name that the functions read -> kernel that it stands for.
+    """
+
+    functions: str
+    kernels: dict[str, KernelSource]
+
+
+def select_code(source: str, values: dict[str, Any]) -> GeneratedCode | None:
+    """Return what can be kept of the module ``source``, which Inductor has generated under
+    :func:`~partitioner.runtime.compile.kernels.collect_kernels`; ``None`` if it needs more than can be kept.
 
     ``values``: name -> value of the names of the loaded module.
     """
     functions = _select_functions(source)
     read = set(_find_names(compile(functions, "<compiled>", "exec")))
-    kernels: dict[str, bytes] = {}
-    for name in sorted(read & values.keys() - _NAMES.keys()):
-        path = getattr(getattr(values[name], "__self__", None), "__file__", None)
-        if isinstance(values[name], BuiltinFunctionType) and values[name].__name__ == _ENTRY and path:
-            if path not in _compiled:  # Inductor compiles equal kernels once for a process; the file goes
-                _compiled[path] = Path(path).read_bytes()
-            kernels[name] = _compiled[path]
+    kernels = {n: values[n] for n in sorted(read & values.keys()) if isinstance(values[n], KernelSource)}
     external = values.get("extern_kernels")
     if read - kernels.keys() - _NAMES.keys() - set(dir(builtins)) or not _has_known_products(functions, external):
         return None
-    return pickle.dumps({"functions": functions, "kernels": kernels})
+    return GeneratedCode(functions, kernels) if all(k.can_be_joined() for k in kernels.values()) else None
 
 
-def load_code(content: bytes) -> BoxedFunction:
-    """Return the function that ``content``, made by :func:`pack_code`, defines, with its kernels loaded.
-
-    Raise ``ImportError`` or ``OSError`` if a shared object cannot be loaded.
+def make_function(functions: str, kernels: Mapping[str, Kernel]) -> BoxedFunction:
+    """Return the function ``call`` that the Python source ``functions`` defines. ``kernels``: name that the functions
+    read -> compiled kernel.
     """
-    data = pickle.loads(content)
-    values: dict[str, Any] = {**_NAMES, **{name: _load_kernel(found) for name, found in data["kernels"].items()}}
-    exec(compile(data["functions"], "<compiled>", "exec"), values)
+    values: dict[str, Any] = {**_NAMES, **kernels}
+    exec(compile(functions, "<compiled>", "exec"), values)
     function: BoxedFunction = values["call"]
     return function
 
@@ -125,20 +117,3 @@ def _has_known_products(functions: str, external: Any) -> bool:
             elif node.attr in ("inductor", "_inductor", "inductor_prims"):
                 return False
     return True
-
-
-def _load_kernel(content: bytes) -> Callable[..., None]:
-    """Return the function of the shared object whose bytes are ``content``; load it once for this process."""
-    key = hashlib.sha256(content).hexdigest()
-    if key not in _loaded:
-        os.environ[_ADDRESS] = str(_guards._torchinductor_pyobject_tensor_data_ptr)  # what a parent has set is not ours
-        with tempfile.TemporaryDirectory(prefix="partitioner-") as folder:
-            path = Path(folder) / f"{key}.so"
-            path.write_bytes(content)
-            loader = ExtensionFileLoader(f"partitioner_kernels_{key}.{_ENTRY}", str(path))
-            spec = spec_from_loader(loader.name, loader)
-            assert spec is not None
-            module = module_from_spec(spec)
-            loader.exec_module(module)
-        _loaded[key] = getattr(module, _ENTRY)
-    return _loaded[key]

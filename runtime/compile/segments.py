@@ -17,6 +17,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,14 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.passes.ir.collectives import collective_name
-from partitioner.runtime.compile.inductor import compile_graph_module, describe_module, find_cache, is_fixed
+from partitioner.runtime.compile.inductor import (
+    NamedCode,
+    build_functions,
+    describe_module,
+    find_cache,
+    generate_code,
+    is_fixed,
+)
 from partitioner.runtime.compile.kept_code import BoxedFunction
 from partitioner.runtime.errors import LaunchError
 
@@ -113,14 +121,19 @@ class FixedSegment:
         except AssertionError:  # not the expected shapes or strides; a function checks them before all else
             return self._call_variant(arguments)
 
-    def compile(self, wait: bool = True) -> bool:
-        """Compile this group of operators for arguments with the shapes and strides of the graph's placeholders. Return
-        whether it is compiled now. ``wait``: if another process of the machine compiles it at the moment, wait and load
-        its result; otherwise return ``False`` then.
-        """
-        expected = [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
-        with one_thread:
-            return bool(self._variants) or self._add_variant(expected, wait)
+    def compile(self) -> None:
+        """Compile this group of operators for arguments with the shapes and strides of the graph's placeholders."""
+        compile_in_turns([self])
+
+    @property
+    def expected(self) -> list[Tensor]:
+        """Return meta tensors of the arguments that the graph's placeholders describe."""
+        return [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether a function has been compiled for some arguments."""
+        return bool(self._variants)
 
     def _call_variant(self, arguments: tuple[Any, ...]) -> Any:
         """Call the compiled function for the strides of ``arguments``, and return its results. The function is compiled
@@ -133,19 +146,22 @@ class FixedSegment:
                 return self._call_dynamic(arguments)
             strides = _list_strides(arguments)
             if strides not in self._variants:
-                self._add_variant(arguments)
+                _compile_variants([(self, arguments)], wait=True)
             return self._variants[strides]([*arguments])
 
-    def _add_variant(self, arguments: Sequence[Tensor], wait: bool = True) -> bool:
-        """Compile this group of operators for the shapes and strides of ``arguments``. Return whether it was compiled
-        or loaded. ``wait``: if another process of the machine compiles it at the moment, wait and load its result;
-        otherwise return ``False`` then.
+    def add_variant(self, arguments: Sequence[Tensor], function: BoxedFunction) -> None:
+        """Use ``function`` for arguments with the shapes and strides of ``arguments``."""
+        self._shapes = tuple(tuple(a.shape) for a in arguments)
+        self._variants[_list_strides(arguments)] = function
+        self._only = function if len(self._variants) == 1 else None
+
+    def add_uncompiled(self, arguments: Sequence[Tensor], error: Exception) -> None:
+        """Run the operators one by one for arguments with the shapes and strides of ``arguments``, and log a warning:
+        compilation failed with ``error``.
         """
-        with find_cache().hold_lock(describe_module(self.module, arguments, self.device), wait) as held:
-            if held:
-                self._variants[_list_strides(arguments)] = made = self._compile_for(arguments)
-                self._only = made if len(self._variants) == 1 else None
-            return held
+        _warn_not_compiled(self.name, error)
+        self.falls_back = True
+        self.add_variant(arguments, lambda given: self.module.forward(*given))
 
     def _call_dynamic(self, arguments: tuple[Any, ...]) -> Any:
         """Compile this group of operators by ``torch.compile`` for shapes that change from call to call, such as
@@ -159,37 +175,73 @@ class FixedSegment:
         self._dynamic = Segment(self.name, self.module, "inductor")
         return self._dynamic(*arguments)
 
-    def _compile_for(self, arguments: Sequence[Tensor]) -> BoxedFunction:
-        """Return the compiled function of this group of operators for tensors with the shapes and strides of
-        ``arguments``. It takes a list of arguments.
-
-        If compilation fails, log a warning and return a function that runs the operators one by one.
-        """
-        self._shapes = tuple(tuple(a.shape) for a in arguments)
-        try:
-            return compile_graph_module(self.module, arguments, self.device)
-        except Exception as error:
-            _warn_not_compiled(self.name, error)
-            self.falls_back = True
-            return lambda given: self.module.forward(*given)
-
     def __str__(self) -> str:
         return f"compiled {self.name}"
 
 
-def compile_in_turns(segments: Sequence[Segment | FixedSegment], start: int) -> None:
+def compile_in_turns(segments: Sequence[Segment | FixedSegment]) -> None:
     """Compile ``segments`` (groups of operators) together with the other processes of this machine, which call this
-    with the same list: each is compiled by one process. A process skips those that another one compiles at the moment,
-    and loads their code at the end.
-
-    ``start``: index in ``segments`` with which this process begins, so that processes begin at different places.
+    with the same groups: each is compiled by one process. All begin with the largest groups. A process skips those that
+    another one compiles at the moment, and loads their code at the end.
     """
-    fixed = [s for s in segments if isinstance(s, FixedSegment)]
-    if fixed:
-        start %= len(fixed)
-        left = [s for s in (*fixed[start:], *fixed[:start]) if not s.compile(wait=False)]
-        for segment in left:
-            segment.compile()
+    with one_thread:
+        fixed = [s for s in segments if isinstance(s, FixedSegment) and not s.is_compiled]
+        fixed.sort(key=lambda s: len(s.module.graph.nodes), reverse=True)
+        left = _compile_variants([(s, s.expected) for s in fixed], wait=False)
+        for segment, arguments in left:  # one by one: a process that waits for a lock must hold no other one
+            _compile_variants([(segment, arguments)], wait=True)
+
+
+_Wanted = tuple[FixedSegment, Sequence[Tensor]]  # a group of operators, and tensors like its arguments
+
+
+def _compile_variants(wanted: Sequence[_Wanted], wait: bool) -> list[_Wanted]:
+    """Compile each group of operators in ``wanted`` for its arguments, or load its code, and return the groups that are
+    left, because another process of the machine compiles them at the moment.
+
+    ``wait``: wait for the other process and load its result, so that none is left. If a group cannot be compiled, log a
+    warning and let it run operator by operator.
+    """
+    left: list[_Wanted] = []
+    generated: list[tuple[_Wanted, NamedCode]] = []
+    with ExitStack() as locks:
+        for segment, arguments in wanted:
+            name = describe_module(segment.module, arguments, segment.device)
+            if not locks.enter_context(find_cache().hold_lock(name, wait)):
+                left.append((segment, arguments))
+                continue
+            try:
+                found = generate_code(segment.module, arguments, segment.device)
+            except Exception as error:
+                segment.add_uncompiled(arguments, error)
+            else:
+                if isinstance(found, NamedCode):
+                    generated.append(((segment, arguments), found))
+                else:
+                    segment.add_variant(arguments, found)
+        _build_variants(generated)
+    return left
+
+
+def _build_variants(generated: Sequence[tuple[_Wanted, NamedCode]]) -> None:
+    """Compile the kernels of groups of operators for which code has been ``generated``, and let the groups use it.
+
+    If the compiler fails, the groups are compiled one by one, so that the others are compiled.
+    """
+    if not generated:
+        return
+    try:
+        functions = build_functions([code for _, code in generated])
+    except Exception as error:
+        if len(generated) > 1:
+            for one in generated:
+                _build_variants([one])
+        else:
+            segment, arguments = generated[0][0]
+            segment.add_uncompiled(arguments, error)
+    else:
+        for ((segment, arguments), _), function in zip(generated, functions, strict=True):
+            segment.add_variant(arguments, function)
 
 
 def _list_strides(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -31,7 +31,7 @@ from partitioner.passes.ops.attention import band_of
 from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.storage import give_back, share_memory
-from partitioner.runtime.compile.inductor import find_cache
+from partitioner.runtime.compile.inductor import find_cache, import_compiler
 from partitioner.runtime.compile.segments import (
     META,
     FixedSegment,
@@ -67,11 +67,13 @@ class SharedDerivatives:
     """A folder through which the processes on one machine share the forward and backward graphs of the model's
     blocks.
 
-    The graphs are pickled. Raise :class:`LaunchError` if another user could write to the folder.
+    The graphs are pickled. ``compiles``: whether the graphs will be compiled by Inductor. Raise :class:`LaunchError` if
+    another user could write to the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, compiles: bool = False) -> None:
         self.files = FileCache(folder)
+        self.compiles = compiles
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if foreign := find_foreign_access(folder):
@@ -83,20 +85,39 @@ class SharedDerivatives:
         """Return the forward and backward graphs of a block, from the folder if another process has stored them.
 
         ``key``: a tuple that identifies the block and the gradients that it needs. The first process that asks calls
-        ``make`` and stores the result; the others wait. If that process fails or is killed, the next one calls
-        ``make``.
+        ``make`` and stores the result; the others wait, and import the compiler meanwhile. If that process fails or is
+        killed, the next one calls ``make``.
         """
         name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.graphs"
+        found = self._read(name)
+        if found is not None:
+            return found
+        with self.files.hold_lock(name, wait=False) as held:
+            if held:
+                return self._read_or_make(name, make)
+        if self.compiles:
+            import_compiler()
         with self.files.hold_lock(name):
-            content = self.files.read(name)
-            if content is not None:
-                try:
-                    return _from_data(pickle.loads(content))
-                except Exception as error:
-                    self.files.discard(name, str(error))
-            made = make()
-            self.files.write(name, pickle.dumps(_to_data(made)))
-            return made
+            return self._read_or_make(name, make)
+
+    def _read_or_make(self, name: str, make: Callable[[], Differentiated]) -> Differentiated:
+        """Return the graphs that are stored under ``name``, or call ``make`` and store its result. The caller holds the
+        lock.
+        """
+        found = self._read(name)
+        if found is None:
+            found = make()
+            self.files.write(name, pickle.dumps(_to_data(found)))
+        return found
+
+    def _read(self, name: str) -> Differentiated | None:
+        """Return the graphs that are stored under ``name``; ``None`` if there are none, or they are damaged."""
+        content = self.files.read(name)
+        try:
+            return None if content is None else _from_data(pickle.loads(content))
+        except Exception as error:
+            self.files.discard(name, str(error))
+            return None
 
 
 def _to_data(made: Differentiated) -> dict[str, Any]:
@@ -198,7 +219,7 @@ class Library:
         self.device = device
         self.backend = backend_of(compile, device)
         shared = find_cache().folder if shared is None and self.backend == "inductor" else shared
-        self._shared = None if shared is None else SharedDerivatives(shared)
+        self._shared = None if shared is None else SharedDerivatives(shared, self.backend == "inductor")
         self._segments: dict[tuple[str, GradientNeeds | None, str, int], Segment | FixedSegment] = {}
         self._blocks: dict[str, Block] = {}
         self._derivatives: dict[tuple[str, GradientNeeds], Differentiated] = {}
@@ -266,15 +287,15 @@ class Library:
         with one_thread:
             return fuse_segments(graph, num_sinks, self.device, made)
 
-    def compile_segments(self, start: int) -> None:
+    def compile_segments(self) -> None:
         """Compile the functions that have been made so far, together with the other processes of this machine.
         Functions of blocks with experts, whose shapes depend on how many tokens each expert gets, are left out; they
-        are compiled at their first call. ``start``: index of the function with which this process begins.
+        are compiled at their first call.
         """
         if not self._segments:
             return
         routed = {name for name, block in self.program.blocks.items() if _has_routing(block)}
-        compile_in_turns([s for key, s in self._segments.items() if key[0] not in routed], start)
+        compile_in_turns([s for key, s in self._segments.items() if key[0] not in routed])
 
 
 @cache

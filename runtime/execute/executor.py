@@ -120,7 +120,7 @@ class Executor:
             self.calls = [self.replay.wrap_call(call) for call in bound]
         self.actions = self._compile_actions()
         self._own_actions = list(self.actions)
-        library.compile_segments(_FUNCTIONS_OF_A_BLOCK * rank.rank)  # each rank begins with another block
+        library.compile_segments()
         self.recorder: Recorder | None = None
 
     @property
@@ -485,8 +485,6 @@ def _require_microbatch(instruction: Instruction) -> int:
 def _do_nothing() -> None:
     """Do nothing. This is the action of a send whose receiver is this rank itself: the value is already in place."""
 
-
-_FUNCTIONS_OF_A_BLOCK = 3  # at least: its forward, and the two halves of its backward
 
 _BACKWARD = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
 

@@ -37,7 +37,7 @@ from partitioner.passes.errors import InternalError
 from partitioner.passes.ir.serialize import block_from_data
 from partitioner.plans.files import FORMAT, RANK_FORMAT, VERSION, export_ranks
 from partitioner.pretrained.configuration import read_configuration
-from partitioner.runtime.checkpoint.dcp_files import METADATA, sum_of
+from partitioner.runtime.checkpoint.file_sums import METADATA, sum_of
 from partitioner.runtime.checkpoint.save import TRAINING
 from partitioner.runtime.checkpoint.training_state import unpack_plain_data
 from partitioner.runtime.execute.bind import SharedDerivatives

@@ -21,7 +21,8 @@ from torch import Tensor, fx
 
 from partitioner import Constraints, Engine, LaunchError, Topology, partition
 from partitioner.runtime.compile import inductor
-from partitioner.runtime.compile.segments import FixedSegment, Segment, backend_of
+from partitioner.runtime.compile.kernels import build_library
+from partitioner.runtime.compile.segments import FixedSegment, Segment, backend_of, compile_in_turns
 from partitioner.runtime.execute.bind import Library, gradient_needs
 from partitioner.runtime.program.program import Program
 from tests.helpers.every_rank import on_every_rank
@@ -111,13 +112,22 @@ def test_compiled_models_compute_the_same_in_float64(name: str, mesh: dict[str, 
     assert not any(isinstance(s, FixedSegment) and s.falls_back for s in library._segments.values())
 
 
-def scaled_norm() -> fx.GraphModule:
+def pointwise() -> fx.GraphModule:
+    """A graph of two pointwise operators, for a tensor ``[4, 8]``."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 8, dtype=torch.float64)
+    graph.output((graph.call_function(aten.exp.default, (graph.call_function(aten.neg.default, (x,)),)),))
+    return fx.GraphModule({}, graph)
+
+
+def scaled_norm(epsilon: float = 1e-6) -> fx.GraphModule:
     """A graph with what a compiler fuses, for a tensor ``[4, 8]``."""
     graph, aten = fx.Graph(), torch.ops.aten
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(4, 8, dtype=torch.float64)
     norm = graph.call_function(aten.mean.dim, (graph.call_function(aten.mul.Tensor, (x, x)), [-1], True))
-    scale = graph.call_function(aten.rsqrt.default, (graph.call_function(aten.add.Tensor, (norm, 1e-6)),))
+    scale = graph.call_function(aten.rsqrt.default, (graph.call_function(aten.add.Tensor, (norm, epsilon)),))
     graph.output((graph.call_function(aten.mul.Tensor, (x, scale)),))
     return fx.GraphModule({}, graph)
 
@@ -130,7 +140,8 @@ def test_compiled_code_is_read_from_disk_and_fits_other_strides_and_shapes(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     module, x = scaled_norm(), torch.randn(4, 8, dtype=torch.float64)
     first = FixedSegment("part", module, CPU)
-    assert first.compile()
+    first.compile()
+    assert first.is_compiled
     (expected,) = module.forward(x)
     torch.testing.assert_close(first(x)[0], expected)
     assert len(list((tmp_path / "partitioner").glob("*.code"))) == 1
@@ -138,7 +149,7 @@ def test_compiled_code_is_read_from_disk_and_fits_other_strides_and_shapes(
     with monkeypatch.context() as patch:
         patch.setattr(inductor, "_compile_by_inductor", None)
         second = FixedSegment("part", module, CPU)
-        assert second.compile()
+        second.compile()
         assert torch.equal(second(x)[0], first(x)[0])
         assert not second.falls_back
 
@@ -155,16 +166,21 @@ def test_compiled_code_is_read_from_disk_and_fits_other_strides_and_shapes(
 def test_damaged_files_are_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Files of this project, of which each holds functions and shared objects, and files of Inductor."""
+    """Files of this project, with functions or with a shared object, and files of Inductor."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     module, x = scaled_norm(), torch.randn(4, 8, dtype=torch.float64)
     (expected,) = FixedSegment("part", module, CPU)(x)
-    (path,) = (tmp_path / "partitioner").glob("*.code")
-    whole = path.read_bytes()
+    (code,), (kernels,) = ((tmp_path / "partitioner").glob(f"*.{kind}") for kind in ("code", "kernels"))
+    whole = kernels.read_bytes()
     assert b"\x7fELF" in whole
     middle = whole.index(b"\x7fELF") + 5000
     noise = bytes(b ^ 85 for b in whole[middle : middle + 500])
-    for damaged in (whole[:middle], whole[: len(whole) // 50], b"", whole[:middle] + noise + whole[middle + 500 :]):
+    for path, damaged in (
+        (code, code.read_bytes()[:-7]),
+        (kernels, whole[:middle]),
+        (kernels, b""),
+        (kernels, whole[:middle] + noise + whole[middle + 500 :]),
+    ):
         path.write_bytes(damaged)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -172,7 +188,8 @@ def test_damaged_files_are_compiled_again(
             assert torch.equal(segment(x)[0], expected)
         assert caplog.text.count(f"{path} is damaged") == 1
         assert not segment.falls_back
-        assert inductor.find_cache().read(path.name) is not None
+        assert {p for p in code.parent.iterdir() if p.suffix != ".lock"} == {code, kernels}
+        assert inductor._load_function(code.stem) is not None
     assert [p for p in tmp_path.iterdir() if p.name != "partitioner"] == [], "files that Inductor would read"
 
 
@@ -181,20 +198,67 @@ def test_damaged_files_are_compiled_again(
 def test_a_shared_object_that_cannot_be_loaded_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Such as one of another machine that shares the folder: its checksum is right."""
+    """Such as one of another machine that shares the folder: its checksum is right. Or one without the kernel."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     module, x = scaled_norm(), torch.randn(4, 8, dtype=torch.float64)
     (expected,) = FixedSegment("part", module, CPU)(x)
     kept, (path,) = inductor.find_cache(), (tmp_path / "partitioner").glob("*.code")
     content = kept.read(path.name)
     assert content is not None
-    data = pickle.loads(content)
-    kept.write(path.name, pickle.dumps({**data, "kernels": dict.fromkeys(data["kernels"], b"no object")}))
+    functions, entries, library = pickle.loads(content)
+    kept.write("other.kernels", b"no object")
+    for damaged in (functions, entries, "other.kernels"), (functions, dict.fromkeys(entries, "another"), library):
+        kept.write(path.name, pickle.dumps(damaged))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            segment = FixedSegment("part", module, CPU)
+            assert torch.equal(segment(x)[0], expected)
+        assert f"{path} is damaged" in caplog.text
+        assert not segment.falls_back and inductor._load_function(path.stem) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND != "inductor", reason="Inductor needs a C++ compiler")
+def test_kernels_of_several_functions_are_compiled_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Equal kernels once, and with Inductor's own results bit by bit."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    calls: list[int] = []
+
+    def build(kernels: Any) -> bytes:
+        calls.append(len(set(kernels)))
+        return build_library(kernels)
+
+    monkeypatch.setattr(inductor, "build_library", build)
+    modules, x = [scaled_norm(), pointwise(), scaled_norm(1.0)], torch.randn(4, 8, dtype=torch.float64)
+    segments = [FixedSegment(f"part{i}", module, CPU) for i, module in enumerate(modules)]
+    compile_in_turns(segments)
+    assert calls == [3] and len(list((tmp_path / "partitioner").glob("*.kernels"))) == 1
+    for segment, module in zip(segments, modules, strict=True):
+        assert segment.is_compiled and not segment.falls_back
+        alone = inductor._compile_by_inductor(module, [x], CPU).current_callable([x])
+        assert torch.equal(segment(x)[0], alone[0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND != "inductor", reason="Inductor needs a C++ compiler")
+def test_a_kernel_that_does_not_compile_spares_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def build(kernels: Any) -> bytes:
+        broken = [k._replace(source=f"{k.source} no c++") if ".exp" in k.source else k for k in kernels]
+        return build_library(broken)
+
+    monkeypatch.setattr(inductor, "build_library", build)
+    norm, other = FixedSegment("norm", scaled_norm(), CPU), FixedSegment("other", pointwise(), CPU)
     with caplog.at_level(logging.WARNING):
-        segment = FixedSegment("part", module, CPU)
-        assert torch.equal(segment(x)[0], expected)
-    assert f"{path} is damaged" in caplog.text
-    assert not segment.falls_back and kept.read(path.name) == content
+        compile_in_turns([norm, other])
+    assert other.falls_back and not norm.falls_back
+    assert "other is not compiled, and runs operator by operator" in caplog.text
+    x = torch.randn(4, 8, dtype=torch.float64)
+    torch.testing.assert_close(norm(x)[0], scaled_norm().forward(x)[0])
+    torch.testing.assert_close(other(x)[0], pointwise().forward(x)[0])
 
 
 @pytest.mark.slow

@@ -28,6 +28,12 @@ def import_user_module(where: str) -> ModuleType:
     """
     path = Path(where)
     if not where.endswith(".py"):
+        if path.is_file():
+            raise TargetError(f"{where} is no Python file; expected FILE.py:FUNCTION")
+        if path.is_dir() and not (path / "__init__.py").is_file():
+            raise TargetError(
+                f"{where} is a folder; expected FILE.py:FUNCTION, or {where} alone if it has a config.json"
+            )
         sys.path.insert(0, str(Path.cwd()))
         with blame_user_code(where):
             return importlib.import_module(where)

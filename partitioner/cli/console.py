@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,23 @@ class Commands(TyperGroup):
         end = args.index("--") if "--" in args else len(args)
         ours, passed_on = args[:end], args[end:]
         ctx.meta["debug"] = "--debug" in ours
-        return super().parse_args(ctx, [*(a for a in ours if a != "--debug"), *passed_on])
+        ctx.meta["words"] = ours = [word for word in ours if word != "--debug"]
+        self._reject_repeated_options(ctx, ours)
+        return super().parse_args(ctx, [*ours, *passed_on])
+
+    def _reject_repeated_options(self, ctx: Any, words: list[str]) -> None:
+        """Raise an error of the command line if ``words``, a command with its arguments, give an option twice, of which
+        the first would be ignored. ``ctx``: the context of typer.
+        """
+        command = self.get_command(ctx, words[0]) if words else None
+        for option in getattr(command, "params", ()):
+            if option.param_type_name != "option" or option.multiple or option.is_flag:
+                continue
+            given = [word.partition("=")[0] for word in words if word.partition("=")[0] in option.opts]
+            if len(given) > 1:
+                names = " and ".join(dict.fromkeys(given))
+                same = " are one option, which" if len({*given}) > 1 else ""
+                raise BadParameter(f"{names}{same} is given {len(given)} times; give it once", ctx=ctx)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command of ``ctx``, a context of typer, and return its result. Errors are shown as panels, and end
@@ -63,6 +80,7 @@ class Commands(TyperGroup):
         except UsageError as error:
             from partitioner.option_text import written_here
 
+            _name_wrong_number(error, ctx.meta["words"])
             unknown = getattr(error, "option_name", "").lstrip("-")
             here = written_here(unknown, "N")
             if not here or not takes_constraints(getattr(error, "ctx", None)):
@@ -77,6 +95,19 @@ class Commands(TyperGroup):
                 raise
             show_error(FileError(f"{error.filename2 or error.filename}: {error.strerror}; give another file or folder"))
             ctx.exit(USER_ERROR)
+
+
+def _name_wrong_number(error: Exception, words: list[str]) -> None:
+    """Say in the message of ``error``, an error of the command line, what was given where a number is expected.
+    ``words``: the command with its arguments.
+    """
+    kinds = {"valid integer": "a whole number, such as 4096", "valid number": "a number, such as 2.5"}
+    expected = next((kind for text, kind in kinds.items() if text in getattr(error, "message", "")), None)
+    names = getattr(getattr(error, "param", None), "opts", ())
+    values = [value for name, value in pairwise(words) if name in names]
+    values += [word.partition("=")[2] for word in words if word.partition("=")[0] in names and "=" in word]
+    if expected and values:
+        error.message = f"expected {expected}, got {values[-1]!r}"  # type: ignore[attr-defined]
 
 
 def takes_constraints(ctx: Any) -> bool:

@@ -259,7 +259,7 @@ class Options:
         names = frozenset(known)
         for option in self.given:
             if option not in names and not self._is_ignored(option):
-                meant = format_suggestion(str(option).rpartition(".")[2], _shorten(names, str(option)))
+                meant = _suggest_option(str(option), names)
                 raise UnknownOptionError(
                     f"{self.where}: unknown option {self.name(option)}; {meant}expected an option of the framework: "
                     f"correct the name, leave it out, or give ignore={option} if it belongs to the training script"
@@ -282,6 +282,23 @@ class Options:
         text = "" if value is True and self.write.startswith("-") else str(value)
         text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         return UnusedOption(option=self.name(option), value=text, reason=reason)
+
+
+def _suggest_option(option: str, names: Collection[str]) -> str:
+    """Return a question such as "did you mean training.seq_len? ", with a blank after it, for ``option``, which is not
+    in ``names``: an option or section that is written like it, or the same option in another section. Return an empty
+    text if there is none.
+    """
+    last = option.rpartition(".")[2]
+    elsewhere = sorted(name for name in names if name.rpartition(".")[2] == last)
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}? "
+    sections = {name.rpartition(".")[0] for name in names} - {""}
+    alike = [] if "." in option else sorted({section.split(".")[0] for section in sections})
+    section = option.rpartition(".")[0]
+    if section and section not in sections:
+        return format_suggestion(section, sorted(sections))
+    return format_suggestion(last, [*_shorten(names, option), *alike])
 
 
 def _shorten(names: Iterable[str], like: str) -> list[str]:

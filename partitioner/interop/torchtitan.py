@@ -44,6 +44,9 @@ _BEYOND = {
     "parallelism.enable_loss_parallel": "the loss is sharded where this is cheaper",
     "parallelism.module_fqns_per_model_part": "names of modules are those of torchtitan; stages are divided evenly",
     "parallelism.pipeline_parallel_split_points": "names of modules are those of torchtitan; stages are divided evenly",
+    "experimental.pipeline_parallel_split_points": "names of modules are torchtitan's; stages are divided evenly",
+    "experimental.enable_compiled_autograd": "compiled autograd is not known",
+    "training.enable_loss_parallel": "the loss is sharded where this is cheaper",
     "activation_checkpoint.memory_budget": "what the compiler recomputes is not known",
     "activation_checkpoint.force_recompute_mm_shapes_by_fqns": "products are recomputed by turns",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "products are recomputed by turns",
@@ -177,13 +180,7 @@ def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
     """Return the fields of a training layout (name -> value) that say how many ranks hold copies of the model and how
     they shard its states: sizes of data parallelism and the ZeRO stage. ``pp``: number of pipeline ranks. ``options``:
     the options of the configuration."""
-    replicate = options.take_number("parallelism.data_parallel_replicate_degree", 1)
-    replicate = options.take_number("training.data_parallel_replicate_degree", replicate)
-    name = "training.data_parallel_shard_degree"
-    name = name if options.has(name) else "parallelism.data_parallel_shard_degree"
-    shard = options.take_number(name, -1, least=-1)
-    if shard == 0:
-        raise options.wrong_value(name, "1 or more, or -1 for the rest")
+    replicate, shard = _read_older_data_degree(options) or _read_data_degrees(options)
     keep = options.take_choice(
         "parallelism.fsdp_reshard_after_forward",
         {"default": "default", "always": "always", "never": "never"},
@@ -195,9 +192,52 @@ def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
     found: dict[str, Any] = {"zero": 0 if alone else zero}
     if not alone:
         found["dp_replicate"] = replicate
-    if shard > 0:
+    if shard > 0 and replicate > 0:
         found |= {"dp": replicate * shard} | ({} if alone else {"dp_shard": shard})
     return found
+
+
+def _read_data_degrees(options: Options) -> tuple[int, int]:
+    """Return how many groups of ranks hold copies of the model, and how many ranks share the states of a copy; -1: all
+    that are left. ``options``: the options of the configuration.
+    """
+    replicate = options.take_number("parallelism.data_parallel_replicate_degree", 1)
+    replicate = options.take_number("training.data_parallel_replicate_degree", replicate)
+    name = "training.data_parallel_shard_degree"
+    name = name if options.has(name) else "parallelism.data_parallel_shard_degree"
+    return replicate, _take_degree(options, name)
+
+
+def _read_older_data_degree(options: Options) -> tuple[int, int] | None:
+    """Return the same as :func:`_read_data_degrees` from the options of early versions, in which
+    ``training.data_parallel_type`` said whether the ranks of ``training.data_parallel_degree`` share the states of the
+    model (``fsdp``) or hold a copy each (``ddp``); ``None`` if neither is given. Raise :class:`ContradictionError` if
+    options of later versions are given beside them.
+    """
+    older = [name for name in ("training.data_parallel_degree", "training.data_parallel_type") if options.has(name)]
+    if not older:
+        return None
+    shared = options.take_choice("training.data_parallel_type", {"fsdp": True, "ddp": False}, True)
+    degree = _take_degree(options, "training.data_parallel_degree")
+    later = [f"{section}.data_parallel_{kind}_degree" for section in ("parallelism", "training")
+             for kind in ("replicate", "shard")]  # fmt: skip
+    beside = [name for name in later if options.has(name)]
+    if beside:
+        raise ContradictionError(
+            f"torchtitan: {older[0]} is of early versions, {beside[0]} of later ones, which replace it; expected "
+            "data_parallel_shard_degree alone (ranks that share the states of the model), or with "
+            "data_parallel_replicate_degree (copies of the model)"
+        )
+    return (1, degree) if shared else (degree, 1)
+
+
+def _take_degree(options: Options, name: str) -> int:
+    """Return the value of the option ``name``, a number of data-parallel ranks, or -1: all that are left, which is the
+    default. ``options``: the options of the configuration."""
+    degree = options.take_number(name, -1, least=-1)
+    if degree == 0:
+        raise options.wrong_value(name, "1 or more, or -1 for the rest")
+    return int(degree)
 
 
 def _take_renamed(options: Options, name: str, older: str, default: int) -> int:
@@ -311,7 +351,8 @@ def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
         options.note("training.dtype", "copies of weights and moments are taken to be in float32")
     names = options.take("model.converters")
     listed = names if isinstance(names, list) else str(names or "").split(",")
-    float8 = any(_FLOAT8.search(str(name)) for name in listed) or bool(options.take_flag("float8.enable_float8_linear"))
+    flags = [options.take_flag(f"{section}.enable_float8_linear") for section in ("float8", "training")]
+    float8 = any(_FLOAT8.search(str(name)) for name in listed) or any(flags)
     model = nested.get("model_spec")
     if isinstance(model, Unreadable) and re.search(r"(Float8|MXFP8|NVFP4)\w*Converter", model):
         float8 = True

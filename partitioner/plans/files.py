@@ -145,7 +145,10 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanFileError(f"cannot read the plan {path}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise PlanFileError(
+            f"cannot read the plan {path}: {reason}; expected a file of `partitioner plan -o`"
+        ) from None
     try:
         content = parse_json(text)
     except json.JSONDecodeError as error:
@@ -157,7 +160,9 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
         raise PlanFileError(f"{path} is not JSON that can be read: {error}; make the plan again") from None
     if not isinstance(content, dict) or content.get("format") != kind:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise PlanFileError(f"{path} is not a plan file: expected format {kind!r}, got {found!r}")
+        raise PlanFileError(
+            f"{path} is not a plan file: expected format {kind!r}, got {found!r}; give a file of `partitioner plan -o`"
+        )
     if content.get("version") not in range(_OLDEST, VERSION + 1):
         age = "older" if str(content.get("version")) < str(VERSION) else "newer"
         raise PlanFileError(

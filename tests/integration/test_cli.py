@@ -203,6 +203,28 @@ def test_user_errors_are_a_panel_and_exit_code_2(tmp_path: Path):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch", 8, "--global-batch", 16), "--batch and --global-batch are one option"),
+        (("--tp=2", "--tp", 1), "--tp is given 2 times; give it once"),
+        (("--seq", "4k"), "expected a whole number, such as 4096, got '4k'"),
+        (("--time-limit=soon",), "expected a number, such as 2.5, got 'soon'"),
+    ],
+)
+def test_options_that_would_be_misread_are_refused(words: tuple[object, ...], message: str):
+    result = invoke("plan", "model.py:make", "--topology", "local:2", *words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", "").split())
+
+
+def test_what_is_no_plan_says_what_makes_one(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "absent.json"):
+        result = invoke("show", tmp_path / name)
+        assert "file of `partitioner plan -o`" in " ".join(result.stderr.replace("│", "").split())
+
+
 @pytest.mark.parametrize("place", [0, 2])
 def test_debug_anywhere_shows_the_traceback(place: int, tmp_path: Path):
     arguments = ["show", str(tmp_path / "absent.json")]
@@ -293,9 +315,13 @@ def test_targets_may_be_a_model_with_or_without_inputs_and_loss(folder: Path):
         ("model.py:wrong", "returned int; expected a model"),
         ("model.py:fails", r"RuntimeError: no weights here \(line \d+: raise RuntimeError"),
         ("no_such_module:make", "ModuleNotFoundError"),
+        ("notes.txt:make", "notes.txt is no Python file; expected FILE.py:FUNCTION"),
+        ("models:make", "models is a folder; expected FILE.py:FUNCTION, or models alone"),
     ],
 )
 def test_wrong_targets_say_what_was_expected(folder: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
+    (folder / "notes.txt").touch()
+    (folder / "models").mkdir(exist_ok=True)
     with pytest.raises(TargetError, match=message):
         load_target(text)

@@ -9,9 +9,10 @@ An infinite cost forbids a choice or a pair of choices. After an exact presolve 
 component is solved by dynamic programming if its graph is narrow (``dynamic_programming.py``). Otherwise it becomes a
 mixed-integer program over the tight local polytope: binaries ``s[i,p]``, one of them 1 per node, and for each edge
 continuous ``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] =
-s_j[q]``. HiGHS solves it through OR-Tools MathOpt. If the caller accepts a solution without proof of optimality
-(``settle``) and HiGHS finds none in time, the result of a dual ascent (``dual_bound.py``) is improved (``improve.py``)
-and returned with the bound of the ascent.
+s_j[q]``. HiGHS solves it through OR-Tools MathOpt. The caller may accept a solution without proof of optimality
+(``settle``). If the program is too large for HiGHS then, a smaller problem is solved, in which nodes in equal
+surroundings share a choice (``alike.py``). If its solution is far from the bound of a dual ascent
+(``dual_bound.py``), or if HiGHS finds nothing in time, the result of the ascent is improved (``improve.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ortools.math_opt.python import mathopt
 
 from partitioner.background import check_threads
 from partitioner.passes.errors import PartitionError
-from partitioner.solve.pairwise.dual_bound import find_remaining_choices, sum_of_minima
+from partitioner.solve.pairwise.alike import merge_alike_nodes
+from partitioner.solve.pairwise.dual_bound import Reparametrization, find_remaining_choices, sum_of_minima
 from partitioner.solve.pairwise.dynamic_programming import (
     FAIR_WORK,
     MOST_WORK,
@@ -44,8 +46,11 @@ from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, Reduc
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
 
 _MOST_VARIABLES = 250_000  # of a program of which HiGHS finds no solution in a minute
-
+_MOST_MERGED = 50_000  # variables of a program whose optimum need not be that of the problem
+_SETTLED_GAP = 0.005  # of the cost, where an assignment of merged nodes is not improved
+_FEW_LEFT = 0.5  # of the nodes, where nodes in equal surroundings are worth merging
 _TRIED_S = 25.0  # by HiGHS, of what can be settled otherwise
+_BOUND_SWEEPS = 4  # after them the bound of a large problem hardly rises
 _IMPROVED_S = 10.0  # in which an assignment is made better
 
 
@@ -147,16 +152,21 @@ def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], li
 
 
 def solve_assignment(
-    problem: AssignmentProblem, *, time_limit_s: float = 60.0, relative_gap: float = 1e-6, settle: bool = False
+    problem: AssignmentProblem,
+    *,
+    time_limit_s: float = 60.0,
+    relative_gap: float = 1e-6,
+    settle: bool = False,
+    most_variables: int = _MOST_VARIABLES,
 ) -> Assignment:
     """Return the cheapest assignment of ``problem`` to within ``relative_gap`` (a fraction of its cost), or the best
     one found in ``time_limit_s`` seconds.
 
-    ``settle``: whether to accept a merely good assignment instead of an error. It comes from a dual ascent with local
-    improvement, and is returned with the lower bound of the ascent if the solver finds nothing in time, or if the
-    mixed-integer program is too large for it, and no resource limit restricts the choices. Raises
-    :class:`InfeasibleAssignmentError` if no assignment is allowed, and :class:`AssignmentTimeLimitError` if none was
-    found in time.
+    ``settle``: whether to accept a merely good assignment instead of an error. It comes from a smaller problem, or from
+    a dual ascent with local improvement, and is returned with the lower bound of an ascent if the solver finds nothing
+    in time, or if the mixed-integer program has more than ``most_variables``, and no resource limit restricts the
+    choices. Raises :class:`InfeasibleAssignmentError` if no assignment is allowed, and
+    :class:`AssignmentTimeLimitError` if none was found in time.
     """
     start = time.perf_counter()
     rows = list(problem.rows)
@@ -166,7 +176,13 @@ def solve_assignment(
     reduction.run(dominance=False)
     near, proven = dict[int, int](), -np.inf
     most_work = int(min(MOST_WORK, max(FAIR_WORK, 0.25 * time_limit_s * WORK_PER_S)))
-    if any(_order_narrow_component(reduction, nodes, QUICK_WORK) is None for nodes in _find_components(reduction)):
+    if _has_wide_component(reduction, QUICK_WORK):
+        if settle and not rows and _count_variables(reduction) > most_variables:
+            alike = _assign_alike_nodes(problem, time_limit_s)
+            if alike is not None:
+                objective, bound = problem.objective(alike), _bound_below(reduction)
+                if objective - bound <= _SETTLED_GAP * abs(objective):
+                    return Assignment(alike, objective, min(bound, objective), time.perf_counter() - start)
         reduction.run()
         near, proven = _fix_wide_components(reduction, most_work)
     bound, choice, size = reduction.constant, dict[int, int](), 0
@@ -182,7 +198,7 @@ def solve_assignment(
         program = _MixedIntegerProgram(reduction, nodes)
         size += program.num_variables
         known = _find_known_choices(reduction, nodes, near) if settle else None
-        if known is None or program.num_variables <= _MOST_VARIABLES:
+        if known is None or program.num_variables <= most_variables:
             left = max(until - time.perf_counter(), 0.1)
             try:
                 bound += program.solve(left if known is None else min(left, _TRIED_S), relative_gap, choice)
@@ -198,6 +214,37 @@ def solve_assignment(
     objective = problem.objective(full)
     assert np.isfinite(objective), "the presolve or the solver gave a forbidden assignment"
     return Assignment(full, objective, min(bound, objective), time.perf_counter() - start, size)
+
+
+def _bound_below(reduction: ReducedProblem) -> float:
+    """Return a lower bound on the cost of every assignment of the problem ``reduction`` (one choice per node, at the
+    least total cost), from the first sweeps of a dual ascent."""
+    dual = Reparametrization(*_extract_component_costs(reduction, reduction.nodes))
+    for sweep in range(_BOUND_SWEEPS):
+        dual.sweep(forward=sweep % 2 == 0)
+    return reduction.constant + dual.bound
+
+
+def _assign_alike_nodes(problem: AssignmentProblem, time_limit_s: float) -> list[int] | None:
+    """Return a good assignment of ``problem``, one choice per node at little total cost, in which nodes in equal
+    surroundings have the same choice. Return ``None`` if few nodes have equal surroundings, or if no such assignment
+    is allowed. ``problem`` has no resource limits. ``time_limit_s``: seconds for the solver.
+    """
+    merged = merge_alike_nodes(problem.costs, problem.edges)
+    if len(merged.costs) > _FEW_LEFT * len(problem.costs):
+        return None
+    smaller = AssignmentProblem(merged.costs, merged.edges)
+    try:
+        found = solve_assignment(smaller, time_limit_s=time_limit_s, settle=True, most_variables=_MOST_MERGED)
+    except PartitionError:
+        return None
+    return merged.restore(found.choice)
+
+
+def _has_wide_component(reduction: ReducedProblem, most_work: int) -> bool:
+    """Return whether dynamic programming needs tables of more than ``most_work`` entries for a component of the problem
+    ``reduction`` (one choice per node, at the least total cost), or cannot solve it because it has resource limits."""
+    return any(_order_narrow_component(reduction, nodes, most_work) is None for nodes in _find_components(reduction))
 
 
 def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
@@ -244,6 +291,16 @@ def _find_known_choices(
     """
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
+
+
+def _count_variables(reduction: ReducedProblem) -> int:
+    """Return the number of variables of the mixed-integer program of the problem ``reduction`` (one choice per node, at
+    the least total cost): one for each choice and each allowed pair of choices of two connected nodes.
+    """
+    tables = (table for i in reduction.nodes for j, table in reduction.tables[i].items() if i < j)
+    return sum(int(np.isfinite(table).sum()) for table in tables) + sum(
+        len(reduction.costs[i]) for i in reduction.nodes
+    )
 
 
 def _extract_component_costs(

@@ -56,6 +56,13 @@ def test_megatron_errors(text: str, kind: type[LayoutError], words: str) -> None
     ("name", "text", "kind", "words"),
     [
         ("a.toml", "[parallelism]\ntensor_paralel_degree = 2", UnknownOptionError, "tensor_parallel_degree"),
+        ("a.toml", "[paralellism]\ntensor_parallel_degree = 2", UnknownOptionError, "did you mean parallelism"),
+        ("a.toml", "[training]\npipeline_parallel_degree = 2", UnknownOptionError,
+         "parallelism.pipeline_parallel_degree"),
+        ("a.toml", "[training]\ndata_parallel_degree = 0", OptionValueError, "-1 for the rest"),
+        ("a.toml", "[training]\ndata_parallel_type = 'fspd'", OptionValueError, "did you mean fsdp"),
+        ("a.toml", "[training]\ndata_parallel_degree = 4\n[parallelism]\ndata_parallel_shard_degree = 4",
+         ContradictionError, "expected data_parallel_shard_degree alone"),
         ("a.toml", "[training]\nlocal_batch_size = 'x'", OptionValueError, "whole number"),
         ("a.toml", "[training]\nlocal_batch_size = 3\nglobal_batch_size = 8", ContradictionError, "multiple"),
         ("a.toml", "[parallelism\n", LayoutError, "TOML"),

@@ -189,6 +189,25 @@ def larger() -> Trainer.Config:
 """
 
 
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ("data_parallel_degree = 4", {"dp": 4, "dp_shard": 4, "dp_replicate": 1, "zero": 3}),
+        ("data_parallel_degree = -1", {"dp": None, "dp_shard": None, "dp_replicate": 1, "zero": 3}),
+        ("data_parallel_degree = 4\ndata_parallel_type = 'ddp'", {"dp": 4, "dp_shard": None, "zero": 0}),
+        ("data_parallel_type = 'ddp'", {"dp": None, "dp_shard": None, "zero": 0}),
+    ],
+)
+def test_the_data_parallel_degree_of_early_torchtitan(
+    training: str, expected: dict[str, int | None], tmp_path: Path
+) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(f"[training]\n{training}\ntensor_parallel_degree = 2\n")
+    layout = read_layout(path)
+    assert {name: getattr(layout, name) for name in expected} == expected
+    assert layout.tp == 2 and not layout.unused
+
+
 def test_torchtitan_module(tmp_path: Path) -> None:
     (tmp_path / "configs.py").write_text(MODULE)
     base = read_layout(f"{tmp_path / 'configs.py'}:base")

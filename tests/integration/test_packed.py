@@ -75,6 +75,10 @@ MESHES: list[dict[str, Any]] = [
     dict(cp=2, context="ulysses"),
     dict(cp=2, tp=2, context="ring"),
     dict(cp=2, pp=2, context="all_gather", microbatch_size=1),
+    dict(cp=1),
+    dict(cp=4, context="all_gather"),
+    dict(cp=4, context="ulysses"),
+    dict(cp=4, context="ring"),
 ]
 
 

@@ -562,7 +562,7 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
         if negative is None:
             return None
         found.masks.append(negative)
-        return args[0]  # type: ignore[return-value]
+        return args[0]
     filled = node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
     if not filled and node.target not in (aten.where.self, aten.where.ScalarOther):
         return None
@@ -660,7 +660,7 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
     if further is None:
         return False
     keys = _transpose(graph, found.key, result)  # type: ignore[arg-type]
-    how = [], -1, *limits_of(form.band), scale, cap
+    how: tuple[Any, ...] = ([], -1, *limits_of(form.band), scale, cap)
     arguments = (found.query, keys, found.value, *further, *how)
     replace_attention(graph, result, scored_ops.scored_attention.default, arguments)
     return True

@@ -150,12 +150,15 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band) -> tuple[Tile, ...]:
+def tiles_of(
+    queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band, in_order: bool = False
+) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) that attention must compute, if a query sees the positions in
     ``band``.
 
     Every query of a tile sees at least one key of it. ``queries``, ``keys``: the ranges of positions of the queries and
-    of the keys that attention reads.
+    of the keys that attention reads. ``in_order``: the queries of a tile, and its keys, are consecutive in the
+    sequence, too, so that its offset holds for each pair; otherwise tiles of different ranges may be merged.
     """
     found: list[Tile] = []
     for q in queries:
@@ -168,18 +171,21 @@ def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]
                     kind,
                     offset + rows[0] - columns[0],
                 )
-                if not any(_merge_adjacent_tiles(found, i, tile) for i in range(len(found))):
+                if not any(_merge_adjacent_tiles(found, i, tile, in_order) for i in range(len(found))):
                     found.append(tile)
     return tuple(found)
 
 
-def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile) -> bool:
+def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile, in_order: bool) -> bool:
     """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side; return whether it was done.
 
     A tile is a rectangle of queries and keys. ``found``: the tiles so far. ``place``: an index in this list.
+    ``in_order``: only if they are also side by side in the whole sequence.
     """
     other = found[place]
     if tile.kind != "all" or other.kind != "all":
+        return False
+    if in_order and tile.offset - other.offset != tile.rows[0] - other.rows[0] - tile.keys[0] + other.keys[0]:
         return False
     for mine, theirs in ((tile.rows, other.rows), (tile.keys, other.keys)):
         if mine[0] == theirs[1] and (tile.rows == other.rows or tile.keys == other.keys):

@@ -91,17 +91,22 @@ def find_prefix_runs(ids: Tensor, prefix: Tensor, parts: Sequence[PositionRange]
 
 
 def document_tiles(
-    queries: Iterable[Runs], keys: Iterable[Runs], band: Band, prefixes: Iterable[Runs] | None = None
+    queries: Iterable[Runs],
+    keys: Iterable[Runs],
+    band: Band,
+    prefixes: Iterable[Runs] | None = None,
+    in_order: bool = False,
 ) -> list[Tiles]:
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention within
     documents has to compute.
 
     ``queries`` and ``keys``: for each row, a dict from document id to its runs (ranges of consecutive positions).
     ``band``: the positions around its own that a query sees. ``prefixes``: the runs of keys that all queries of the
-    document see, in addition to those of the band, which must be causal; ``None`` for none.
+    document see, in addition to those of the band, which must be causal; ``None`` for none. ``in_order``: the queries
+    of a tile, and its keys, are consecutive in the whole sequence.
     """
     found = [
-        tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band))
+        tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band, in_order))
         for own, theirs in zip(queries, keys, strict=True)
     ]
     if prefixes is None:

@@ -75,7 +75,7 @@ def list_marked_tiles(
     if there are prefixes.
     """
     shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, others)
-    return document_tiles(find_runs(queries.ids, own), find_runs(keys.ids, others), band, shown)
+    return document_tiles(find_runs(queries.ids, own), find_runs(keys.ids, others), band, shown, in_order=True)
 
 
 def scored_attention(

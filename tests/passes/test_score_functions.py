@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -98,13 +98,16 @@ def test_the_operator_gives_what_a_matrix_of_scores_gives(
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
-def _cover(tiles: Any, queries: int, keys: int, band: Band) -> Tensor:
-    """How often each pair of a query and a key is in ``tiles``, which are cut into blocks."""
-    seen = torch.zeros(queries, keys, dtype=torch.int64)
+def _cover(tiles: Any, places: Sequence[Tensor], band: Band) -> Tensor:
+    """How often each pair of a query and a key, at ``places`` of the sequence, is in ``tiles``, which are cut into
+    blocks. The offset of each block is that of all of its pairs."""
+    seen = torch.zeros(len(places[0]), len(places[1]), dtype=torch.int64)
     for tile in tiles:
         for part in cut_tile(tile, band):
             block = seen[slice(*part.rows), slice(*part.keys)]
             distance = torch.arange(block.shape[0])[:, None] - torch.arange(block.shape[1])
+            real = places[0][slice(*part.rows), None] - places[1][slice(*part.keys)]
+            assert torch.equal(real, distance + part.offset)
             limits = {"all": Band(), "diagonal": Band(None, 0), "band": band, "after": attention.AFTER}[part.kind]
             distance = distance + (0 if part.kind == "diagonal" else part.offset)
             shown = torch.ones_like(distance, dtype=torch.bool)
@@ -124,12 +127,12 @@ def test_keys_after_and_up_to_a_query_are_all_keys(
     """Each pair once, whichever parts of the sequence two ranks have."""
     rank, other, length = rank % num_ranks, other % num_ranks, 2 * size
     own, keys = (parts_of(length, num_ranks, r, zigzag) for r in (rank, other))
+    places = tuple(torch.cat([torch.arange(p.place, p.place + p.length) for p in parts]) for parts in (own, keys))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "BLOCK", block)
         patch.setattr(attention, "_ROWS", block + 1)
-        behind = _cover(tiles_after(own, keys), length, length, Band())
-        before = _cover(tiles_of(own, keys, Band(None, 0)), length, length, Band(None, 0))
-    places = [torch.cat([torch.arange(p.place, p.place + p.length) for p in parts]) for parts in (own, keys)]
+        behind = _cover(tiles_after(own, keys), places, Band())
+        before = _cover(tiles_of(own, keys, Band(None, 0), in_order=True), places, Band(None, 0))
     assert torch.equal(behind, (places[1] > places[0][:, None]).long())
     assert torch.equal(before, (places[1] <= places[0][:, None]).long())
 

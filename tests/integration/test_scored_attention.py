@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import partitioner
 from partitioner import Constraints, Engine, Plan, Topology, partition
 from partitioner.plans.verify import TOLERANCE
+from tests.helpers.attention.packed_models import LENGTHS, ROW, VOCAB, list_packings, make_documents
+from tests.helpers.attention.score_models import ScoredDecoder, make_batch
 from tests.helpers.models import float64
-from tests.helpers.packed_models import LENGTHS, ROW, VOCAB, list_packings, make_documents
-from tests.helpers.score_models import ScoredDecoder, make_batch
 
 pytestmark = [
     pytest.mark.usefixtures("without_baselines"),

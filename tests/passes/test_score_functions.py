@@ -19,8 +19,8 @@ from partitioner.passes.normalize.document_masks import list_prefix_attentions, 
 from partitioner.passes.normalize.pipeline import normalize
 from partitioner.passes.ops import attention
 from partitioner.passes.ops.attention import Band, PositionRange, cut_tile, parts_of, tiles_after, tiles_of
+from tests.helpers.attention.score_models import HEADS, KV_HEADS, NOTATIONS, Attend, Marks, make_batch
 from tests.helpers.normal_forms import operators
-from tests.helpers.score_models import HEADS, KV_HEADS, NOTATIONS, Attend, Marks, make_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -18,6 +18,7 @@ _PRODUCTS = (
     "grouped_mm",
     "band_attention",
     "document_attention",
+    "scored_attention",
 )
 
 

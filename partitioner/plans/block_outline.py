@@ -101,7 +101,7 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
                 size = max(_count_value_bytes(values.get(source)), _count_value_bytes(node.get("val")))
                 op = target.split(".")[1]
                 ahead, back = _TRANSPOSES.get((op, _grad_option(op, node)), (None, None))
-                if op in ("context_attention", "context_document_attention"):
+                if op in ("context_attention", "context_document_attention", "context_scored_attention"):
                     ahead = back = str(node["args"][-1])  # how keys and values of all ranks come together
                     size = sum(_count_value_bytes(values.get(o)) for o in operands[1:3]) * int(node["args"][-3])
                 axis = next((a for a in node["args"] if isinstance(a, str)), "")

@@ -22,6 +22,7 @@ operator                             backward                 change of layout
 ``combine``                          ``dispatch``             sends the rows back to where they came from
 ``context_attention``                its ``_backward``        local queries attend to the keys of all ranks
 ``context_document_attention``       its ``_backward``        the same within documents, whose ids are exchanged, too
+``context_scored_attention``         its ``_backward``        the same with changed scores or prefixes of documents
 ===================================  =======================  ==============================================
 
 The number of rows that go to an expert depends on the data. ``route`` determines it. It has three results: the order of
@@ -37,6 +38,7 @@ are exchanged: by an ``all_gather``, or by sends in a ``ring``. It is one operat
 the rank's index, which a graph that is equal on all ranks cannot express. Backward exchanges keys and values again, so
 that a rank saves only its own part. ``context_document_attention`` is the same within documents
 (``passes/ops/documents.py``); every rank gathers the document ids of all positions, which are small.
+``context_scored_attention`` also changes scores and shows prefixes (``passes/ops/scored_attention.py``).
 """
 
 from __future__ import annotations
@@ -75,6 +77,12 @@ _SCHEMAS = {
     "context_document_attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor ids, Tensor out, "
     "Tensor lse, int before, int after, float? scale, str axis, int size, bool zigzag, str algorithm) "
     "-> (Tensor, Tensor, Tensor)",
+    "context_scored_attention": "(Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor? prefix, Tensor? slopes, "
+    "int[] lengths, int ahead, int before, int after, float? scale, float? cap, str axis, int size, bool zigzag, "
+    "str algorithm) -> (Tensor, Tensor)",
+    "context_scored_attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor? prefix, "
+    "Tensor? slopes, Tensor out, Tensor lse, int before, int after, float? scale, float? cap, str axis, int size, "
+    "bool zigzag, str algorithm) -> (Tensor, Tensor, Tensor)",
 }
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
@@ -160,6 +168,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "context_attention_backward": _attended_back,
     "context_document_attention": _make_attention_results,
     "context_document_attention_backward": _attended_back,
+    "context_scored_attention": _make_attention_results,
+    "context_scored_attention_backward": _attended_back,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
@@ -289,12 +299,31 @@ torch.library.register_autograd(
     f"{NAMESPACE}::context_document_attention", _document_backward, setup_context=_save_document_context, lib=_library
 )
 
+
+def _save_scored_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.set_materialize_grads(False)
+    ctx.kept = inputs[8:]
+
+
+def _scored_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    rest = (None,) * (5 + len(ctx.kept))
+    if grad is None:
+        return None, None, None, *rest
+    return *ops.context_scored_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), *rest
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::context_scored_attention", _scored_backward, setup_context=_save_scored_context, lib=_library
+)
+
 ROUTED = frozenset({"route", "dispatch", "combine"})  # in numbers of rows that only the data tells
 
 CONTEXT = frozenset(
     {
         "context_attention", "context_attention_backward",
         "context_document_attention", "context_document_attention_backward",
+        "context_scored_attention", "context_scored_attention_backward",
     }
 )  # fmt: skip
 COMMUNICATING = (

@@ -62,19 +62,31 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
             continue
         queries = list_node_sizes(node.args[0])[-2]
         if (mask, queries) not in kinds:
-            kinds[mask, queries] = _classify_mask(evaluator.find_value(mask), queries, list_node_sizes(mask)[-1])
-        band = kinds[mask, queries]
-        if isinstance(band, DocumentMask):
-            _replace_mask_by_documents(graph, node, band, ids)
-        elif band is not None:
-            _replace_mask_by_band(graph, node, band)
+            kinds[mask, queries] = classify_mask(evaluator.find_value(mask), queries, list_node_sizes(mask)[-1])
+        kind = kinds[mask, queries]
+        if kind is not None:
+            replace_mask(graph, node, kind, ids)
     if any(band is not None for band in kinds.values()):
         drop_unused(graph)
 
 
-def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
-    """Rewrite the attention ``node`` of ``graph`` in place so that it uses ``band`` instead of its mask. ``band``: how
-    many positions before and after its own a query sees.
+def replace_mask(
+    graph: fx.Graph, node: fx.Node, mask: Band | DocumentMask, ids: dict[tuple[fx.Node, int], fx.Node]
+) -> bool:
+    """Rewrite the attention ``node`` of ``graph`` in place so that it needs no mask: a query sees the keys of ``mask``,
+    a range of positions around its own, or such a range within its document. Return whether it has no mask any more.
+
+    ``ids``: a cache: (node from which document ids are made, batch size) -> node ``[batch, positions]`` of document
+    ids; a new one is added.
+    """
+    if isinstance(mask, DocumentMask):
+        return _replace_mask_by_documents(graph, node, mask, ids)
+    return _replace_mask_by_band(graph, node, mask)
+
+
+def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
+    """Rewrite the attention ``node`` of ``graph`` in place so that it uses ``band`` instead of its mask, and return
+    whether that was done. ``band``: how many positions before and after its own a query sees.
 
     If all keys are visible or all keys up to the query, only arguments of ``node`` change. For a sliding window,
     ``node`` is replaced by the operator ``partition::band_attention``. It keeps its mask instead if its operands are
@@ -84,33 +96,37 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
-    elif _is_plain(node):
+    elif is_plain_attention(node):
         arguments = (*node.args[:3], *limits_of(band), node.kwargs.get("scale"))
-        _replace_attention(graph, node, torch.ops.partition.band_attention.default, arguments)
+        replace_attention(graph, node, torch.ops.partition.band_attention.default, arguments)
+    else:
+        return False
+    return True
 
 
 def _replace_mask_by_documents(
     graph: fx.Graph, node: fx.Node, mask: DocumentMask, ids: dict[tuple[fx.Node, int], fx.Node]
-) -> None:
+) -> bool:
     """Replace the attention ``node`` of ``graph``, whose mask ``mask`` shows keys of the query's own document only, by
-    the operator ``partition::document_attention``, in place. Leave it unchanged if its operands are not ``[batch,
-    heads, positions, width]``, if it has different numbers of queries and keys, or if its result is an output of the
-    model.
+    the operator ``partition::document_attention``, in place, and return whether that was done. Leave it unchanged if
+    its operands are not ``[batch, heads, positions, width]``, if it has different numbers of queries and keys, or if
+    its result is an output of the model.
 
     ``ids``: a cache: (node from which document ids are made, batch size) -> node ``[batch, positions]`` of document
     ids; a new one is added.
     """
     query, key = (list_node_sizes(n) for n in node.args[:2])  # type: ignore[arg-type]
-    if not _is_plain(node) or query[-2] != key[-2]:
-        return
+    if not is_plain_attention(node) or query[-2] != key[-2]:
+        return False
     where = mask.source, query[0]
     if where not in ids:
         ids[where] = insert_document_ids(graph, mask, query[0])
     arguments = (*node.args[:3], ids[where], [], *limits_of(mask.band), node.kwargs.get("scale"))
-    _replace_attention(graph, node, document_ops.document_attention.default, arguments)
+    replace_attention(graph, node, document_ops.document_attention.default, arguments)
+    return True
 
 
-def _replace_attention(
+def replace_attention(
     graph: fx.Graph, node: fx.Node, target: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:
     """Replace the attention ``node`` of ``graph``, in place, by the first result of the operator ``target``.
@@ -124,7 +140,7 @@ def _replace_attention(
     graph.erase_node(node)
 
 
-def _is_plain(node: fx.Node) -> bool:
+def is_plain_attention(node: fx.Node) -> bool:
     """Return whether the operator ``partition::band_attention`` (attention within a sliding window) can replace the
     attention ``node``.
 
@@ -138,7 +154,7 @@ def _is_plain(node: fx.Node) -> bool:
     return query[0] == key[0] == value[0] and bool(heads)
 
 
-def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | DocumentMask | None:
+def classify_mask(value: Value | None, queries: int, keys: int) -> Band | DocumentMask | None:
     """Return by what rule an attention mask ``[..., queries, keys]`` shows keys to queries. A :class:`Band` means a
     range of positions around the query's own; without limits, no key is hidden. A :class:`DocumentMask` means such a
     range within the query's document. Return ``None`` for any other mask.
@@ -151,7 +167,7 @@ def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docum
         return None
     if isinstance(value, Tensor):
         return _classify_tensor(value, queries, keys)
-    terms = _find_shown_terms(value) if isinstance(value, ConditionalValue) else value
+    terms = find_shown_terms(value) if isinstance(value, ConditionalValue) else value
     if not isinstance(terms, tuple):
         return None
     if not any(isinstance(t, DataTerm) for t in terms):
@@ -223,7 +239,7 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
     return Band(None if before >= queries - 1 else before, None if after >= keys - 1 else after)
 
 
-def _find_shown_terms(choice: ConditionalValue) -> tuple[Condition, ...] | None:
+def find_shown_terms(choice: ConditionalValue) -> tuple[Condition, ...] | None:
     """Return conditions that all hold at exactly those attention scores that an additive mask does not hide.
 
     An additive mask is 0 at shown scores and -6e4 or less at hidden ones. ``choice``: the mask: one number where its

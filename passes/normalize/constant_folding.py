@@ -10,7 +10,7 @@ element of which tensor of the graph each of them is, not the number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ Value = Tensor | tuple[Condition, ...] | ConditionalValue | Gathered
 MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
 
 
-class _Unknown(Exception):
+class UnknownValueError(Exception):
     """Raised if the value of a node cannot be computed from constants, or only with a tensor that is too large."""
 
 
@@ -162,22 +162,22 @@ class ConstantEvaluator:
             known: Callable[[fx.Node], Any] = self.values.__getitem__
             args: Any = fx.node.map_arg(node.args, known)
             kwargs: Any = fx.node.map_arg(node.kwargs, known)
-            rule = _RULES.get(node.target)
+            rule = RULES.get(node.target)
             result = self.as_it_is(node) if rule is None else rule(node, *args, **kwargs)
             if isinstance(result, Gathered):
                 return result.map_tensors(_squeeze_constant_dims)
             return _squeeze_constant_dims(result) if isinstance(result, Tensor) else result
-        except (_Unknown, RuntimeError, IndexError, TypeError):
+        except (UnknownValueError, RuntimeError, IndexError, TypeError):
             return None
 
     def as_it_is(self, node: fx.Node) -> Tensor:
-        """Execute the operator of ``node`` on the known values of its operands, expanded to full size, and return
-        the result. Raise :class:`_Unknown` if it draws random numbers, or if its result or an operand has more than
-        ``LIMIT`` (2**22) elements."""
+        """Execute the operator of ``node`` on the known values of its operands, expanded to full size, and return the
+        result. Raise :class:`UnknownValueError` if it draws random numbers, or if its result or an operand has more
+        than ``LIMIT`` (2**22) elements."""
         target: Any = node.target
         random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if random or not isinstance(get_node_tensor(node), Tensor) or get_node_tensor(node).numel() > LIMIT:
-            raise _Unknown
+            raise UnknownValueError
         args: Any
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs), lambda n: _expand_to_sizes(self.values[n], list(list_node_sizes(n)))
@@ -203,16 +203,25 @@ class MaskEvaluator(ConstantEvaluator):
         :class:`Gathered`, which says that its elements are those of ``node`` itself. Return ``None`` in any other case,
         or if the tensor has more than four dims or a dim larger than ``LIMIT`` (2**22)."""
         value = super().compute_value(node)
-        tensor = node.meta.get("val")
-        if value is not None or not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
-            return value
-        if not 1 <= tensor.dim() <= _MOST_DIMS or max(tensor.shape) > LIMIT:
-            return None
-        rank = tensor.dim()
-        places = [
-            torch.arange(n).reshape([n if i == d else 1 for i in range(rank)]) for d, n in enumerate(tensor.shape)
-        ]
-        return Gathered(node, tuple(places))
+        return describe_integers(node) if value is None else value
+
+
+def describe_integers(node: fx.Node) -> Gathered | None:
+    """Return a :class:`Gathered` by which the elements of the integer tensor ``node`` are those of the node itself;
+    ``None`` unless it is an integer tensor of one to four dims of at most ``LIMIT`` (2**22) elements each."""
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
+        return None
+    if not 1 <= tensor.dim() <= _MOST_DIMS or max(tensor.shape) > LIMIT:
+        return None
+    return Gathered(node, list_own_places(tensor.shape))
+
+
+def list_own_places(shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return, for each dim of a tensor of the shape ``shape``, the index of each of its elements along this dim, as a
+    tensor with size 1 in all other dims."""
+    rank = len(shape)
+    return tuple(torch.arange(n).reshape([n if i == d else 1 for i in range(rank)]) for d, n in enumerate(shape))
 
 
 def _squeeze_constant_dims(tensor: Tensor) -> Tensor:
@@ -226,16 +235,17 @@ def _squeeze_constant_dims(tensor: Tensor) -> Tensor:
 
 def _expand_to_sizes(tensor: Any, sizes: list[int]) -> Tensor:
     if not isinstance(tensor, Tensor) or torch.Size(sizes).numel() > LIMIT:
-        raise _Unknown
+        raise UnknownValueError
     return tensor.expand(sizes)
 
 
 def _expand_along_dim(tensor: Any, dim: int, size: int) -> Tensor:
     """Return ``tensor`` expanded from size 1 to ``size`` along ``dim``; other dims keep their sizes. Raise
-    :class:`_Unknown` if ``tensor`` is not a tensor, or if the result would have more than ``LIMIT`` (2**22) elements.
+    :class:`UnknownValueError` if ``tensor`` is not a tensor, or if the result would have more than ``LIMIT`` (2**22)
+    elements.
     """
     if not isinstance(tensor, Tensor):
-        raise _Unknown
+        raise UnknownValueError
     sizes = list(tensor.shape)
     sizes[dim] = size
     return _expand_to_sizes(tensor, sizes)
@@ -248,15 +258,15 @@ def _evaluate_full(node: fx.Node, sizes: list[int], value: Any, **_: Any) -> Ten
 
 def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -> Tensor:
     if list_node_sizes(node)[0] > LIMIT:
-        raise _Unknown
+        raise UnknownValueError
     return torch.arange(start, end, step, dtype=get_node_tensor(node).dtype)
 
 
 def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
     """Return the value of the pointwise operator ``node``. ``args``, ``kwargs``: the values of its operands. If they
-    are constant tensors or numbers, the result is a tensor. If one of them is a mask (conditions that must all hold,
-    or a choice between two numbers by conditions), the result is a mask. If one of them is known as elements, at
-    known indices, of a tensor that depends on data, so is the result. Raise :class:`_Unknown` if the result cannot
+    are constant tensors or numbers, the result is a tensor. If one of them is a mask (conditions that must all hold, or
+    a choice between two numbers by conditions), the result is a mask. If one of them is known as elements, at known
+    indices, of a tensor that depends on data, so is the result. Raise :class:`UnknownValueError` if the result cannot
     be expressed in these forms, or has more than ``LIMIT`` (2**22) elements."""
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
         return _evaluate_choice(node, args, kwargs)
@@ -264,16 +274,16 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
         return _shift_gathered(node, *args)
     tensors = [a for a in args if isinstance(a, Tensor)]
     if torch.broadcast_shapes(*(t.shape for t in tensors)).numel() > LIMIT:
-        raise _Unknown
+        raise UnknownValueError
     result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
 
 
 def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
     """Return the value of the operator ``node`` with an operand that is known as elements, at known indices, of a
-    tensor that depends on data (a :class:`Gathered`). The operator may add an integer, subtract an integer, or cast
-    to another integer type without loss. ``a``, ``b``, ``rest``: the values of the operands. Raise :class:`_Unknown`
-    for any other operator."""
+    tensor that depends on data (a :class:`Gathered`). The operator may add an integer, subtract an integer, or cast to
+    another integer type without loss. ``a``, ``b``, ``rest``: the values of the operands. Raise
+    :class:`UnknownValueError` for any other operator."""
     if isinstance(a, Gathered) and node.target is aten.to.dtype and keeps_integers(node):
         return a
     add, subtract = (getattr(aten, name) for name in ("add", "sub"))
@@ -283,7 +293,7 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
         other = int(other)
     whole = isinstance(one, Gathered) and isinstance(other, int) and not isinstance(other, bool)
     if not whole or not exact or rest or node.kwargs or kind not in (add, subtract) or (kind is subtract and one is b):
-        raise _Unknown
+        raise UnknownValueError
     rank = get_node_tensor(node).dim()
     moved: Gathered = one.map_tensors(lambda t: _align_rank(t, rank))
     return Gathered(moved.source, moved.places, moved.added + (other if kind is add else -other))
@@ -307,27 +317,27 @@ def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any
     is a mask, too.
 
     ``args``, ``kwargs``: the values of the operands; those that are not masks must be single numbers. A sum of two
-    additive attention masks hides the scores that either of them hides. Raise :class:`_Unknown` if the result is not
-    such a mask.
+    additive attention masks hides the scores that either of them hides. Raise :class:`UnknownValueError` if the result
+    is not such a mask.
     """
     if node.target in (aten.bitwise_or.Tensor, aten.logical_or.default):
         return ConditionalValue(_negate(node, args[0]) + _negate(node, args[1]), _FALSE, _TRUE)
     if node.target is aten.add.Tensor and not kwargs and not any(isinstance(a, int | float) for a in args):
-        masks = [_require_additive(node, a) for a in args]
+        masks = [require_additive(node, a) for a in args]
         return ConditionalValue(
             masks[0].terms + masks[1].terms, masks[0].shown, torch.maximum(masks[0].hidden, masks[1].hidden)
         )
     choices = [a for a in args if isinstance(a, tuple | ConditionalValue)]
     others = [a for a in args if isinstance(a, Tensor) and a.numel() != 1]
     if len(choices) != 1 or others:
-        raise _Unknown
+        raise UnknownValueError
     mask = choices[0] if isinstance(choices[0], ConditionalValue) else ConditionalValue(choices[0], _TRUE, _FALSE)
     rank = get_node_tensor(node).dim()
     values = []
     for number in (mask.shown, mask.hidden):
         given = [number if a is choices[0] else a.reshape(()) if isinstance(a, Tensor) else a for a in args]
         values.append(torch.as_tensor(node.target(*given, **kwargs)).to(get_node_tensor(node).dtype))  # type: ignore[operator]
-    terms = tuple(_map_condition(t, lambda x: _align_rank(x, rank)) for t in mask.terms)
+    terms = tuple(map_condition(t, lambda x: _align_rank(x, rank)) for t in mask.terms)
     return _simplify_choice(ConditionalValue(terms, values[0], values[1]))
 
 
@@ -343,8 +353,8 @@ def _simplify_choice(choice: ConditionalValue) -> Value:
 def _negate(node: fx.Node, value: Any) -> tuple[Condition, ...]:
     """Return conditions that all hold exactly where the boolean mask ``value`` is false. ``value``: a tensor, a tuple
     of conditions that must all hold, or a choice between two values by conditions. ``node``: the node whose value is
-    computed; the tensors in the conditions get as many dims as its result. Raise :class:`_Unknown` if there are no such
-    conditions."""
+    computed; the tensors in the conditions get as many dims as its result. Raise :class:`UnknownValueError` if there
+    are no such conditions."""
     if isinstance(value, Tensor):
         found: tuple[Condition, ...] = (~value,)
     elif isinstance(value, ConditionalValue) and not value.shown and value.hidden and value.shown.dtype is torch.bool:
@@ -352,19 +362,19 @@ def _negate(node: fx.Node, value: Any) -> tuple[Condition, ...]:
     elif isinstance(value, tuple) and len(value) == 1:
         found = (_negate_condition(value[0]),)
     else:
-        raise _Unknown
+        raise UnknownValueError
     rank = get_node_tensor(node).dim()
-    return tuple(_map_condition(t, lambda x: _align_rank(x, rank)) for t in found)
+    return tuple(map_condition(t, lambda x: _align_rank(x, rank)) for t in found)
 
 
 def _negate_condition(condition: Condition) -> Condition:
     return ~condition if isinstance(condition, Tensor) else condition.negated()
 
 
-def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
+def require_additive(node: fx.Node, value: Any) -> ConditionalValue:
     """Return ``value`` as an additive attention mask: 0 where all of its conditions hold (shown scores), and ``MASKED``
     (-6e4) or less elsewhere (hidden scores). ``node``: the node whose value is computed; the tensors in the conditions
-    get as many dims as its result. Raise :class:`_Unknown` if ``value`` is not such a mask."""
+    get as many dims as its result. Raise :class:`UnknownValueError` if ``value`` is not such a mask."""
     if isinstance(value, Tensor) and value.is_floating_point():
         hidden = value[value != 0]
         most = hidden.max() if hidden.numel() else value.new_tensor(-torch.inf)
@@ -372,9 +382,9 @@ def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
     if isinstance(value, ConditionalValue) and value.hidden == 0 and len(value.terms) == 1:
         value = ConditionalValue((_negate_condition(value.terms[0]),), value.hidden, value.shown)
     if not isinstance(value, ConditionalValue) or value.shown != 0 or not value.hidden <= MASKED:
-        raise _Unknown
+        raise UnknownValueError
     rank = get_node_tensor(node).dim()
-    terms = tuple(_map_condition(t, lambda x: _align_rank(x, rank)) for t in value.terms)
+    terms = tuple(map_condition(t, lambda x: _align_rank(x, rank)) for t in value.terms)
     return ConditionalValue(terms, value.shown, value.hidden)
 
 
@@ -382,13 +392,13 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``. It is a boolean
     tensor if that is small enough. It is a tuple with the comparison itself as a condition if the tensor would be too
     large, or if ``a`` and ``b`` are elements of one tensor that depends on data. It is a mask if an operand is a mask
-    (conditions that must all hold, or a choice between two numbers by conditions). Raise :class:`_Unknown` if no form
-    is possible."""
+    (conditions that must all hold, or a choice between two numbers by conditions). Raise :class:`UnknownValueError` if
+    no form is possible."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         return _evaluate_choice(node, (a, b), {})
     if isinstance(a, Gathered) or isinstance(b, Gathered):
         if not isinstance(a, Gathered) or not isinstance(b, Gathered) or a.source is not b.source:
-            raise _Unknown
+            raise UnknownValueError
         width = get_node_tensor(node).dim()
         name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
         return (DataTerm(name, a, b).map_tensors(lambda t: _align_rank(t, width)),)
@@ -400,19 +410,19 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
         return _evaluate_pointwise(node, *given)
     name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
     rank, kind = get_node_tensor(node).dim(), torch.result_type(a, b)
-    a, b = (_widen_number_type(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
+    a, b = (widen_number_type(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
     return (Term(name, a, b),)
 
 
-def _widen_number_type(x: Tensor) -> Tensor:
+def widen_number_type(x: Tensor) -> Tensor:
     """Return ``x`` as int64, or as float64 if it is a floating-point tensor, so that its negation is exact."""
     return x.double() if x.is_floating_point() else x.long()
 
 
 def _require_terms(value: Any) -> tuple[Condition, ...]:
     """Return a tuple of conditions that all hold exactly where the boolean mask ``value`` is true. ``value``: a tensor,
-    a tuple of conditions that must all hold, or a choice between two values by conditions. Raise :class:`_Unknown` if
-    there are no such conditions."""
+    a tuple of conditions that must all hold, or a choice between two values by conditions. Raise
+    :class:`UnknownValueError` if there are no such conditions."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, Tensor):
@@ -420,42 +430,44 @@ def _require_terms(value: Any) -> tuple[Condition, ...]:
     single = isinstance(value, ConditionalValue) and len(value.terms) == 1
     if single and not value.shown and value.hidden and value.shown.dtype is torch.bool:
         return (_negate_condition(value.terms[0]),)
-    raise _Unknown
+    raise UnknownValueError
 
 
 def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
     """Return the value of ``node``, a logical ``and`` of two operands with the values ``a`` and ``b``: a boolean
     tensor, or a tuple of the conditions of both operands, which must all hold. If one operand is a single true element,
-    the result is the value of the other operand. Raise :class:`_Unknown` if an operand cannot be written as conditions.
+    the result is the value of the other operand. Raise :class:`UnknownValueError` if an operand cannot be written as
+    conditions.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and bool(one):
-            return _map_value_parts(other, lambda t: _align_rank(t, get_node_tensor(node).dim()))
+            return map_value_parts(other, lambda t: _align_rank(t, get_node_tensor(node).dim()))
     terms = _require_terms(a) + _require_terms(b)
-    return tuple(_map_condition(t, lambda x: _align_rank(x, get_node_tensor(node).dim())) for t in terms)
+    return tuple(map_condition(t, lambda x: _align_rank(x, get_node_tensor(node).dim())) for t in terms)
 
 
-def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
+def evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
     """Return the value of ``node``, a ``where`` of operands with the values ``condition``, ``a`` and ``b``. It is a
     tensor if ``condition`` is a tensor. If ``condition`` is a tuple of conditions and ``a`` and ``b`` are single
-    numbers, it is a choice between these numbers by the conditions. Raise :class:`_Unknown` in any other case."""
+    numbers, it is a choice between these numbers by the conditions. Raise :class:`UnknownValueError` in any other
+    case."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
-        raise _Unknown
+        raise UnknownValueError
     if isinstance(a, Gathered) or isinstance(b, Gathered) or isinstance(condition, Gathered):
-        raise _Unknown
+        raise UnknownValueError
     a, b = (torch.as_tensor(x, dtype=get_node_tensor(node).dtype) for x in (a, b))
     if isinstance(condition, ConditionalValue) and not condition.shown and condition.hidden:
         condition, a, b = condition.terms, b, a  # a boolean that is false where its conditions hold
     if isinstance(condition, Tensor):
         if torch.broadcast_shapes(condition.shape, a.shape, b.shape).numel() > LIMIT:
-            raise _Unknown
+            raise UnknownValueError
         result = torch.where(condition, a, b)
         return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
     if a.numel() == b.numel() == 1:
         return ConditionalValue(_require_terms(condition), a.reshape(()), b.reshape(()))
-    raise _Unknown
+    raise UnknownValueError
 
 
 def _evaluate_not(node: fx.Node, x: Any) -> Value:
@@ -471,7 +483,7 @@ def _evaluate_not(node: fx.Node, x: Any) -> Value:
 
 
 def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
-    return _evaluate_where(node, mask, value, x)
+    return evaluate_where(node, mask, value, x)
 
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
@@ -482,39 +494,37 @@ def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Val
     data."""
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
-        return _map_value_parts(value, lambda t: operation(t, *args))
+        return map_value_parts(value, lambda t: operation(t, *args))
 
     return rule
 
 
-def _map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
+def map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
     """Return the value of a node that rearranges the dims of an operand with the value ``value``. ``move``: the
     function that rearranges the dims of one tensor. It is applied to ``value`` if it is a tensor, to both sides of
     each comparison if ``value`` is a mask made of conditions, and to the index tensors if ``value`` is known as
     elements, at known indices, of a tensor that depends on data."""
     if isinstance(value, Tensor):
         return move(value)
-    if isinstance(value, Gathered):
-        return value.map_tensors(move)
     if isinstance(value, ConditionalValue):
-        return ConditionalValue(tuple(_map_condition(t, move) for t in value.terms), value.shown, value.hidden)
-    return tuple(_map_condition(t, move) for t in value)
+        return ConditionalValue(tuple(map_condition(t, move) for t in value.terms), value.shown, value.hidden)
+    return tuple(map_condition(t, move) for t in value) if isinstance(value, tuple) else value.map_tensors(move)
 
 
-def _map_condition(condition: Condition, move: Callable[[Tensor], Tensor]) -> Condition:
+def map_condition(condition: Condition, move: Callable[[Tensor], Tensor]) -> Condition:
     return move(condition) if isinstance(condition, Tensor) else condition.map_tensors(move)
 
 
 def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
     rank = get_node_tensor(node).dim()
-    return _map_value_parts(value, lambda t: t.reshape([1] * (rank - t.dim()) + list(t.shape)))
+    return map_value_parts(value, lambda t: t.reshape([1] * (rank - t.dim()) + list(t.shape)))
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
     """Return the value of ``node``, a reshape to the shape ``sizes`` of an operand with the value ``value``. If the
     reshape only adds or removes dims of size 1, ``value`` may have any form (a tensor, conditions, a choice between
     two numbers, or elements of a tensor that depends on data), and the result has the same form. Otherwise ``value``
-    must be a tensor. Raise :class:`_Unknown` if it is not, or if the tensor is too large."""
+    must be a tensor. Raise :class:`UnknownValueError` if it is not, or if the tensor is too large."""
     old = list_node_sizes(node.args[0])  # type: ignore[arg-type]
     if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
         return _expand_to_sizes(value, old).reshape(sizes)
@@ -524,25 +534,25 @@ def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
         held = iter([t.shape[d] for d in wide])
         return t.reshape([1 if s == 1 else next(held) for s in sizes])
 
-    return _map_value_parts(value, move)
+    return map_value_parts(value, move)
 
 
 def _evaluate_slice(node: fx.Node, value: Value, dim: int, start: int, end: int, step: int) -> Value:
     if list_node_sizes(node)[dim] == 0:
-        raise _Unknown
-    return _map_value_parts(value, lambda t: t if t.shape[dim] == 1 else aten.slice.Tensor(t, dim, start, end, step))
+        raise UnknownValueError
+    return map_value_parts(value, lambda t: t if t.shape[dim] == 1 else aten.slice.Tensor(t, dim, start, end, step))
 
 
 def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value:
-    return _map_value_parts(value, lambda t: t.select(dim, 0 if t.shape[dim] == 1 else index))
+    return map_value_parts(value, lambda t: t.select(dim, 0 if t.shape[dim] == 1 else index))
 
 
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
     """Return the value of ``node``, which computes ``source[indices]``. ``source``: the value of the operand: a
-    constant tensor, or a description of it as elements, at known indices, of a tensor that depends on data; the
-    result has the same form. It has size 1 in dims along which it is constant; indices into these dims are ignored.
-    ``indices``: the values of the index tensors. Raise :class:`_Unknown` unless there is a constant index tensor for
-    every dim of ``source``."""
+    constant tensor, or a description of it as elements, at known indices, of a tensor that depends on data; the result
+    has the same form. It has size 1 in dims along which it is constant; indices into these dims are ignored.
+    ``indices``: the values of the index tensors. Raise :class:`UnknownValueError` unless there is a constant index
+    tensor for every dim of ``source``."""
     if isinstance(source, Gathered):
         return source.map_tensors(lambda place: _evaluate_index(node, place, indices))
     if (
@@ -550,11 +560,11 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
         or len(indices) != source.dim()
         or any(not isinstance(i, Tensor) for i in indices)
     ):
-        raise _Unknown
+        raise UnknownValueError
     zero = torch.zeros((), dtype=torch.int64)
     used = [zero if size == 1 else i for size, i in zip(source.shape, indices, strict=True)]
     if torch.broadcast_shapes(*(i.shape for i in used)).numel() > LIMIT:
-        raise _Unknown
+        raise UnknownValueError
     result = source[tuple(used)]
     return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
 
@@ -562,23 +572,23 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
 def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
     """Return the value of ``node``, which computes ``gather(source, dim, index)``. ``source``: the value of the
     operand: a constant tensor, or a description of it as elements, at known indices, of a tensor that depends on
-    data; the result has the same form. ``index``: the value of the index tensor. Raise :class:`_Unknown` if
+    data; the result has the same form. ``index``: the value of the index tensor. Raise :class:`UnknownValueError` if
     ``index`` is not constant, or if the result cannot be described."""
     if isinstance(source, Tensor) and isinstance(index, Tensor):
         whole = _expand_to_sizes(source, list(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
         return whole.gather(dim, _expand_to_sizes(index, list(list_node_sizes(node))))
     if not isinstance(source, Gathered) or not isinstance(index, Tensor):
-        raise _Unknown
+        raise UnknownValueError
     old, new = list_node_sizes(node.args[0]), list_node_sizes(node)  # type: ignore[arg-type]
     dim %= len(old)
     if any(a != b for d, (a, b) in enumerate(zip(old, new, strict=True)) if d != dim):
-        raise _Unknown
+        raise UnknownValueError
 
     def move(place: Tensor) -> Tensor:
         if place.shape[dim] == 1:
             return place
         if place.numel() != place.shape[dim]:
-            raise _Unknown
+            raise UnknownValueError
         return place.reshape(-1)[index]
 
     return source.map_tensors(move)
@@ -588,11 +598,11 @@ def _evaluate_index_select(node: fx.Node, source: Any, dim: int, index: Any) -> 
     """Return the value of ``node``, which computes ``index_select(source, dim, index)``. ``source``: the value of
     the operand: a tensor, conditions that must all hold, a choice between two numbers by conditions, or a
     description of it as elements, at known indices, of a tensor that depends on data; the result has the same form.
-    ``index``: the value of the index tensor. Raise :class:`_Unknown` if it is not constant."""
+    ``index``: the value of the index tensor. Raise :class:`UnknownValueError` if it is not constant."""
     if not isinstance(index, Tensor):
-        raise _Unknown
+        raise UnknownValueError
     where = index.expand(list_node_sizes(node)[dim])
-    return _map_value_parts(source, lambda t: t if t.shape[dim] == 1 else t.index_select(dim, where))
+    return map_value_parts(source, lambda t: t if t.shape[dim] == 1 else t.index_select(dim, where))
 
 
 def _evaluate_cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
@@ -620,8 +630,8 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
 
     If the result is too large to be created, ``x`` must be a mask (one of the last two forms) or have the same value
     everywhere. The result is then a mask, with a comparison of row and column numbers as a condition. ``diagonal``: the
-    diagonal at which the triangle ends; 0 is the main one, positive numbers are above. Raise :class:`_Unknown` in any
-    other case.
+    diagonal at which the triangle ends; 0 is the main one, positive numbers are above. Raise :class:`UnknownValueError`
+    in any other case.
     """
     lower = node.target is aten.tril.default
     rows, columns = list_node_sizes(node)[-2:]
@@ -629,7 +639,7 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
         whole = x.expand([*x.shape[:-2], rows, columns])
         return whole.tril(diagonal) if lower else whole.triu(diagonal)
     if isinstance(x, Gathered) or (isinstance(x, Tensor) and x.numel() != 1):
-        raise _Unknown
+        raise UnknownValueError
     rank = get_node_tensor(node).dim()
     row = torch.arange(rows).reshape([1] * (rank - 2) + [rows, 1])
     column = torch.arange(columns).reshape([1] * (rank - 1) + [columns])
@@ -644,19 +654,17 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
 def _hide_outside(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Term, ...]) -> Value:
     """Return the value of ``tril`` or ``triu`` of ``mask``: the mask itself inside the triangle, and 0 (false) outside.
     ``mask``: a tuple of conditions that must all hold, or a choice between two numbers by conditions; the result has
-    the same form. ``terms``: comparisons that all hold exactly inside the triangle. Raise :class:`_Unknown` if the
-    mask's number where its conditions fail is not 0."""
+    the same form. ``terms``: comparisons that all hold exactly inside the triangle. Raise :class:`UnknownValueError` if
+    the mask's number where its conditions fail is not 0."""
     if isinstance(mask, tuple):
         return mask + terms
     if mask.hidden != 0:
-        raise _Unknown
+        raise UnknownValueError
     return ConditionalValue(mask.terms + terms, mask.shown, mask.hidden)
 
 
 _EQUALITIES = [getattr(getattr(aten, name), kind) for name in ("eq", "ne") for kind in ("Tensor", "Scalar")]
-_COMPARISONS = [
-    getattr(getattr(aten, name), kind) for name in ("lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
-]
+COMPARISONS = [getattr(getattr(aten, name), kind) for name in ("lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")]
 _POINTWISE = [
     getattr(getattr(aten, name), kind)
     for name, kinds in {
@@ -680,19 +688,19 @@ _POINTWISE = [
     for kind in kinds
 ]
 
-_RULES: dict[Any, Callable[..., Value]] = {
+RULES: dict[Any, Callable[..., Value]] = {
     **dict.fromkeys(_POINTWISE, _evaluate_pointwise),
-    **dict.fromkeys([*_COMPARISONS, *_EQUALITIES], _evaluate_comparison),
+    **dict.fromkeys([*COMPARISONS, *_EQUALITIES], _evaluate_comparison),
     aten.bitwise_and.Tensor: _evaluate_and,
     aten.logical_and.default: _evaluate_and,
     aten.bitwise_not.default: _evaluate_not,
     aten.logical_not.default: _evaluate_not,
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,
-    aten.where.self: _evaluate_where,
-    aten.where.ScalarSelf: _evaluate_where,
-    aten.where.ScalarOther: _evaluate_where,
-    aten.where.Scalar: _evaluate_where,
+    aten.where.self: evaluate_where,
+    aten.where.ScalarSelf: evaluate_where,
+    aten.where.ScalarOther: evaluate_where,
+    aten.where.Scalar: evaluate_where,
     aten.full.default: _evaluate_full,
     aten.arange.start_step: _evaluate_arange,
     aten.unsqueeze.default: _make_structural_rule(torch.unsqueeze),

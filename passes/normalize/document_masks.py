@@ -32,6 +32,7 @@ from partitioner.passes.normalize.constant_folding import (
 )
 from partitioner.passes.ops.attention import Band
 from partitioner.passes.ops.documents import document_ops
+from partitioner.passes.ops.scored_attention import scored_ops
 
 
 class DocumentMask(NamedTuple):
@@ -106,18 +107,18 @@ def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | Non
         if size == 1:
             continue
         pairs = (sides, sides[::-1])
-        if size == length and any(_counts_along(a, -2, size) and _counts_along(b, -1, size) for a, b in pairs):
+        if size == length and any(counts_along(a, -2, size) and counts_along(b, -1, size) for a, b in pairs):
             if position is not None:
                 return None
             position = dim
-        elif batch is None and all(_counts_along(side, -4, size) for side in sides):
+        elif batch is None and all(counts_along(side, -4, size) for side in sides):
             batch = dim
         else:
             return None
     return None if position is None else (position, batch)
 
 
-def _counts_along(side: Tensor, dim: int, size: int) -> bool:
+def counts_along(side: Tensor, dim: int, size: int) -> bool:
     """Return whether the index tensor ``side`` is 0, 1, ..., ``size`` - 1 along ``dim`` (a negative number), and has
     size 1 in all other dims."""
     if side.dim() < -dim or side.numel() != size or side.shape[dim] != size:
@@ -267,9 +268,16 @@ _MOST_DOCUMENTS = 256  # whose lengths are kept; a plan stores them with each at
 
 
 def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:
-    """Return a list of the ``partition::document_attention`` nodes (attention within packed documents) in ``graph``, in
+    """Return a list of the attentions in ``graph`` that work within packed documents, in order: the nodes of
+    ``partition::document_attention``, and those of ``partition::scored_attention`` that have document ids."""
+    targets = document_ops.document_attention.default, scored_ops.scored_attention.default
+    return [n for n in graph.nodes if n.target in targets and n.args[3] is not None]
+
+
+def list_prefix_attentions(graph: fx.Graph) -> list[fx.Node]:
+    """Return a list of the ``partition::scored_attention`` nodes in ``graph`` that show prefixes to all queries, in
     order."""
-    return [n for n in graph.nodes if n.target is document_ops.document_attention.default]
+    return [n for n in graph.nodes if n.target is scored_ops.scored_attention.default and n.args[4] is not None]
 
 
 def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -279,8 +287,32 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
     ``lengths``: the numbers of positions of typical documents. If it is empty, lengths are counted in ``inputs``,
     tensors by the path of the model input, such as ``input_ids``. Return an empty tuple if there is no such operator,
     if the inputs are meta tensors, or if the document ids depend on more than inputs and constants.
+
+    Also store, in the operators that show prefixes, the number of pairs of a row that only a prefix shows, counted in
+    ``inputs``; -1 if it is unknown.
     """
     nodes = list_document_attentions(captured.graph)
+    evaluator = ConstantEvaluator(_list_known_values(captured, inputs))
+    found: tuple[int, ...] = ()
+    for node in nodes:
+        place = _place_of(node, "lengths")
+        found = tuple(lengths) or _count_documents(evaluator, node.args[3])  # type: ignore[arg-type]
+        node.args = (*node.args[:place], list(found), *node.args[place + 1 :])
+    for node in list_prefix_attentions(captured.graph):
+        place = _place_of(node, "ahead")
+        ahead = _count_pairs_ahead(evaluator, node.args[4], node.args[3])  # type: ignore[arg-type]
+        node.args = (*node.args[:place], ahead, *node.args[place + 1 :])
+    return tuple(nodes[0].args[_place_of(nodes[0], "lengths")]) if nodes else ()  # type: ignore[arg-type]
+
+
+def _place_of(node: fx.Node, name: str) -> int:
+    """Return the position among the arguments of the operator ``node`` of the one with the name ``name``."""
+    return [a.name for a in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
+
+
+def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return placeholder name -> value, of the constants of ``captured`` and of those of its inputs that ``inputs``
+    (tensors by the path of the model input) gives, repeated to the batch of the graph."""
     specs = {i.value: i for i in captured.inputs}
     values = {}
     for placeholder, name in captured.placeholders.items():
@@ -291,11 +323,26 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
             rows = _repeat_rows(value, tuple(spec.shape))
             if rows is not None:
                 values[placeholder] = rows
-    evaluator = ConstantEvaluator(values)
-    for node in nodes:
-        found = tuple(lengths) or _count_documents(evaluator, node.args[3])  # type: ignore[arg-type]
-        node.args = (*node.args[:4], list(found), *node.args[5:])
-    return tuple(nodes[0].args[4]) if nodes else ()  # type: ignore[arg-type]
+    return values
+
+
+def _count_pairs_ahead(evaluator: ConstantEvaluator, prefix: fx.Node, ids: fx.Node | None) -> int:
+    """Return the mean number over the rows of the batch of the pairs of a query and a later key of its document that
+    the prefix shows; -1 if it is unknown.
+
+    ``prefix`` ``[batch, positions]``: the node of the flags of keys that all queries of their document see. ``ids``
+    ``[batch, positions]``: that of the document ids; ``None`` if a row is one document. ``evaluator``: computes the
+    value of a node from constants and given inputs.
+    """
+    flags = evaluator.find_value(prefix)
+    documents = torch.zeros(1, 1) if ids is None else evaluator.find_value(ids)
+    if not isinstance(flags, Tensor) or not isinstance(documents, Tensor):
+        return -1
+    rows, length = list_node_sizes(prefix)
+    own, place = documents.expand(rows, length), torch.arange(length).expand(rows, length)
+    starts = torch.cat([torch.ones(rows, 1, dtype=torch.bool), own[:, 1:] != own[:, :-1]], 1)
+    place = place - place.masked_fill(~starts, 0).cummax(1).values  # in the document
+    return round(int((place * flags.expand(rows, length)).sum()) / rows)
 
 
 def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:

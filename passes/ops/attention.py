@@ -25,6 +25,14 @@ from torch import Tensor
 
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 from partitioner.passes.ir.layouts import make_shard_layout, shard_slices
+from partitioner.passes.ops.score_changes import (
+    BLOCK,
+    UNCHANGED,
+    BlockScoring,
+    ScoreChange,
+    attend_block,
+    attend_block_backward,
+)
 
 aten = torch.ops.aten
 
@@ -68,12 +76,13 @@ class Tile(NamedTuple):
     ``rows`` and ``keys``: (start, stop) in the local tensors. ``kind``: which keys of the tile are visible. "all": its
     queries see all of its keys. "diagonal": it is square, and its query ``i`` (from 0) sees its keys 0 to ``i``.
     "band": a query sees those of its keys whose distance from it is within limits, which the tile does not store.
-    ``offset``: the position of the first query minus that of the first key.
+    "after": a query sees those of its keys that are after it. ``offset``: the position of the first query minus that of
+    the first key.
     """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
-    kind: Literal["all", "diagonal", "band"]
+    kind: Literal["all", "diagonal", "band", "after"]
     offset: int
 
 
@@ -141,12 +150,15 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band) -> tuple[Tile, ...]:
+def tiles_of(
+    queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band, in_order: bool = False
+) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) that attention must compute, if a query sees the positions in
     ``band``.
 
     Every query of a tile sees at least one key of it. ``queries``, ``keys``: the ranges of positions of the queries and
-    of the keys that attention reads.
+    of the keys that attention reads. ``in_order``: the queries of a tile, and its keys, are consecutive in the
+    sequence, too, so that its offset holds for each pair; otherwise tiles of different ranges may be merged.
     """
     found: list[Tile] = []
     for q in queries:
@@ -159,18 +171,21 @@ def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]
                     kind,
                     offset + rows[0] - columns[0],
                 )
-                if not any(_merge_adjacent_tiles(found, i, tile) for i in range(len(found))):
+                if not any(_merge_adjacent_tiles(found, i, tile, in_order) for i in range(len(found))):
                     found.append(tile)
     return tuple(found)
 
 
-def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile) -> bool:
+def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile, in_order: bool) -> bool:
     """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side; return whether it was done.
 
     A tile is a rectangle of queries and keys. ``found``: the tiles so far. ``place``: an index in this list.
+    ``in_order``: only if they are also side by side in the whole sequence.
     """
     other = found[place]
     if tile.kind != "all" or other.kind != "all":
+        return False
+    if in_order and tile.offset - other.offset != tile.rows[0] - other.rows[0] - tile.keys[0] + other.keys[0]:
         return False
     for mine, theirs in ((tile.rows, other.rows), (tile.keys, other.keys)):
         if mine[0] == theirs[1] and (tile.rows == other.rows or tile.keys == other.keys):
@@ -178,6 +193,53 @@ def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile) -> bool:
             found[place] = other._replace(rows=both) if tile.keys == other.keys else other._replace(keys=both)
             return True
     return False
+
+
+AFTER = Band(-1, None)  # all keys after the query's own position
+
+
+def tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]) -> tuple[Tile, ...]:
+    """Return the tiles (rectangles of queries and keys) of the pairs whose key is after the query.
+
+    ``queries``, ``keys``: ranges of positions in one sequence. No tile that needs a mask has more than 512 queries or
+    512 keys.
+    """
+    found: list[Tile] = []
+    for q in queries:
+        for k in keys:
+            offset = q.place - k.place
+            before = min(q.length, max(0, -offset))  # these queries are before all keys
+            last = min(q.length, k.length - 1 - offset)  # those from here on are after the last key, or at it
+            if before > 0:
+                found.append(Tile((q.start, q.start + before), (k.start, k.start + k.length), "all", offset))
+            for start in range(before, last, _ROWS):
+                stop = min(start + _ROWS, last)
+                first, end = start + offset + 1, min(k.length, stop + offset)  # keys first to end - 1 need a mask
+                rows = q.start + start, q.start + stop
+                if first < end:
+                    masked = rows[0], q.start + min(stop, end - 1 - offset)
+                    found.append(Tile(masked, (k.start + first, k.start + end), "after", offset + start - first))
+                if end < k.length:
+                    found.append(Tile(rows, (k.start + end, k.start + k.length), "all", offset + start - end))
+    return tuple(found)
+
+
+def cut_tile(tile: Tile, band: Band) -> Iterator[Tile]:
+    """Yield the parts of ``tile``, a rectangle of queries and keys, of at most 256 queries and 256 keys each, without
+    those in which no query sees a key. A query of a part may see no key of this part. ``band``: the positions around
+    its own at which a query sees keys, in a tile of the kind "band"."""
+    limits = {"all": Band(), "diagonal": Band(None, 0), "band": band, "after": AFTER}[tile.kind]
+    shift = 0 if tile.kind == "diagonal" else tile.offset  # of query 0 from key 0, as the limits count it
+    before, after = limits
+    for i in range(0, tile.rows[1] - tile.rows[0], BLOCK):
+        for j in range(0, tile.keys[1] - tile.keys[0], BLOCK):
+            rows = tile.rows[0] + i, min(tile.rows[0] + i + BLOCK, tile.rows[1])
+            keys = tile.keys[0] + j, min(tile.keys[0] + j + BLOCK, tile.keys[1])
+            nearest, farthest = shift + i - j - (keys[1] - keys[0] - 1), shift + i - j + rows[1] - rows[0] - 1
+            if (before is not None and nearest > before) or (after is not None and farthest < -after):
+                continue
+            whole = (before is None or farthest <= before) and (after is None or nearest >= -after)
+            yield Tile(rows, keys, "all" if whole else tile.kind, tile.offset + i - j)
 
 
 _Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band"]]
@@ -245,6 +307,7 @@ def _generate_window_tiles(
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
+_Masks = dict[tuple[int, int, int, Band], Tensor]
 
 
 @dataclass
@@ -263,19 +326,21 @@ class Attention:
     width: int  # width of a value
     out: Tensor | None = None
     lse: Tensor | None = None
+    change: ScoreChange = UNCHANGED
     _seen: list[tuple[int, int]] = field(default_factory=list)
-    _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    _masks: _Masks = field(default_factory=dict)
 
     def add(self, tile: Tile, k: Tensor, v: Tensor) -> None:
         """Add the attention over the rectangle ``tile`` of queries and keys to the result so far. ``k`` ``[..., kv
         heads, keys, d]`` and ``v`` ``[..., kv heads, keys, width]``: all local keys and values, of which the tile is a
         part.
         """
-        rows, keys = slice(*tile.rows), slice(*tile.keys)
-        mask = _mask_of(tile, self.band, self.q, self._masks)
-        scoring = TileScoring(tile.kind == "diagonal", mask, self.scale)
-        out, lse = compute_tile_attention(self.q[..., rows, :], k[..., keys, :], v[..., keys, :], scoring)
-        self._merge_tile_result(rows, out, lse)
+        for part in (tile,) if self.change.is_none else cut_tile(tile, self.band):
+            rows, keys = slice(*part.rows), slice(*part.keys)
+            mask = _mask_of(part, self.band, self.q, self._masks)
+            scoring = TileScoring(part.kind == "diagonal", mask, self.scale, self.change, part.offset)
+            out, lse = compute_tile_attention(self.q[..., rows, :], k[..., keys, :], v[..., keys, :], scoring)
+            self._merge_tile_result(rows, out, lse)
 
     def _merge_tile_result(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the attention over one tile (a rectangle of queries and keys) into the result so far. ``rows``: the
@@ -309,8 +374,10 @@ class Attention:
         if any(start < rows.stop and rows.start < stop for start, stop in self._seen):
             before = all_lse[..., rows]
             both = torch.logaddexp(before, lse)
-            kept = all_out[..., rows, :].mul_((before - both).exp_().unsqueeze(-1))
-            kept.add_(out * (lse - both).exp_().unsqueeze(-1))
+            # A query that has seen no key so far has minus infinity before and after.
+            safe = both if self.change.is_none else both.masked_fill(both == -math.inf, 0.0)
+            kept = all_out[..., rows, :].mul_((before - safe).exp_().unsqueeze(-1))
+            kept.add_(out * (lse - safe).exp_().unsqueeze(-1))
             all_lse[..., rows] = both
         else:
             all_out[..., rows, :] = out
@@ -332,7 +399,7 @@ class AttentionGradients:
     ``grad``: the gradient of the result. ``q``: the queries ``[..., heads, queries, d]``. ``out`` and ``lse``: the
     result, and the logsumexp ``[..., heads, queries]`` of the scores over all keys. ``of_q``: the gradient of the
     queries so far. ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores;
-    ``None`` means ``1 / sqrt(d)``.
+    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax.
     """
 
     grad: Tensor
@@ -341,8 +408,9 @@ class AttentionGradients:
     lse: Tensor
     band: Band
     scale: float | None
+    change: ScoreChange = UNCHANGED
     of_q: Tensor = field(init=False)
-    _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    _masks: _Masks = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.of_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
@@ -354,22 +422,21 @@ class AttentionGradients:
         ``tile``: the rectangle of queries and keys to process. ``k`` and ``v`` ``[..., kv heads, keys, d]``: all local
         keys and values, of which the tile is a part.
         """
-        rows, keys = slice(*tile.rows), slice(*tile.keys)
-        found = attend_backward(
-            self.grad[..., rows, :],
-            self.q[..., rows, :],
-            k[..., keys, :],
-            v[..., keys, :],
-            self.out[..., rows, :],
-            self.lse[..., rows],
-            TileScoring(tile.kind == "diagonal", _mask_of(tile, self.band, self.q, self._masks), self.scale),
-        )
-        self.of_q[..., rows, :] += found[0]
-        of_k[..., keys, :] += found[1]
-        of_v[..., keys, :] += found[2]
-
-
-_Masks = dict[tuple[int, int, int], Tensor]
+        for part in (tile,) if self.change.is_none else cut_tile(tile, self.band):
+            rows, keys = slice(*part.rows), slice(*part.keys)
+            mask = _mask_of(part, self.band, self.q, self._masks)
+            found = attend_backward(
+                self.grad[..., rows, :],
+                self.q[..., rows, :],
+                k[..., keys, :],
+                v[..., keys, :],
+                self.out[..., rows, :],
+                self.lse[..., rows],
+                TileScoring(part.kind == "diagonal", mask, self.scale, self.change, part.offset),
+            )
+            self.of_q[..., rows, :] += found[0]
+            of_k[..., keys, :] += found[1]
+            of_v[..., keys, :] += found[2]
 
 
 def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
@@ -378,15 +445,16 @@ def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
     of the tile, or because query ``i`` of the tile sees its keys 0 to ``i``.
 
     ``q``: a tensor of the mask's type and device. ``made``: a cache of masks: (number of queries, number of keys,
-    position of the first query minus that of the first key) -> mask. ``band``: the positions around its own that a
-    query sees.
+    position of the first query minus that of the first key, visible positions around the query's own) -> mask.
+    ``band``: the positions around its own that a query sees in a tile of the kind "band".
     """
-    if tile.kind != "band":
+    if tile.kind in ("all", "diagonal"):
         return None
-    key = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.offset)
-    if key not in made:
-        made[key] = band_mask(*key, band, q)
-    return made[key]
+    limits = AFTER if tile.kind == "after" else band
+    sizes = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.offset)
+    if (*sizes, limits) not in made:
+        made[*sizes, limits] = band_mask(*sizes, limits, q)
+    return made[*sizes, limits]
 
 
 def find_accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -416,16 +484,28 @@ def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Te
 # One tile on one device. Tensors are [batch, heads, positions, d]; with fewer heads of keys than of queries, several
 # query heads share one.
 class TileScoring(NamedTuple):
-    """How the attention scores of a tile (a rectangle of queries and keys) are masked and scaled.
+    """How the attention scores of a tile (a rectangle of queries and keys) are scaled, changed and masked.
 
     ``diagonal``: whether query ``i`` of the tile (from 0) sees only its keys 0 to ``i``. ``mask``: added to the scores;
     ``None`` for none. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``, where ``d`` is the width of
-    a head.
+    a head. ``change``: how the scaled scores are changed. ``offset``: the position of the first query minus that of the
+    first key.
     """
 
     diagonal: bool
     mask: Tensor | None
     scale: float | None
+    change: ScoreChange = UNCHANGED
+    offset: int = 0
+
+    def of_block(self, q: Tensor, k: Tensor) -> BlockScoring:
+        """Return how the scores of the tile's queries ``q`` and keys ``k``, both ``[..., heads, positions, d]``, are
+        computed, with a boolean mask."""
+        hidden = None if self.mask is None else self.mask == -math.inf
+        if self.diagonal:
+            hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+        factor = 1.0 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
+        return BlockScoring(hidden, self.offset, factor, self.change)
 
 
 def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring) -> tuple[Tensor, Tensor]:
@@ -433,9 +513,11 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
     query. A tile is a rectangle of queries and keys.
 
     ``q``, ``k``, ``v``: the tile's queries, keys and values ``[batch, heads, positions, d]``. ``scoring``: how the
-    scores are masked and scaled.
+    scores are scaled, changed and masked.
     """
-    diagonal, mask, scale = scoring
+    if not scoring.change.is_none:
+        return attend_block(q, k, v, scoring.of_block(q, k), find_accumulation_dtype(q))
+    diagonal, mask, scale, *_ = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, attn_mask=mask, scale=scale)
         return out, lse
@@ -456,9 +538,11 @@ def attend_backward(
 
     ``grad``: the gradient of the attention's result for the tile's queries. ``q``, ``k``, ``v``: the tile's queries,
     keys and values ``[batch, heads, positions, d]``. ``out`` and ``lse``: result and logsumexp of the tile's queries
-    over the keys of all tiles. ``scoring``: how the scores are masked and scaled.
+    over the keys of all tiles. ``scoring``: how the scores are scaled, changed and masked.
     """
-    diagonal, mask, scale = scoring
+    if not scoring.change.is_none:
+        return attend_block_backward(grad, q, k, v, (out, lse), scoring.of_block(q, k))
+    diagonal, mask, scale, *_ = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=mask, scale=scale
@@ -501,7 +585,7 @@ def has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 def _compute_masked_scores(q: Tensor, k: Tensor, scoring: TileScoring) -> Tensor:
     """Return the scaled scores ``[..., queries, keys]`` of queries ``q`` and keys ``k``, with minus infinity where a
     key is hidden. ``scoring``: how the scores are masked and scaled."""
-    diagonal, mask, scale = scoring
+    diagonal, mask, scale, *_ = scoring
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = (q @ k.transpose(-2, -1)).to(find_accumulation_dtype(q)) * factor
     if diagonal:

@@ -38,8 +38,10 @@ from partitioner.passes.ops.attention import (
     has_flash,
     most_pairs,
     parts_of,
+    tiles_after,
     tiles_of,
 )
+from partitioner.passes.ops.score_changes import UNCHANGED, ScoreChange
 
 aten = torch.ops.aten
 
@@ -72,16 +74,46 @@ def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) ->
     return {document: tuple(runs) for document, runs in found.items()}
 
 
-def document_tiles(queries: Iterable[Runs], keys: Iterable[Runs], band: Band) -> list[Tiles]:
+def find_prefix_runs(ids: Tensor, prefix: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
+    """Return, for each row of ``ids`` ``[b, s]``, a dict from document id to the tuple of those runs of the document
+    whose keys all queries of the document see. A run is a range of consecutive positions of one document.
+
+    ``ids``: the document of each position. ``prefix`` ``[b, s]``: true at these keys. ``parts``: the ranges of
+    positions that the rank holds; a run does not cross the border of one of them.
+    """
+    numbers, shown = ids.detach().cpu().numpy(), prefix.detach().cpu().numpy().astype(bool)
+    found: list[Runs] = []
+    for row, flags in zip(numbers, shown, strict=True):
+        _, own = np.unique(row, return_inverse=True)
+        runs = _find_row_runs(2 * own + flags, parts)
+        found.append({int(row[r[0].start]): r for mark, r in runs.items() if mark % 2})
+    return found
+
+
+def document_tiles(
+    queries: Iterable[Runs],
+    keys: Iterable[Runs],
+    band: Band,
+    prefixes: Iterable[Runs] | None = None,
+    in_order: bool = False,
+) -> list[Tiles]:
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention within
     documents has to compute.
 
     ``queries`` and ``keys``: for each row, a dict from document id to its runs (ranges of consecutive positions).
-    ``band``: the positions around its own that a query sees.
+    ``band``: the positions around its own that a query sees. ``prefixes``: the runs of keys that all queries of the
+    document see, in addition to those of the band, which must be causal; ``None`` for none. ``in_order``: the queries
+    of a tile, and its keys, are consecutive in the whole sequence.
     """
-    return [
-        tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band))
+    found = [
+        tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band, in_order))
         for own, theirs in zip(queries, keys, strict=True)
+    ]
+    if prefixes is None:
+        return found
+    return [
+        (*tiles, *(tile for d, runs in own.items() if d in shown for tile in tiles_after(runs, shown[d])))
+        for tiles, own, shown in zip(found, queries, prefixes, strict=True)
     ]
 
 
@@ -102,8 +134,8 @@ class DocumentAttention:
 
     ``groups``: slices of the batch dim with the rows that are computed together, because their documents are equal.
     ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
-    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: the result, and the logsumexp of
-    the scores over the keys so far.
+    sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed before the
+    softmax. ``out`` and ``lse``: the result, and the logsumexp of the scores over the keys so far.
     """
 
     q: Tensor
@@ -111,6 +143,7 @@ class DocumentAttention:
     band: Band
     scale: float | None
     width: int
+    change: ScoreChange = UNCHANGED
     out: Tensor = field(init=False)
     lse: Tensor = field(init=False)
 
@@ -118,9 +151,9 @@ class DocumentAttention:
         q, wide = self.q, find_accumulation_dtype(self.q)
         self.out = torch.zeros_like(empty_by_position(q, self.width), dtype=wide)
         self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
-        masks: dict[tuple[int, int, int], Tensor] = {}
+        masks: dict[tuple[int, int, int, Band], Tensor] = {}
         self._rows = [
-            Attention(q[g], self.band, self.scale, self.width, self.out[g], self.lse[g], _masks=masks)
+            Attention(q[g], self.band, self.scale, self.width, self.out[g], self.lse[g], self.change, _masks=masks)
             for g in self.groups
         ]
 
@@ -146,8 +179,8 @@ class DocumentGradients:
 
     ``grad``: the gradient of the result. ``q``: the queries. ``out`` and ``lse``: result, and logsumexp of the scores
     over all keys. ``groups``: slices of the batch dim with the rows that are computed together. ``band``: the positions
-    around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``of_q``: the
-    gradient of the queries so far.
+    around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``change``:
+    how the scores are changed before the softmax. ``of_q``: the gradient of the queries so far.
     """
 
     grad: Tensor
@@ -157,15 +190,16 @@ class DocumentGradients:
     groups: Sequence[slice]
     band: Band
     scale: float | None
+    change: ScoreChange = UNCHANGED
     of_q: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.of_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
-        masks: dict[tuple[int, int, int], Tensor] = {}
+        masks: dict[tuple[int, int, int, Band], Tensor] = {}
         self._rows = []
         for g in self.groups:
             found = AttentionGradients(
-                self.grad[g], self.q[g], self.out[g], self.lse[g], self.band, self.scale, _masks=masks
+                self.grad[g], self.q[g], self.out[g], self.lse[g], self.band, self.scale, self.change, _masks=masks
             )
             found.of_q = self.of_q[g]
             self._rows.append(found)

@@ -36,6 +36,9 @@ Values = tuple[PaddedValue, ...]  # the results of a node
 Sizes = tuple[int, int]  # of the batch: as it is planned, and in the other graph
 Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 
+_BY_ROWS = ("partition::document_attention", "partition::scored_attention")  # read data of rows instead of a mask
+_ATTENTIONS = ("partition::band_attention", *_BY_ROWS)
+
 
 def propagate_padding(
     node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
@@ -52,7 +55,7 @@ def propagate_padding(
     single = SINGLE_RULES.get(operator_name(node)) if len(shapes) == 1 else None
     made = None if single is None else single(node, operands)
     values = (made,) if made is not None else _by_factors(node, operands, other_shapes, sizes)
-    if operator_name(node) in ("partition::band_attention", "partition::document_attention"):
+    if operator_name(node) in _ATTENTIONS:
         attended = _attend_padded(node, operands)
         values = (attended, replace(attended, dims=attended.dims[:-1]))
     return tuple(
@@ -606,17 +609,22 @@ def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
     """Return what padding the batch does to the result of the attention ``node``, as a description: which dims grow
     with the batch, and which numbers padded elements have. ``operands``: such descriptions of queries, keys, values
-    and, if there are any, mask or document ids. The result has a fault (a reason why elements of the original batch
-    may change) unless padded keys get no weight: the mask hides them, or it is causal and they come after every
-    query of the original batch."""
+    and, if there are any, mask, document ids, prefix and slopes. The result has a fault (a reason why elements of the
+    original batch may change) unless padded keys get no weight: the mask hides them, or it is causal and they come
+    after every query of the original batch."""
     query, key, value, *masks = operands
     rank = len(query.dims)
     fault = next((o.fault for o in operands if o.fault), "")
+    described = dict(zip(operands_of(node), operands, strict=True))
+    prefix, slopes = (described.get(get_node_argument(node, name)) for name in ("prefix", "slopes"))
+    masks = [m for m in masks if m is not slopes]
     own, keys, values = (o.growing_part(len(o.dims) - 2) for o in (query, key, value))
     if any(p.grows for o in (query, key, value) for p in o.dims[-1]):
         return query.with_fault(fault or _explain(node, "adds up padded numbers"))
     made = _find_batch_dims(query, key, value)
-    fits = _fits_rows if operator_name(node) == "partition::document_attention" else _fits_scores
+    fits = _fits_rows if operator_name(node) in _BY_ROWS else _fits_scores
+    if slopes is not None and slopes.grows:
+        made = None
     if made is None or not all(fits(mask, query, key) for mask in masks):
         return query.with_fault(fault or _explain(node, "brings together tensors of which one is padded"))
     if keys is not None or values is not None:
@@ -625,6 +633,8 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
         causal = bool(get_node_argument(node, "is_causal")) or (
             band is not None and band.after is not None and band.after <= 0
         )
+        part = None if prefix is None else prefix.growing_part(len(prefix.dims) - 1)
+        causal = causal and (prefix is None or (part is not None and part.fill == 0))
         hidden = (
             keys is not None
             and values is not None

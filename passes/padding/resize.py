@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partitioner.passes.ir.interpret import refresh_graph_values
 from partitioner.passes.ir.model import Block, Captured, FoldedModel, ModelInput, ModelState, TensorSpec
-from partitioner.passes.normalize.document_masks import list_document_attentions
+from partitioner.passes.normalize.document_masks import list_document_attentions, list_prefix_attentions
 from partitioner.passes.padding.compare import align_graphs, is_prefix, match_nodes, shapes_of
 from partitioner.passes.shard.differentiate import JointGraph
 
@@ -150,7 +150,7 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
 
 def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
     """Return whether two models have the same calls of blocks, states, inputs and outputs, apart from sizes, and no
-    attention within packed documents.
+    attention within packed documents or with prefixes.
     """
     if main.calls != other.calls or main.blocks.keys() != other.blocks.keys() or main.outputs != other.outputs:
         return False
@@ -162,7 +162,8 @@ def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
     same = "updates", "keeps", "initial", "loss", "notes", "tree", "signature"
     if any(getattr(main, name) != getattr(other, name) for name in same):
         return False
-    return not any(list_document_attentions(block.graph) for block in main.blocks.values())
+    graphs = [block.graph for block in main.blocks.values()]
+    return not any(list_document_attentions(graph) or list_prefix_attentions(graph) for graph in graphs)
 
 
 def _resize_block(main: Block, other: Block, line: Line) -> Block:

@@ -24,6 +24,7 @@ from partitioner.passes.ir.layouts import PARTIAL
 from partitioner.passes.ops import caches  # noqa: F401 - registers an operator that has a rule here
 from partitioner.passes.ops.attention import Band, band_of, limits_of
 from partitioner.passes.ops.documents import document_ops
+from partitioner.passes.ops.scored_attention import scored_ops
 from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
@@ -38,6 +39,7 @@ from partitioner.passes.rules.factors import (
     mark_linear_each,
     operands_of,
     results_of,
+    with_operands,
 )
 from partitioner.passes.rules.pointwise import shard_elementwise
 from partitioner.passes.rules.registry import register_family
@@ -140,6 +142,28 @@ def within_documents(node: fx.Node) -> OpFactors:
     return replace(found, operands=(*found.operands, ids))
 
 
+@register_family("partition::scored_attention")
+def with_changed_scores(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention with changed scores or
+    with prefixes of documents.
+
+    Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
+    exchange keys and values. Document ids and prefixes ``[batch, positions]`` are sharded like the queries, the slopes
+    ``[heads]`` like the heads of the queries.
+    """
+    found = within_band(node)
+    row = tuple(f for f in ("b",) if f in found.sizes), ()
+    further = {"ids": row, "prefix": row, "slopes": (found.operands[0][1],)}
+    return replace(found, operands=(*found.operands, *(further[name] for name in _list_given_marks(node))))
+
+
+def _list_given_marks(node: fx.Node) -> list[str]:
+    """Return the names of the tensors that ``node``, an attention with changed scores or prefixes, reads after queries,
+    keys and values, in order: of ``ids``, ``prefix`` and ``slopes`` those that are given; an empty list for another
+    attention, except for ``ids``."""
+    return [name for name in ("ids", "prefix", "slopes") if isinstance(get_node_argument(node, name), fx.Node)]
+
+
 @register_family("partition::context_attention")
 def over_ranks(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::context_attention``: attention whose sequence is
@@ -156,11 +180,21 @@ def documents_over_ranks(node: fx.Node) -> OpFactors:
     return replace(within_documents(node), forms={})
 
 
+@register_family("partition::context_scored_attention")
+def changed_scores_over_ranks(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``node``, a call of ``partition::context_scored_attention``: attention with changed
+    scores or with prefixes of documents whose sequence is sharded over one mesh axis already. Over another mesh axis,
+    its batch and heads may be sharded, but not its sequence."""
+    return replace(with_changed_scores(node), forms={})
+
+
 _BANDS = (
     ops.band_attention.default,
     ops.context_attention.default,
     document_ops.document_attention.default,
     ops.context_document_attention.default,
+    scored_ops.scored_attention.default,
+    ops.context_scored_attention.default,
 )
 
 
@@ -194,8 +228,8 @@ def _context_forms(node: fx.Node) -> dict[str, Form]:
     """Return a dict with one entry for each algorithm (``all_gather`` and ``ring``) by which ranks can exchange keys
     and values: its name -> how it runs the attention ``node`` with a sequence that is sharded over the ranks.
     Queries, keys and values are then sharded along dim 2, and document ids, if the attention has them, along dim 1."""
-    ids = (1,) * (node.target is document_ops.document_attention.default)
-    return {name: Form("q", (2, 2, 2, *ids), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
+    marks = [None if name == "slopes" else 1 for name in _list_given_marks(node)]
+    return {name: Form("q", (2, 2, 2, *marks), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 
 
 def _over_ranks(algorithm: str, local: Local) -> fx.Node:
@@ -205,21 +239,26 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
     ``algorithm``: how keys and values are exchanged: ``all_gather`` or ``ring``. ``local``: the attention to
     replace, its layouts, and the graph of one rank.
     """
-    seen = find_attention_band(local.node)
-    assert seen is not None, local.node
-    documents = local.node.target is document_ops.document_attention.default
+    seen, node = find_attention_band(local.node), local.node
+    assert seen is not None, node
+    limits = *limits_of(seen), get_node_argument(node, "scale")
+    if node.target is scored_ops.scored_attention.default:
+        target = ops.context_scored_attention.default
+        args, _ = with_operands(node, local.operands)
+    elif node.target is document_ops.document_attention.default:
+        target = ops.context_document_attention.default
+        args = (*local.operands, list(find_document_lengths(node)), *limits)
+    else:
+        target, args = ops.context_attention.default, (*local.operands, *limits)
     made = local.call(
-        ops.context_document_attention.default if documents else ops.context_attention.default,
-        *local.operands,
-        *((list(find_document_lengths(local.node)),) if documents else ()),
-        *limits_of(seen),
-        get_node_argument(local.node, "scale"),
+        target,
+        *args,
         local.axis,
         local.num_ranks,
         local.strategy.operands[0].zigzag,
         algorithm,
     )
-    return local.call(operator.getitem, made, 0) if len(results_of(local.node)) == 1 else made
+    return local.call(operator.getitem, made, 0) if len(results_of(node)) == 1 else made
 
 
 @register_family("partition::expert_mm")

@@ -216,18 +216,21 @@ def group_queries(block: Block, tp: int = 1) -> Block:
     heads evenly over ``tp`` ranks. Return ``block``, a piece of the model such as a layer."""
     _read_once(block, ops.context_attention.default, tp)
     _read_once(block, ops.context_document_attention.default, tp)
+    _read_once(block, ops.context_scored_attention.default, tp)
     return block
 
 
 def read_heads_once(block: Block) -> bool:
     """Change the graph of ``block``, a piece of the model such as a layer, in place, so that attention reads each key
     and value head once (grouped-query attention), wherever the model repeats heads for torch's scaled dot-product
-    attention, ``partition::band_attention`` or ``partition::document_attention``. Return whether anything changed.
+    attention, or for ``band_attention``, ``document_attention`` or ``scored_attention`` of this project. Return whether
+    anything changed.
     """
     targets = (
         aten.scaled_dot_product_attention.default,
         ops.band_attention.default,
         ops.document_attention.default,
+        ops.scored_attention.default,
     )
     changed = [_read_once(block, target, 1) for target in targets]
     return any(changed)

@@ -27,7 +27,7 @@ from partitioner.passes.ir.collectives import CONTEXT, ROUTED, collective_name
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.ir.serialize import block_from_data, target_of
-from partitioner.passes.ops.attention import band_of
+from partitioner.passes.ops.attention import Band, band_of
 from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.storage import give_back, share_memory
@@ -53,7 +53,11 @@ from partitioner.runtime.execute.codegen import (
     DirectBinding,
     compile_graph,
 )
-from partitioner.runtime.execute.collective_ops import ContextAttention, ContextDocumentAttention
+from partitioner.runtime.execute.collective_ops import (
+    ContextAttention,
+    ContextDocumentAttention,
+    ContextScoredAttention,
+)
 from partitioner.runtime.file_cache import FileCache
 from partitioner.runtime.files import find_foreign_access
 from partitioner.runtime.program.analysis import differentiate_for_cpu
@@ -408,6 +412,8 @@ def _name_arguments(*names: str) -> Callable[..., dict[str, Any]]:
 
 
 _BAND = ("before", "after", "scale", "axis", "size", "zigzag", "algorithm")
+_MARKS = ("ids", "prefix", "slopes")
+_SCORED = (*_BAND[:3], "cap", *_BAND[3:])
 
 # The arguments after the operand, as passes/ir/collectives.py declares them.
 _ARGUMENTS = {
@@ -427,6 +433,8 @@ _ARGUMENTS = {
     "context_attention_backward": _name_arguments("q", "k", "v", "out", "lse", *_BAND),
     "context_document_attention": _name_arguments("k", "v", "ids", "lengths", *_BAND),
     "context_document_attention_backward": _name_arguments("q", "k", "v", "ids", "out", "lse", *_BAND),
+    "context_scored_attention": _name_arguments("k", "v", *_MARKS, "lengths", "ahead", *_SCORED),
+    "context_scored_attention_backward": _name_arguments("q", "k", "v", *_MARKS, "out", "lse", *_SCORED),
 }
 
 
@@ -541,6 +549,27 @@ def _make_context_attention(
     return ContextAttention(group, band_of(before, after), scale, zigzag, algorithm)
 
 
+def _bind_scored(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
+    return DirectBinding(_make_scored_attention(group, band_of(before, after), **how).forward)
+
+
+def _bind_scored_backward(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
+    return DirectBinding(_make_scored_attention(group, band_of(before, after), **how).backward)
+
+
+def _make_scored_attention(
+    group: RankGroup, band: Band, scale: float | None, cap: float | None, zigzag: bool, algorithm: str, **data: Any
+) -> ContextScoredAttention:
+    """Return an attention over a sequence that is sharded over ``group``, with changed scores or prefixes of documents.
+
+    ``band``: the positions around its own that a query sees. ``scale``, ``cap``: factor and cap of the scores.
+    ``zigzag``: each rank has two distant parts of the sequence. ``algorithm``: how keys and values are exchanged.
+    ``data``: the operator's other arguments; of ids, prefix and slopes those that it does not have are ``None``.
+    """
+    ids, prefix, slopes = (data[name] is not None for name in _MARKS)
+    return ContextScoredAttention(group, band, scale, zigzag, algorithm, cap, (ids, prefix, slopes))
+
+
 def _in_place(node: fx.Node, binding: Binding) -> Binding:
     """Return a binding like ``binding``, the function that a compiled graph calls for ``node``, whose function gets one
     operand for each tensor argument of the node, in order.
@@ -606,6 +635,8 @@ _BINDINGS: dict[str, Callable[..., Binding]] = {
     "context_attention_backward": _attend_back,
     "context_document_attention": _bind_documents,
     "context_document_attention_backward": _bind_documents_backward,
+    "context_scored_attention": _bind_scored,
+    "context_scored_attention_backward": _bind_scored_backward,
 }
 assert _BINDINGS.keys() == _ARGUMENTS.keys()
 

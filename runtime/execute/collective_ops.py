@@ -46,6 +46,8 @@ from partitioner.passes.ops.documents import (
     find_runs,
     group_rows,
 )
+from partitioner.passes.ops.score_changes import ScoreChange
+from partitioner.passes.ops.scored_attention import RowMarks, list_marked_tiles, mark_rows
 from partitioner.runtime.comm.group import Pending, RankGroup
 
 # Attend to the keys and values that a rank has after a step of the ring; None: to those of all ranks.
@@ -297,6 +299,99 @@ class ContextDocumentAttention(KeyExchange):
 
     def _find_rank_runs(self, ranks: Sequence[Tensor], rank: int) -> list[Runs]:
         return find_runs(ranks[rank], self._list_rank_parts(ranks[rank].shape[1], rank))
+
+
+@dataclass(frozen=True)
+class ContextScoredAttention(KeyExchange):
+    """Attention over a sequence that is sharded over ``group``, as one rank computes it, with changed scores or
+    prefixes. Each query sees the keys of its own document within ``band``, a range of positions relative to its own,
+    and the keys of the document's prefix.
+
+    ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``given``: which of the operands
+    document ids, prefix and slopes follow the keys and values. Without ids, every row is one document. Every rank
+    gathers ids and prefixes of all positions, so that it knows which keys its queries see.
+    """
+
+    cap: float | None
+    given: tuple[bool, bool, bool]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
+        s/n]``. ``k``, ``v``: this rank's keys and values; those of other ranks are received. ``data``: the operands
+        that ``given`` names: the document of each position ``[b, s/n]``, true at the keys of prefixes ``[b, s/n]``, and
+        for each head the number that is added to a score for each position by which its key is after the query.
+        """
+        ids, prefix, slopes = self._name_operands(data)
+        ranks = self._gather_marks(q, ids, prefix)
+        groups, change = self._order_ranks(ranks).group_rows(), ScoreChange(self.cap, slopes)
+        attention = DocumentAttention(q, groups, self.band, self.scale, v.shape[-1], change)
+
+        def attend(step: int | None, k: Tensor, v: Tensor) -> None:
+            attention.add(self._tiles_at(ranks, step), k, v)
+
+        self.exchange_forward(attend, q, k, v)
+        return attention.result()
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``. ``grad``: gradient of the
+        attention result. ``data``: the operands that ``given`` names, as in :meth:`forward`, then the attention result
+        and the logarithms of the softmax sums ``[b, h, s/n]``.
+        """
+        *rest, out, lse = data
+        ids, prefix, slopes = self._name_operands(rest)
+        ranks = self._gather_marks(q, ids, prefix)
+        groups, change = self._order_ranks(ranks).group_rows(), ScoreChange(self.cap, slopes)
+        found = DocumentGradients(grad, q, out, lse, groups, self.band, self.scale, change)
+
+        def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
+            found.add(self._tiles_at(ranks, step), k, v, of_k, of_v)
+
+        of_k, of_v = self.exchange_backward(attend, q, k, v)
+        return by_position(found.of_q.to(q.dtype)), of_k, of_v
+
+    def _name_operands(self, data: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the document ids, the prefix and the slopes, ``None`` for those that the attention does not have.
+        ``data``: those that it has, in this order."""
+        rest = iter(data)
+        ids, prefix, slopes = (next(rest) if present else None for present in self.given)
+        return ids, prefix, slopes
+
+    def _gather_marks(self, q: Tensor, ids: Tensor | None, prefix: Tensor | None) -> list[RowMarks]:
+        """Return the documents and prefixes of the positions of every rank, in rank order, on the CPU. ``q``: this
+        rank's queries, for their shape. ``ids``, ``prefix``: those of this rank, ``[b, s/n]``, or ``None``.
+        """
+        here = [x.to(torch.int64) for x in (ids, prefix) if x is not None]
+        if not here:
+            return [mark_rows(q[..., :0].cpu(), None, None)] * self.group.size
+        found = []
+        for both in self.group.all_gather(torch.stack(here).unsqueeze(0), 0).wait().cpu().unbind(0):
+            row = list(both.unbind(0))
+            own = row.pop(0) if ids is not None else None
+            found.append(mark_rows(q[..., :0].cpu(), own, row.pop(0) if prefix is not None else None))
+        return found
+
+    def _order_ranks(self, ranks: Sequence[RowMarks]) -> RowMarks:
+        """Return documents and prefixes of all positions, in the order of the sequence. ``ranks``: those of the
+        positions of every rank."""
+        order = self._order_parts(ranks[0].ids.shape[1])
+        ids, prefix = (
+            [x[r].narrow(1, p.start, p.length) for r, p in order if x[r] is not None] for x in zip(*ranks, strict=True)
+        )
+        return RowMarks(torch.cat(ids, 1), torch.cat(prefix, 1) if prefix else None)
+
+    def _tiles_at(self, ranks: Sequence[RowMarks], step: int | None) -> list[Tiles]:
+        """Return, for each row of the batch, the tiles (blocks of queries and keys, by position, between which
+        attention is computed) of one step of the ring. ``ranks``: documents and prefixes of the positions of every
+        rank. ``step``: number of the step, from 0; ``None``: the tiles of all keys, in the order of the sequence.
+        """
+        index, size, length = self.group.index, self.group.size, ranks[0].ids.shape[1]
+        own = self._list_rank_parts(length, index)
+        if step is None:
+            whole = (PositionRange(0, length * size, 0),)
+            return list_marked_tiles(ranks[index], self._order_ranks(ranks), own, whole, self.band)
+        source = (index - step) % size
+        others = self._list_rank_parts(length, source)
+        return list_marked_tiles(ranks[index], ranks[source], own, others, self.band)
 
 
 def _compute_hops(steps: Sequence[int]) -> list[int]:

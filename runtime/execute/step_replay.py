@@ -37,6 +37,8 @@ Action = Callable[[], None]
 _READING = {f"partition.{name}.default": ("cpu", "cuda") for name in ROUTED} | {
     "partition.context_document_attention.default": ("cpu", "cuda"),
     "partition.document_attention.default": ("cuda",),
+    "partition.context_scored_attention.default": ("cpu", "cuda"),
+    "partition.scored_attention.default": ("cuda",),
     "partition.grouped_mm.default": ("cpu",),
     "partition.expert_mm.default": (),
 }

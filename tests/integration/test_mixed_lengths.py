@@ -1,12 +1,11 @@
 """Five lengths from 64 to 512 and a last smaller batch under one layout, for models of several kinds, over Gloo.
 
-Losses, every gradient, evaluations and the weights after the steps are those of one process in float64. Experts are in
-float32, because their products have no other type on CPUs, and are compared less strictly.
+Losses, every gradient, evaluations and the weights after the steps are those of one process in float64. Experts
+multiply by ``batched_mm``, because grouped products have no float64 on CPUs.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ _DECODER = dict(
     max_position_embeddings=512,
     use_cache=False,
 )
+_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm")
 _ENCODER = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -47,7 +47,7 @@ _ENCODER = dict(
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("AutoModelForCausalLM", _DECODER),
     "qwen3": ("AutoModelForCausalLM", _DECODER | dict(head_dim=8)),
-    "mixtral": ("AutoModelForCausalLM", _DECODER | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": ("AutoModelForCausalLM", _DECODER | _EXPERTS),
     "bert": ("AutoModelForMaskedLM", _ENCODER | dict(vocab_size=VOCAB, max_position_embeddings=520)),
     "t5": (
         "AutoModelForSeq2SeqLM",
@@ -58,18 +58,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def precise(family: str) -> AbstractContextManager[None]:
-    """The context in which a model is built and run: float64, but for experts."""
-    return nullcontext() if family == "mixtral" else float64()
-
-
 def build(family: str) -> nn.Module:
     auto, options = FAMILIES[family]
-    with precise(family):
+    with float64():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(family, **options)
         model: nn.Module = getattr(transformers, auto).from_config(config)
-        return model if family == "mixtral" else model.double()
+        return model.double()
 
 
 def draw(family: str, samples: int, positions: int, seed: int) -> dict[str, Tensor]:
@@ -100,13 +95,13 @@ def test_lengths_train_as_in_one_process(family: str, mesh: str, tmp_path: Path)
         pytest.skip("images have no sequence to divide")
     axes = MESHES[mesh]
     shapes = Shapes(batch=(2, 4)) if family == "vit" else Shapes(batch=4, length=LENGTHS)
-    with precise(family):
+    with float64():
         plan = partition(
             build(family),
             Topology.local(axes["dp"] * axes["tp"] * axes["pp"] * axes.get("cp", 1)),
             draw(family, 4, 512, 0),
             constraints=Constraints(**axes),  # type: ignore[arg-type]
-            precision="fp32" if family == "mixtral" else "fp64",
+            precision="fp64",
             shapes=shapes,
             programs={"eval": Evaluate()},
         )
@@ -118,14 +113,11 @@ def test_lengths_train_as_in_one_process(family: str, mesh: str, tmp_path: Path)
     with LocalRanks(plan.world_size) as ranks:
         first = ranks.call(train_over_gloo, str(tmp_path / "plan.json"), family)[0]
     given = draw_all(family)
-    with precise(family):
+    with float64():
         alone = train_alone(build(family), *given)
-    close = 1e-4 if family == "mixtral" else CLOSE
-    assert first.losses == pytest.approx(alone.losses, rel=close)
-    assert first.evaluations == pytest.approx(alone.evaluations, rel=close)
+    assert first.losses == pytest.approx(alone.losses, rel=CLOSE)
+    assert first.evaluations == pytest.approx(alone.evaluations, rel=CLOSE)
     assert alone.gradients
-    if family == "mixtral":  # AdamW divides by the size of a gradient, so weights with a small one are far apart
-        return
     for name, gradient in alone.gradients.items():
         assert (first.gradients[name] - gradient).abs().max() < CLOSE, name
     for name, weight in alone.weights.items():

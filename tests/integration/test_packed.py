@@ -15,8 +15,7 @@ from partitioner.passes.ops.attention import Band
 from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.plans.reference import keep_in_float64
 from partitioner.plans.verify import TOLERANCE
-from tests.helpers.every_rank import on_every_rank
-from tests.helpers.packed_models import (
+from tests.helpers.attention.packed_models import (
     LENGTHS,
     NOTATIONS,
     ROW,
@@ -29,6 +28,7 @@ from tests.helpers.packed_models import (
     pack,
     run_alone,
 )
+from tests.helpers.every_rank import on_every_rank
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -75,6 +75,10 @@ MESHES: list[dict[str, Any]] = [
     dict(cp=2, context="ulysses"),
     dict(cp=2, tp=2, context="ring"),
     dict(cp=2, pp=2, context="all_gather", microbatch_size=1),
+    dict(cp=1),
+    dict(cp=4, context="all_gather"),
+    dict(cp=4, context="ulysses"),
+    dict(cp=4, context="ring"),
 ]
 
 

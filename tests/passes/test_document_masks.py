@@ -24,8 +24,8 @@ from partitioner.passes.ops.attention import Band, most_pairs
 from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.execute.collective_ops import ContextDocumentAttention
+from tests.helpers.attention.packed_models import BY_POSITIONS, NOTATIONS
 from tests.helpers.normal_forms import assert_same, normal_form, numbers, operators
-from tests.helpers.packed_models import BY_POSITIONS, NOTATIONS
 
 LIMITS = st.one_of(st.none(), st.integers(0, 9))
 LENGTH, ROWS = 24, 2

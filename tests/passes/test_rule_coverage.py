@@ -69,6 +69,7 @@ UNRUN = {
     "aten::_native_batch_norm_legit_no_training": "gives empty statistics where its meta value has whole ones",
     "partition::context_attention": "its ranks exchange keys in a loop: test_context_parallel.py runs it over tp too",
     "partition::context_document_attention": "as context_attention: test_packed.py runs it over tp too",
+    "partition::context_scored_attention": "as context_attention: test_scored_attention.py runs it over tp too",
     "partition::axis_index": "has no operand",
     "transformers::grouped_mm_fallback": "test_rules.py, where transformers is installed",
 }

@@ -144,7 +144,7 @@ _LINEAR = frozenset(("to", "_to_copy", "mul", "div", "neg"))
 _ATTENTION = frozenset(
     """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
-    context_attention document_attention context_document_attention""".split()
+    context_attention document_attention context_document_attention scored_attention context_scored_attention""".split()
 )
 # FLOPs of a fused attention's backward relative to its forward: five products to two (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
@@ -450,7 +450,8 @@ def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Sha
 def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks: tuple[int, bool]) -> _Product:
     """Return the FLOPs of the attention ``node`` and its number of keys, on the rank with the most work. Pairs of query
     and key that a mask excludes are not counted. If the lengths of packed documents are known, only pairs inside one
-    document are counted, and the number of keys is at most the mean length of a document.
+    document are counted, and the number of keys is at most the mean length of a document. Pairs that only the prefix of
+    a document shows are added, an equal share for each rank.
 
     ``query``, ``key``: shapes on each rank. ``width``: head width of the values. ``ranks``: the number of ranks that
     share the sequence, and whether each has two distant parts of it.
@@ -462,6 +463,7 @@ def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks
         pairs, keys = count_document_pairs(lengths, query[-2], *ranks, seen), min(keys, sum(lengths) / len(lengths))
     else:
         pairs = most_pairs(query[-2], key[-2], *ranks, _find_priced_band(node))
+    pairs += max(0, get_node_argument(node, "ahead", 0)) / ranks[0]
     return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), keys
 
 

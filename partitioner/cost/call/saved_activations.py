@@ -72,7 +72,8 @@ NEEDS: dict[str, Need] = {
     **dict.fromkeys(
         """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
         _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
-        context_attention document_attention context_document_attention""".split(),
+        context_attention document_attention context_document_attention scored_attention
+        context_scored_attention""".split(),
         "attention",
     ),
 }

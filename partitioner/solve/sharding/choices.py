@@ -268,6 +268,8 @@ FLOPS: dict[str, Callable[[list[Shape], Shape], float]] = {
             "partition::context_attention",
             "partition::document_attention",
             "partition::context_document_attention",
+            "partition::scored_attention",
+            "partition::context_scored_attention",
         ),
         _count_attention_flops,
     ),

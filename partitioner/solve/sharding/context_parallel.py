@@ -240,11 +240,14 @@ class _ContextRules:
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
         """Return whether ``strategy`` shards a weight of the operator ``node``, a matrix product or an embedding.
         Weights of other operators do not count, because they have an element for each position, as learned position
-        embeddings do. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+        embeddings do. Neither do the slopes of an attention, which have an element for each head. A strategy is a way
+        to run an operator on the ranks: the layouts of its operands and results.
         """
         if not (is_product(node) or "embedding" in str(node.target)):
             return False
-        return any(to.is_shard for to, state in zip(strategy.operands, self.states[node], strict=True) if state)
+        slopes = get_node_argument(node, "slopes")
+        read = zip(operands_of(node), strategy.operands, self.states[node], strict=True)
+        return any(to.is_shard for operand, to, state in read if state and operand is not slopes)
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
         """Return whether the attention ``node`` under ``strategy`` must have zigzag positions, of which each rank has

@@ -1,0 +1,734 @@
+"""Replace attention with changed scores, or with a mask that shows prefixes, by ``partition::scored_attention``.
+
+The operator computes scores block by block. These are recognised, however the model computes them:
+
+* soft-capping: ``cap * tanh(score / cap)``;
+* ALiBi: a mask to which ``slopes * (key - query)`` is added, or ``slopes * key``, which gives the same weights;
+* a prefix: a boolean of the key, by which every query of the document sees it, *or* a causal condition.
+
+Attention may be torch's operator with such a mask, or eager: a product, changes of the scores, a softmax and a product.
+``flex_attention`` with a score function is traced as the latter. Eager attention without any of the three stays as it
+is. Requires: a graph in normal form, in which :func:`drop_constant_masks` has replaced other masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.rewrite import aten, drop_unused, get_node_tensor, list_node_sizes
+from partitioner.passes.normalize import constant_folding as folding
+from partitioner.passes.normalize.attention_masks import (
+    classify_mask,
+    find_shown_terms,
+    is_plain_attention,
+    replace_attention,
+    replace_mask,
+)
+from partitioner.passes.normalize.constant_folding import (
+    LIMIT,
+    MASKED,
+    Condition,
+    ConditionalValue,
+    MaskEvaluator,
+    Term,
+    describe_integers,
+    list_own_places,
+)
+from partitioner.passes.normalize.document_masks import DocumentMask, counts_along, insert_document_ids
+from partitioner.passes.ops.attention import Band, limits_of
+from partitioner.passes.ops.scored_attention import scored_ops
+
+_Move = Callable[[Tensor], Tensor]
+
+
+# --- values of masks that are no masks of documents -------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """A description of a tensor whose elements are elements of a small tensor of the graph, such as one flag for each
+    key, or one slope for each head.
+
+    ``source``: the node of the small tensor. ``places``: for each of its dims, an index tensor: the index of each
+    element along this dim, with size 1 in every dim along which the index is constant.
+    """
+
+    source: fx.Node
+    places: tuple[Tensor, ...]
+
+    def map_tensors(self, move: _Move) -> Elements:
+        """Return this description after a rearrangement of dims. ``move``: the function that rearranges the dims of a
+        tensor, such as a transpose; it is applied to the index tensors."""
+        return Elements(self.source, tuple(move(p) for p in self.places))
+
+
+@dataclass(frozen=True, eq=False)
+class FlaggedCondition:
+    """A condition of an attention mask that holds where all of ``terms`` hold, or where ``flags`` is true."""
+
+    terms: tuple[Condition, ...]
+    flags: Elements
+
+    def map_tensors(self, move: _Move) -> FlaggedCondition:
+        """Return this condition after a rearrangement of dims. ``move``: the function that rearranges the dims of a
+        tensor, such as a transpose."""
+        terms = tuple(folding.map_condition(t, move) for t in self.terms)
+        return FlaggedCondition(terms, self.flags.map_tensors(move))
+
+    def negated(self) -> Condition:
+        raise TypeError("where this condition fails is no single condition")
+
+
+@dataclass(frozen=True, eq=False)
+class VectorSum:
+    """A constant tensor that is the sum of ``parts``, which are broadcast. It is too large to be created."""
+
+    parts: tuple[Tensor, ...]
+
+    def map_tensors(self, move: _Move) -> VectorSum:
+        """Return this sum after ``move`` was applied to each part: a rearrangement of dims, a cast, or a product with a
+        number."""
+        return VectorSum(tuple(move(p) for p in self.parts))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadBias:
+    """A tensor that is the product of ``slopes`` and the sum of the constant tensors ``parts``, which are broadcast."""
+
+    slopes: Elements
+    parts: tuple[Tensor, ...]
+
+    def map_tensors(self, move: _Move) -> HeadBias:
+        """Return this product after a rearrangement of dims. ``move``: the function that rearranges the dims of a
+        tensor, such as a transpose."""
+        return HeadBias(self.slopes.map_tensors(move), tuple(move(p) for p in self.parts))
+
+    def scale(self, number: float) -> HeadBias:
+        """Return this product times ``number``."""
+        return HeadBias(self.slopes, tuple(p * number for p in self.parts))
+
+
+@dataclass(frozen=True, eq=False)
+class BiasedMask:
+    """An additive attention mask that is ``bias`` where the conditions of ``mask`` hold, and hides scores elsewhere."""
+
+    bias: HeadBias
+    mask: ConditionalValue
+
+    def map_tensors(self, move: _Move) -> BiasedMask:
+        """Return this mask after a rearrangement of dims. ``move``: the function that rearranges the dims of a tensor,
+        such as a transpose."""
+        terms = tuple(folding.map_condition(t, move) for t in self.mask.terms)
+        return BiasedMask(self.bias.map_tensors(move), replace(self.mask, terms=terms))
+
+
+_DESCRIBED = (Elements, VectorSum, HeadBias, BiasedMask)
+_NO_MASK = ConditionalValue((), torch.zeros(()), torch.tensor(-torch.inf))
+
+
+class ScoreEvaluator(MaskEvaluator):
+    """Computes the values of nodes from which masks and biases of attention scores are made. Besides what a
+    :class:`MaskEvaluator` knows, it follows booleans that depend on data (:class:`Elements`), masks that hold where one
+    of them is true, and products of a number for each head with positions (:class:`HeadBias`)."""
+
+    def compute_value(self, node: fx.Node) -> Any:
+        """Return the value of ``node``: one of the forms of :meth:`MaskEvaluator.find_value`, or a description of this
+        module; ``None`` if nothing is known."""
+        operands = [self.values[n] for n in node.all_input_nodes]
+        value: Any = None
+        rule = _SCORE_RULES.get(node.target)
+        if rule is not None and all(v is not None for v in operands):
+            known: Callable[[fx.Node], Any] = self.values.__getitem__
+            args: Any = fx.node.map_arg(node.args, known)
+            try:
+                value = rule(node, *args, **node.kwargs)
+            except (folding.UnknownValueError, RuntimeError, IndexError, TypeError):
+                value = None
+        if value is None and any(isinstance(v, _DESCRIBED) for v in operands):
+            value = describe_integers(node)  # the other rules do not know these descriptions
+        elif value is None:
+            value = super().compute_value(node)
+        return _describe_elements(node) if value is None else value
+
+
+def _describe_elements(node: fx.Node) -> Elements | None:
+    """Return a description by which the elements of ``node`` are those of the node itself; ``None`` unless it is a
+    boolean or floating-point tensor of at most four dims of at most ``LIMIT`` (2**22) elements each."""
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, Tensor) or not 1 <= tensor.dim() <= 4 or max(tensor.shape) > LIMIT:
+        return None
+    if tensor.dtype is not torch.bool and not tensor.is_floating_point():
+        return None
+    return Elements(node, list_own_places(tensor.shape))
+
+
+def _align(node: fx.Node, value: Any) -> Any:
+    """Return ``value``, that of an operand of ``node``, with as many dims as the result of ``node`` has."""
+    rank = get_node_tensor(node).dim()
+
+    def move(x: Tensor) -> Tensor:
+        return x.reshape([1] * (rank - x.dim()) + list(x.shape))
+
+    return value if value is None or isinstance(value, int | float) else folding.map_value_parts(value, move)
+
+
+def _wide_dims(x: Tensor) -> set[int]:
+    """Return the dims of ``x`` of a size other than 1, as numbers from 0."""
+    return {d for d, size in enumerate(x.shape) if size != 1}
+
+
+def _list_parts(value: Any) -> tuple[Tensor, ...]:
+    """Return the constant tensors whose sum ``value`` is; an empty tuple if it is no constant."""
+    return value.parts if isinstance(value, VectorSum) else (value,) if isinstance(value, Tensor) else ()
+
+
+def _multiply(node: fx.Node, a: Any, b: Any) -> Any:
+    """Return the value of the product ``node`` of two operands with the values ``a`` and ``b``: a :class:`HeadBias` if
+    one has a number for each head and the other one is constant along heads; a description times a number; ``None`` for
+    anything else."""
+    for one, other in ((a, b), (b, a)):
+        number = _as_number(other)
+        if number is not None and isinstance(one, VectorSum):
+            return VectorSum(tuple(p * number for p in _align(node, one).parts))
+        if number is not None and isinstance(one, HeadBias):
+            return _align(node, one).scale(number)
+    if not get_node_tensor(node).is_floating_point():
+        return None
+    for (one, value), (other, factor) in (
+        ((node.args[0], a), (node.args[1], b)),
+        ((node.args[1], b), (node.args[0], a)),
+    ):
+        slopes = _find_slopes(node, one, value)
+        parts = tuple(_align(node, x) for x in _list_parts(factor))
+        if slopes is None or not parts or not isinstance(other, fx.Node):
+            continue
+        dims = set().union(*(_wide_dims(p) for p in slopes.places))
+        places = set().union(*(_wide_dims(p) for p in parts))
+        if len(dims) == 1 and places and max(dims) < min(places):  # heads come before positions
+            return HeadBias(slopes, parts)
+    return None
+
+
+def _find_slopes(node: fx.Node, operand: Any, value: Any) -> Elements | None:
+    """Return a description of ``operand``, an operand of the product ``node``, as elements of itself, or of the tensor
+    from which they come; ``None`` if it is not a floating-point tensor. ``value``: what is known of it."""
+    if not isinstance(operand, fx.Node) or not get_node_tensor(operand).is_floating_point():
+        return None
+    found = value if isinstance(value, Elements) else _describe_elements(operand) if isinstance(value, Tensor) else None
+    return None if found is None else _align(node, found)
+
+
+def _as_number(value: Any) -> float | None:
+    """Return ``value`` as a number if it is one, or a tensor of a single element; otherwise ``None``."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.numel() != 1):
+        return None
+    return value.item() if isinstance(value, Tensor) else value if isinstance(value, int | float) else None
+
+
+def _divide(node: fx.Node, a: Any, b: Any) -> Any:
+    number = _as_number(b)
+    return None if not number or not isinstance(a, VectorSum | HeadBias) else _multiply(node, a, 1.0 / number)
+
+
+def _negate(node: fx.Node, x: Any) -> Any:
+    return _multiply(node, x, -1) if isinstance(x, VectorSum | HeadBias) else None
+
+
+def _cast(node: fx.Node, x: Any, dtype: torch.dtype, *_: Any) -> Any:
+    if isinstance(x, VectorSum):
+        return x.map_tensors(lambda t: t.to(dtype))
+    return x if isinstance(x, HeadBias | BiasedMask | Elements) and get_node_tensor(node).is_floating_point() else None
+
+
+def _add(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
+    """Return the value of ``node``, the sum of operands with the values ``a`` and ``b``: a :class:`VectorSum` of
+    constants if the sum is too large; a :class:`BiasedMask` if one is a bias and the other an additive mask; ``None``
+    for anything else."""
+    if alpha != 1:
+        return None
+    for one, other in ((a, b), (b, a)):
+        if isinstance(one, HeadBias):
+            return BiasedMask(_align(node, one), folding.require_additive(node, other))
+        if isinstance(one, BiasedMask):
+            moved, mask = _align(node, one), folding.require_additive(node, other)
+            hidden = torch.maximum(moved.mask.hidden, mask.hidden)
+            return BiasedMask(moved.bias, ConditionalValue(moved.mask.terms + mask.terms, mask.shown, hidden))
+    parts = [_list_parts(torch.as_tensor(x) if isinstance(x, int | float) else x) for x in (a, b)]
+    if all(parts) and torch.broadcast_shapes(*(p.shape for of in parts for p in of)).numel() > LIMIT:
+        return VectorSum(tuple(_align(node, p) for of in parts for p in of))
+    return None
+
+
+def _subtract(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
+    constant = isinstance(b, int | float) or (isinstance(b, Tensor) and b.dtype is not torch.bool)
+    negative = -b if constant else _negate(node, b)
+    return None if negative is None else _add(node, a, negative, alpha)
+
+
+def _compare(node: fx.Node, a: Any, b: Any) -> Any:
+    """Return the value of the comparison ``node`` of operands with the values ``a`` and ``b``, of which one is a sum of
+    vectors: a tuple with a :class:`Term` that compares the vectors along the last dim with the others. Return ``None``
+    for anything else."""
+    if not isinstance(a, VectorSum) and not isinstance(b, VectorSum):
+        return None
+    given = [_list_parts(torch.as_tensor(x) if isinstance(x, int | float) else x) for x in (a, b)]
+    if not all(given):
+        return None
+    signed = [
+        (sign, folding.widen_number_type(_align(node, p))) for sign, of in zip((1, -1), given, strict=True) for p in of
+    ]
+    last = get_node_tensor(node).dim() - 1
+    sides = [[sign * p for sign, p in signed if (_wide_dims(p) == {last}) is along] for along in (True, False)]
+    name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
+    over_keys, rest = (sum(side, torch.zeros([1] * (last + 1), dtype=torch.int64)) for side in sides)
+    return (Term(name, over_keys, -rest),)
+
+
+def _or(node: fx.Node, a: Any, b: Any) -> Any:
+    """Return the value of ``node``, the logical ``or`` of operands with the values ``a`` and ``b``: a tuple with a
+    :class:`FlaggedCondition` if one has conditions, or is a constant that varies along two dims, and the other is one
+    number for each key; ``None`` for anything else."""
+    for one, other in ((a, b), (b, a)):
+        if isinstance(one, Tensor) and one.numel() == 1 and not one and isinstance(other, tuple | Elements):
+            return _align(node, other)
+    given = ((a, b), node.args[1]), ((b, a), node.args[0])
+    for (one, other), operand in given:
+        conditions = isinstance(one, tuple) or (isinstance(one, Tensor) and len(_wide_dims(one)) > 1)
+        vector = isinstance(other, Tensor) and len(_wide_dims(other)) == 1
+        if conditions and (vector or isinstance(other, Elements)) and isinstance(operand, fx.Node):
+            flags = other if isinstance(other, Elements) else _describe_elements(operand)
+            terms = one if isinstance(one, tuple) else (one,)
+            if flags is not None:
+                return (FlaggedCondition(_align(node, terms), _align(node, flags)),)
+    return None
+
+
+def _not(node: fx.Node, x: Any) -> Any:
+    flagged = isinstance(x, tuple) and any(isinstance(t, FlaggedCondition) for t in x)
+    return ConditionalValue(x, torch.tensor(False), torch.tensor(True)) if flagged else None
+
+
+def _fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
+    return _choose(node, mask, value, x)
+
+
+def _choose(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
+    """Return the value of ``node``, a choice by ``condition`` between ``a`` and ``b``: a :class:`BiasedMask` if one is
+    a bias, or a mask with a bias, and the other a number that hides; ``None`` for anything else."""
+    for place, (one, other) in enumerate(((a, b), (b, a))):
+        number = _as_number(other)
+        if number is None or number > MASKED or not isinstance(one, HeadBias | BiasedMask):
+            continue
+        chosen = folding.evaluate_where(node, condition, *((0.0, number) if place == 0 else (number, 0.0)))
+        mask = folding.require_additive(node, chosen)
+        moved = _align(node, one)
+        if isinstance(moved, HeadBias):
+            return BiasedMask(moved, mask)
+        return BiasedMask(moved.bias, replace(mask, terms=moved.mask.terms + mask.terms))
+    return None
+
+
+def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
+    """Return the value of ``node``, which rearranges dims, if that of its operand is a description of this module;
+    otherwise ``None``."""
+    if not isinstance(x, _DESCRIBED):
+        return None
+    if node.target in (aten.squeeze.dim, aten.squeeze.dims):
+        return folding.RULES[aten.reshape.default](node, x, list(list_node_sizes(node)))
+    return folding.RULES[node.target](node, x, *args)
+
+
+_SCORE_RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _multiply),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _divide),
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _add),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _subtract),
+    **dict.fromkeys(folding.COMPARISONS, _compare),
+    **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), _or),
+    **dict.fromkeys((aten.bitwise_not.default, aten.logical_not.default), _not),
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _fill),
+    **dict.fromkeys((aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther), _choose),
+    aten.neg.default: _negate,
+    aten.to.dtype: _cast,
+    **dict.fromkeys(
+        (
+            aten.unsqueeze.default, aten.transpose.int, aten.permute.default, aten.expand.default, aten.reshape.default,
+            aten.slice.Tensor, aten.select.int, aten.index_select.default, aten.squeeze.dim, aten.squeeze.dims,
+        ),
+        _move_dims,
+    ),
+}  # fmt: skip
+
+
+# --- which scores an attention changes, and which keys it shows -------------------------------------------------------
+class ScoreForm(NamedTuple):
+    """How an attention changes its scores, and which keys a query sees.
+
+    ``band``: the positions around its own that a query sees. ``documents``: the mask by which it sees keys of its own
+    document only; ``None`` if a row is one document. ``prefix``: a mask ``flags`` of keys that all queries of their
+    document see, as a :class:`DocumentMask` whose source has the flags; ``None`` for none. ``slopes``: the node of a
+    number for each head, and the factor by which it is multiplied to give the slope of ALiBi; ``None`` for none.
+    """
+
+    band: Band
+    documents: DocumentMask | None
+    prefix: DocumentMask | None
+    slopes: tuple[fx.Node, float] | None
+
+
+def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm | None:
+    """Return how masks and biases that are added to the scores of an attention change them, and which keys they show;
+    ``None`` if they are of another kind.
+
+    ``values``: what is known of each mask or bias: a boolean or additive mask, or a description of this module, each
+    with four dims. ``heads``: the number of heads of the queries. ``length``: the number of queries, and of keys.
+    """
+    terms: tuple[Any, ...] = ()
+    biases = []
+    for value in values:
+        if isinstance(value, HeadBias | BiasedMask):
+            biases.append(value if isinstance(value, HeadBias) else value.bias)
+            value = value.mask.terms if isinstance(value, BiasedMask) else ()
+        elif isinstance(value, ConditionalValue):
+            value = find_shown_terms(value)
+        elif isinstance(value, Tensor):
+            hidden = value == 0 if value.dtype is torch.bool else value <= MASKED
+            value = (~hidden,) if value.dtype is torch.bool or bool((hidden | (value == 0)).all()) else None
+        if not isinstance(value, tuple):
+            return None
+        terms += value
+    flagged = [t for t in terms if isinstance(t, FlaggedCondition)]
+    rest = tuple(t for t in terms if not isinstance(t, FlaggedCondition))
+    seen = classify_mask(rest + flagged[0].terms if flagged else rest, length, length)
+    if seen is None or len(flagged) > 1 or len(biases) > 1:
+        return None
+    band = seen.band if isinstance(seen, DocumentMask) else seen
+    prefix = slopes = None
+    if flagged:
+        without = classify_mask(rest, length, length)
+        full = without is not None and (without.band if isinstance(without, DocumentMask) else without).is_full
+        prefix = _find_row_flags(flagged[0].flags, length)
+        if not full or not band.is_causal or prefix is None:
+            return None
+    if biases:
+        slopes = _find_head_slopes(biases[0], heads, length, band.is_causal and not flagged)
+        if slopes is None:
+            return None
+    return ScoreForm(band, seen if isinstance(seen, DocumentMask) else None, prefix, slopes)
+
+
+def _find_row_flags(flags: Elements, length: int) -> DocumentMask | None:
+    """Return the tensor of which ``flags``, with the dims ``[batch, heads, queries, keys]``, has an element for each
+    key, as the ids of a :class:`DocumentMask`; ``None`` if the flags depend on heads or queries. ``length``: the number
+    of keys."""
+    position = batch = None
+    for dim, (size, place) in enumerate(zip(list_node_sizes(flags.source), flags.places, strict=True)):
+        if size == 1:
+            continue
+        if size == length and position is None and counts_along(place, -1, size):
+            position = dim
+        elif batch is None and counts_along(place, -4, size):
+            batch = dim
+        else:
+            return None
+    return None if position is None else DocumentMask(flags.source, position, batch, Band())
+
+
+def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> tuple[fx.Node, float] | None:
+    """Return the tensor with a number for each head and the factor by which it is to be multiplied, if ``bias`` has the
+    same softmax as ``factor * number * (key - query)``. Return ``None`` otherwise.
+
+    ``bias``: a product with the dims ``[batch, heads, queries, keys]``. ``heads``: the number of heads. ``length``: the
+    number of queries, and of keys. ``causal``: only keys up to the query count.
+    """
+    source, places = bias.slopes.source, bias.slopes.places
+    wide = [d for d, size in enumerate(list_node_sizes(source)) if size != 1]
+    if len(wide) != 1 or list_node_sizes(source)[wide[0]] != heads or not counts_along(places[wide[0]], -3, heads):
+        return None
+    if length < 2:
+        return None
+    factor = 0.0
+    for part in bias.parts:
+        if part.dim() != 4 or _wide_dims(part) - {2, 3}:
+            return None
+        steps = part[0, 0].double().diff(dim=-1)
+        if not steps.numel():  # a number for each query, which a softmax does not see
+            continue
+        if causal and steps.shape[0] == length:  # query i sees the keys 0 to i
+            steps = steps[torch.ones_like(steps, dtype=torch.bool).tril(-1)]
+        if bool((steps != steps.reshape(-1)[0]).any()):
+            return None
+        factor += float(steps.reshape(-1)[0])
+    return (source, factor) if factor else None
+
+
+# --- eager attention --------------------------------------------------------------------------------------------------
+@dataclass
+class _EagerAttention:
+    """An attention that is written as a product, changes of its scores, a softmax and a product.
+
+    ``query``, ``key``, ``value``: the nodes of its operands; ``key`` is ``[batch, heads, width, positions]``.
+    ``masks``: what is known of the masks and biases that are added to scores. ``factor``: the product of the factors
+    after a ``tanh``, or of all factors if there is none. ``inner``: the product of the factors before the ``tanh``;
+    ``None`` if there is none.
+    """
+
+    query: fx.Node | None = None
+    key: fx.Node | None = None
+    value: fx.Node | None = None
+    masks: list[Any] = field(default_factory=list)
+    factor: float = 1.0
+    inner: float | None = None
+
+    @property
+    def cap_and_scale(self) -> tuple[float | None, float]:
+        """Return the cap of the scores (``None`` for none) and their factor: ``cap * tanh(scale * s / cap)``."""
+        return (None, self.factor) if self.inner is None else (self.factor, self.factor * self.inner)
+
+
+_MATMULS = (aten.matmul.default, aten.bmm.default)
+
+
+def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAttention, fx.Node] | None:
+    """Return the attention whose softmax is the node ``softmax``, and the node of its result; ``None`` if it is of
+    another form. ``evaluator``: finds what is known of masks."""
+    dims = list_node_sizes(softmax)
+    if softmax.target is not aten.softmax.int or len(dims) != 4 or softmax.args[1] not in (-1, 3):
+        return None
+    last: fx.Node | None = softmax
+    result = _only_user(softmax)
+    while result is not None and result.target is aten.to.dtype:
+        last, result = result, _only_user(result)
+    if result is None or result.target not in _MATMULS or result.args[0] is not last:
+        return None
+    found = _EagerAttention()
+    found.value = result.args[1]  # type: ignore[assignment]
+    return (found, result) if _match_scores(softmax.args[0], found, evaluator) else None  # type: ignore[arg-type]
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> bool:
+    """Fill ``found`` from the node of scores ``node``, going from the softmax towards the product of queries and keys.
+    Return whether all of it is known: masks and biases last, before them a cap, and factors."""
+    scaled = False  # no mask may come before a factor or a cap
+    while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
+        target, args = node.target, node.args
+        if target is aten.matmul.default:
+            found.query, found.key = args[:2]  # type: ignore[assignment]
+            return True
+        if target is aten.to.dtype and get_node_tensor(node).is_floating_point():
+            node = args[0]  # type: ignore[assignment]
+        elif target is aten.tanh.default and found.inner is None:
+            found.inner, scaled, node = 1.0, True, args[0]  # type: ignore[assignment]
+        elif target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+            number = _as_number(evaluator.find_value(args[1]) if isinstance(args[1], fx.Node) else args[1])
+            if not number:
+                return False
+            number = number if target in (aten.mul.Tensor, aten.mul.Scalar) else 1.0 / number
+            if found.inner is None:
+                found.factor *= number
+            else:
+                found.inner *= number
+            scaled, node = True, args[0]  # type: ignore[assignment]
+        else:
+            inner = None if scaled else _match_mask(node, found, evaluator)
+            if inner is None:
+                return False
+            node = inner
+    return False
+
+
+def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> fx.Node | None:
+    """Append what is known of the mask or bias that the operator ``node`` adds to scores to ``found.masks``, and return
+    the node of the scores before it; ``None`` if ``node`` is another operator or the mask is unknown."""
+    args = node.args
+    if node.target is aten.add.Tensor and not node.kwargs:
+        for scores, mask in (args, args[::-1]):
+            value = evaluator.find_value(mask) if isinstance(mask, fx.Node) else None
+            if isinstance(value, Tensor | tuple | ConditionalValue | HeadBias | BiasedMask):
+                found.masks.append(_align(node, value))
+                return scores  # type: ignore[return-value]
+        return None
+    if node.target is aten.sub.Tensor and not node.kwargs:
+        value = evaluator.find_value(args[1]) if isinstance(args[1], fx.Node) else None
+        negative = _align(node, value).scale(-1) if isinstance(value, HeadBias) else None
+        if negative is None:
+            return None
+        found.masks.append(negative)
+        return args[0]
+    filled = node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+    if not filled and node.target not in (aten.where.self, aten.where.ScalarOther):
+        return None
+    scores, condition, number = args if filled else (args[1], args[0], args[2])
+    if isinstance(number, fx.Node):
+        number = evaluator.find_value(number)  # type: ignore[assignment]
+    hides = _as_number(number)
+    known = evaluator.find_value(condition) if isinstance(condition, fx.Node) else None
+    if hides is None or hides > MASKED or not isinstance(known, Tensor | tuple | ConditionalValue):
+        return None
+    try:
+        chosen = folding.evaluate_where(node, known, *((hides, 0.0) if filled else (0.0, hides)))
+        found.masks.append(_align(node, folding.require_additive(node, chosen)))
+    except (folding.UnknownValueError, RuntimeError, IndexError, TypeError):
+        return None
+    return scores  # type: ignore[return-value]
+
+
+# --- the rewrite ------------------------------------------------------------------------------------------------------
+def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor], fixed: Collection[str]) -> None:
+    """Replace attention whose scores are capped or have a bias by ALiBi, or whose mask shows prefixes, in ``graph`` in
+    place by ``partition::scored_attention``. Any other attention stays as it is.
+
+    ``constants``: placeholder name -> value, of the constants that the graph reads. ``fixed``: the names of the
+    placeholders of constants and buffers. Slopes that depend on any other placeholder, such as parameters that are
+    trained, are not recognised.
+    """
+    evaluator = ScoreEvaluator(constants)
+    writer = _OperandWriter(graph, fixed)
+    changed = False
+    for node in list(graph.nodes):
+        if node.target is aten.scaled_dot_product_attention.default:
+            changed |= _replace_masked(graph, node, evaluator, writer)
+        elif node.target is aten.softmax.int:
+            changed |= _replace_eager(graph, node, evaluator, writer)
+    if changed:
+        drop_unused(graph)
+
+
+def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
+    """Replace the attention ``node`` of ``graph`` in place by ``partition::scored_attention`` if its mask shows
+    prefixes or has a bias by ALiBi, and its mask by other arguments if that shows documents or a band. Return whether
+    anything was done. ``evaluator``: finds what is known of the mask. ``writer``: inserts further operands."""
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    if not isinstance(mask, fx.Node) or dropout or not is_plain_attention(node):
+        return False
+    query, key = (list_node_sizes(n) for n in node.args[:2])  # type: ignore[arg-type]
+    value = evaluator.find_value(mask)
+    if value is None or query[-2] != key[-2] or get_node_tensor(mask).dim() > 4:
+        return False
+    form = classify_scores([_widen(value)], query[1], query[-2])
+    if form is None:
+        return False
+    if form.prefix is None and form.slopes is None:  # which drop_constant_masks finds where constants are small
+        return replace_mask(graph, node, form.documents or form.band, writer.ids)
+    further = writer.write_operands(form, query[0], query[1])
+    if further is None:
+        return False
+    arguments = (*node.args[:3], *further, [], -1, *limits_of(form.band), node.kwargs.get("scale"), None)
+    replace_attention(graph, node, scored_ops.scored_attention.default, arguments)
+    return True
+
+
+def _widen(value: Any) -> Any:
+    """Return ``value``, what is known of a mask of at most four dims, with four dims."""
+
+    def move(x: Tensor) -> Tensor:
+        return x.reshape([1] * (4 - x.dim()) + list(x.shape))
+
+    return folding.map_value_parts(value, move)
+
+
+def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
+    """Replace the eager attention with the node ``softmax`` in ``graph`` in place by ``partition::scored_attention`` if
+    it caps its scores, shows prefixes or has a bias by ALiBi. Return whether it was done. ``evaluator``: finds what is
+    known of masks. ``writer``: inserts further operands."""
+    matched = _match_eager(softmax, evaluator)
+    if matched is None:
+        return False
+    found, result = matched
+    operands = found.query, found.key, found.value
+    if not all(isinstance(n, fx.Node) for n in operands) or any(user.op == "output" for user in result.users):
+        return False
+    query, key, value = (get_node_tensor(n) for n in operands)  # type: ignore[arg-type]
+    if any(x.dim() != 4 or x.shape[:2] != query.shape[:2] or x.dtype != query.dtype for x in (query, key, value)):
+        return False
+    if query.shape[2] != key.shape[3] or get_node_tensor(result).dtype != query.dtype:
+        return False
+    cap, scale = found.cap_and_scale
+    form = classify_scores(found.masks, query.shape[1], query.shape[2])
+    if form is None or (cap is None and form.prefix is None and form.slopes is None):
+        return False
+    further = writer.write_operands(form, query.shape[0], query.shape[1])
+    if further is None:
+        return False
+    keys = _transpose(graph, found.key, result)  # type: ignore[arg-type]
+    how: tuple[Any, ...] = ([], -1, *limits_of(form.band), scale, cap)
+    arguments = (found.query, keys, found.value, *further, *how)
+    replace_attention(graph, result, scored_ops.scored_attention.default, arguments)
+    return True
+
+
+def _transpose(graph: fx.Graph, keys: fx.Node, before: fx.Node) -> fx.Node:
+    """Return the node of ``keys`` ``[batch, heads, width, positions]`` with the last two dims exchanged: the operand of
+    ``keys`` if that is a transpose, otherwise a new node, which is inserted before the node ``before``."""
+    if keys.target is aten.transpose.int and {d % 4 for d in keys.args[1:]} == {2, 3}:  # type: ignore[operator]
+        return keys.args[0]  # type: ignore[return-value]
+    with graph.inserting_before(before):
+        return insert_operator_node(graph, aten.transpose.int, (keys, -2, -1), like=before)
+
+
+class _OperandWriter:
+    """Inserts the operands of ``partition::scored_attention`` that are no queries, keys or values into ``graph``, each
+    one once.
+
+    ``fixed``: the names of the placeholders of constants and buffers, on which slopes may depend. ``ids``: a cache of
+    document ids for other attention operators: (node from which they are made, batch size) -> node of the ids.
+    """
+
+    def __init__(self, graph: fx.Graph, fixed: Collection[str]) -> None:
+        self.graph, self.fixed = graph, fixed
+        self.ids: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._made: dict[Any, fx.Node] = {}
+
+    def write_operands(self, form: ScoreForm, rows: int, heads: int) -> tuple[fx.Node | None, ...] | None:
+        """Return the nodes of document ids ``[rows, positions]``, prefix ``[rows, positions]`` and slopes ``[heads]``
+        of an attention, ``None`` for those that it does not have; or ``None`` if its slopes may be trained. ``form``:
+        how the attention changes its scores. ``rows``: the batch size."""
+        if form.slopes is not None and not self._is_fixed(form.slopes[0]):
+            return None
+        marks = [None if m is None else self._write_rows(m, rows) for m in (form.documents, form.prefix)]
+        return *marks, None if form.slopes is None else self._write_slopes(*form.slopes, heads)
+
+    def _write_rows(self, mask: DocumentMask, rows: int) -> fx.Node:
+        where = mask.source, mask.position_dim, rows
+        if where not in self._made:
+            self._made[where] = insert_document_ids(self.graph, mask, rows)
+        return self._made[where]
+
+    def _write_slopes(self, source: fx.Node, factor: float, heads: int) -> fx.Node:
+        """Return the node of the slopes ``[heads]``: the numbers of ``source`` times ``factor``."""
+        where = source, factor
+        if where not in self._made:
+            made, last = source, source
+            if source.op == "placeholder":
+                last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            for target, argument in ((aten.reshape.default, [heads]), (aten.mul.Tensor, factor)):
+                if (target is aten.mul.Tensor and factor == 1) or argument == list(list_node_sizes(made)):
+                    continue
+                with self.graph.inserting_after(last):
+                    made = last = insert_operator_node(self.graph, target, (made, argument))
+                made.meta.update({k: v for k, v in source.meta.items() if k != "val"})
+            self._made[where] = made
+        return self._made[where]
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        """Return whether ``node`` depends on constants and buffers alone."""
+        stack = [node]
+        seen = set()
+        while stack:
+            top = stack.pop()
+            if top in seen:
+                continue
+            seen.add(top)
+            if top.op == "placeholder" and top.name not in self.fixed:
+                return False
+            stack += top.all_input_nodes
+        return True

@@ -1,0 +1,150 @@
+"""Attention within documents whose scores are changed, or that shows every query the prefix of its document.
+
+``partition::scored_attention`` is ``partition::document_attention`` (``passes/ops/documents.py``) with three further
+arguments, each of which may be missing:
+
+* ``cap``: soft-capping of the scores; ``slopes`` ``[heads]``: ALiBi (``passes/ops/score_changes.py``);
+* ``prefix`` ``[b, s]``: true at the keys that all queries of their document see, wherever they are. With a causal band,
+  this is the mask of a prefix language model (Raffel et al. 2020).
+
+Without ``ids`` every row of the batch is one document. Scores exist for one block of queries and keys at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from partitioner.passes.ir.collectives import NAMESPACE, _library
+from partitioner.passes.ops.attention import (
+    Band,
+    PositionRange,
+    band_of,
+    by_position,
+    empty_gradients,
+    empty_results,
+)
+from partitioner.passes.ops.documents import (
+    DocumentAttention,
+    DocumentGradients,
+    Tiles,
+    document_tiles,
+    find_prefix_runs,
+    find_runs,
+    group_rows,
+)
+from partitioner.passes.ops.score_changes import ScoreChange
+
+
+class RowMarks(NamedTuple):
+    """The document of each position of a batch, and the keys that all queries of their document see.
+
+    ``ids`` ``[b, s]``: integers; positions with equal integers belong to one document. ``prefix`` ``[b, s]``: true at
+    the keys that all queries of their document see; ``None`` if there are none.
+    """
+
+    ids: Tensor
+    prefix: Tensor | None
+
+    def group_rows(self) -> list[slice]:
+        """Return the rows of the batch that are computed together, as slices of the batch dim: one slice if all rows
+        are equal, otherwise one for each row."""
+        return group_rows(self.ids if self.prefix is None else torch.cat([self.ids, self.prefix.to(self.ids)], 1))
+
+
+def mark_rows(q: Tensor, ids: Tensor | None, prefix: Tensor | None) -> RowMarks:
+    """Return the documents and prefixes of the positions of ``q`` ``[b, heads, s, d]``. ``ids`` ``[b, s]``: the
+    document of each position; ``None`` if every row is one document. ``prefix`` ``[b, s]``: true at the keys that all
+    queries of their document see; ``None`` if there are none."""
+    if ids is None:
+        ids = torch.zeros(q.shape[0], q.shape[-2], dtype=torch.int64, device=q.device)
+    return RowMarks(ids, prefix)
+
+
+def list_marked_tiles(
+    queries: RowMarks, keys: RowMarks, own: Sequence[PositionRange], others: Sequence[PositionRange], band: Band
+) -> list[Tiles]:
+    """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention has to
+    compute.
+
+    ``queries``, ``keys``: documents and prefixes of the positions of the queries and of the keys. ``own``, ``others``:
+    the ranges of positions that these are. ``band``: the positions around its own that a query sees; it must be causal
+    if there are prefixes.
+    """
+    shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, others)
+    return document_tiles(find_runs(queries.ids, own), find_runs(keys.ids, others), band, shown, in_order=True)
+
+
+def scored_attention(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None, *how: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute attention within documents with changed scores or prefixes: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b,
+    kv, s, d]``. Return the result and the logsumexp of the changed scores ``[b, h, s]``.
+
+    ``ids`` ``[b, s]``: the document of each position, ``None`` for one document per row. ``prefix`` ``[b, s]``: true at
+    the keys that all queries of their document see; ``None`` for none. ``slopes`` ``[h]``: added to a score for each
+    position by which its key is after the query; ``None`` for none. ``how``: the further arguments of the operator:
+    typical lengths of documents and the number of pairs of a row that only a prefix shows (both for the cost model
+    alone); how many positions a query sees before and after its own (-1: no limit); the factor of the scores
+    (``None``: ``1 / sqrt(d)``); and their cap (``None`` for none).
+    """
+    _, _, before, after, scale, cap = how
+    band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
+    attention = DocumentAttention(q, marks.group_rows(), band, scale, v.shape[-1], ScoreChange(cap, slopes))
+    attention.add(list_marked_tiles(marks, marks, parts, parts, band), k, v)
+    return attention.result()
+
+
+def scored_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of an attention with changed scores or prefixes, in the shapes
+    of ``q``, ``k`` and ``v``.
+
+    ``grad``: the gradient of its result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values ``[b, kv, s,
+    d]``. ``how``: the further arguments of the operator: document ids, prefixes and slopes as in
+    :func:`scored_attention`; the result and the logsumexp of the scores; how many positions a query sees before and
+    after its own (-1: no limit); the factor and the cap of the scores.
+    """
+    ids, prefix, slopes, out, lse, before, after, scale, cap = how
+    band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
+    found = DocumentGradients(grad, q, out, lse, marks.group_rows(), band, scale, ScoreChange(cap, slopes))
+    of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
+    found.add(list_marked_tiles(marks, marks, parts, parts, band), k, v, of_k, of_v)
+    return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+
+
+_library.define(
+    "scored_attention(Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor? prefix, Tensor? slopes, int[] lengths, "
+    "int ahead, int before, int after, float? scale, float? cap) -> (Tensor, Tensor)"
+)
+_library.define(
+    "scored_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor? prefix, Tensor? slopes, "
+    "Tensor out, Tensor lse, int before, int after, float? scale, float? cap) -> (Tensor, Tensor, Tensor)"
+)
+for _device in ("CPU", "CUDA"):
+    _library.impl("scored_attention", scored_attention, _device)
+    _library.impl("scored_attention_backward", scored_attention_backward, _device)
+torch.library.register_fake(f"{NAMESPACE}::scored_attention", empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::scored_attention_backward", empty_gradients, lib=_library)
+scored_ops = torch.ops.partition
+
+
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.set_materialize_grads(False)
+    ctx.kept = inputs[8:]
+
+
+def _compute_gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 12
+    return *torch.ops.partition.scored_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), *(None,) * 9
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::scored_attention", _compute_gradients, setup_context=_save_operands, lib=_library
+)

@@ -1,0 +1,289 @@
+"""Soft-capped scores, ALiBi and prefixes: recognised in any notation, computed block by block, priced by pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.ir.interpret import run_graph
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.normalize.document_masks import list_prefix_attentions, set_document_lengths
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.ops import attention
+from partitioner.passes.ops.attention import Band, PositionRange, cut_tile, parts_of, tiles_after, tiles_of
+from tests.helpers.attention.score_models import HEADS, KV_HEADS, NOTATIONS, Attend, Marks, make_batch
+from tests.helpers.normal_forms import operators
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+LENGTH, WIDTH = 24, 8
+SCORED = ["partition.scored_attention.default"]
+
+# --- the operator -----------------------------------------------------------------------------------------------------
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, data: dict[str, Any], band: Band, cap: float | None) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    place = torch.arange(q.shape[2])
+    distance = place[:, None] - place
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if data["slopes"] is not None:
+        scores = scores - data["slopes"][:, None, None] * distance
+    shown = torch.ones(len(place), len(place), dtype=torch.bool)[None, None]
+    if band.before is not None:
+        shown = shown & (distance <= band.before)
+    if band.after is not None:
+        shown = shown & (distance >= -band.after)
+    if data["prefix"] is not None:
+        shown = shown | data["prefix"][:, None, None, :]
+    if data["ids"] is not None:
+        shown = shown & (data["ids"][:, None, :, None] == data["ids"][:, None, None, :])
+    return scores.masked_fill(~shown, -torch.inf).softmax(-1) @ v
+
+
+BANDS = [Band(None, 0), Band(), Band(3, 0), Band(2, 2), Band(0, 5)]
+
+
+@settings(deadline=None, max_examples=80, derandomize=True)
+@given(
+    rows=st.integers(1, 3),
+    heads=st.sampled_from([(1, 1), (2, 1), (2, 2), (6, 2)]),
+    length=st.integers(1, 40),
+    given_marks=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    band=st.sampled_from(BANDS),
+    cap=st.sampled_from([None, 0.3, 5.0]),
+    block=st.sampled_from([3, 16, 256]),
+    seed=st.integers(0, 99),
+)
+def test_the_operator_gives_what_a_matrix_of_scores_gives(
+    rows: int, heads: tuple[int, int], length: int, given_marks: tuple[bool, ...], band: Band, cap: Any, block: int,
+    seed: int,
+):  # fmt: skip
+    """Results and all gradients, in blocks that divide the tiles in any way."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    data: dict[str, Any] = {
+        "ids": torch.randint(0, 3, (rows, length), generator=generator),
+        "prefix": torch.rand(rows, length, generator=generator) < 0.3,
+        "slopes": draw(heads[0]),
+    }
+    data = {name: x if present else None for (name, x), present in zip(data.items(), given_marks, strict=True)}
+    band = band if data["prefix"] is None else Band(None, 0)
+    q, k, v = (draw(rows, n, length, 4).requires_grad_() for n in (heads[0], heads[1], heads[1]))
+    expected = _dense(q, k, v, data, band, cap)
+    limits = [-1 if limit is None else limit for limit in band]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "BLOCK", block)
+        patch.setattr(attention, "_ROWS", 2 * block)
+        found, lse = torch.ops.partition.scored_attention(q, k, v, *data.values(), [], -1, *limits, None, cap)
+        weight = draw(*found.shape)
+        gradients = torch.autograd.grad((found * weight).sum(), [q, k, v])
+    assert lse.isfinite().all()
+    for ours, theirs in zip(
+        (found, *gradients), (expected, *torch.autograd.grad((expected * weight).sum(), [q, k, v])), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def _cover(tiles: Any, places: Sequence[Tensor], band: Band) -> Tensor:
+    """How often each pair of a query and a key, at ``places`` of the sequence, is in ``tiles``, which are cut into
+    blocks. The offset of each block is that of all of its pairs."""
+    seen = torch.zeros(len(places[0]), len(places[1]), dtype=torch.int64)
+    for tile in tiles:
+        for part in cut_tile(tile, band):
+            block = seen[slice(*part.rows), slice(*part.keys)]
+            distance = torch.arange(block.shape[0])[:, None] - torch.arange(block.shape[1])
+            real = places[0][slice(*part.rows), None] - places[1][slice(*part.keys)]
+            assert torch.equal(real, distance + part.offset)
+            limits = {"all": Band(), "diagonal": Band(None, 0), "band": band, "after": attention.AFTER}[part.kind]
+            distance = distance + (0 if part.kind == "diagonal" else part.offset)
+            shown = torch.ones_like(distance, dtype=torch.bool)
+            if limits.before is not None:
+                shown &= distance <= limits.before
+            if limits.after is not None:
+                shown &= distance >= -limits.after
+            block += shown
+    return seen
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.integers(1, 3), st.integers(1, 4), st.booleans(), st.integers(2, 5), st.integers(0, 9), st.integers(0, 9))
+def test_keys_after_and_up_to_a_query_are_all_keys(
+    num_ranks: int, size: int, zigzag: bool, block: int, rank: int, other: int
+):
+    """Each pair once, whichever parts of the sequence two ranks have."""
+    rank, other, length = rank % num_ranks, other % num_ranks, 2 * size
+    own, keys = (parts_of(length, num_ranks, r, zigzag) for r in (rank, other))
+    places = tuple(torch.cat([torch.arange(p.place, p.place + p.length) for p in parts]) for parts in (own, keys))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "BLOCK", block)
+        patch.setattr(attention, "_ROWS", block + 1)
+        behind = _cover(tiles_after(own, keys), places, Band())
+        before = _cover(tiles_of(own, keys, Band(None, 0), in_order=True), places, Band(None, 0))
+    assert torch.equal(behind, (places[1] > places[0][:, None]).long())
+    assert torch.equal(before, (places[1] <= places[0][:, None]).long())
+
+
+def test_no_block_has_more_scores_than_its_size():
+    tiles = tiles_of((PositionRange(0, 2000, 0),), (PositionRange(0, 2000, 0),), Band(None, 0))
+    parts = [part for tile in tiles for part in cut_tile(tile, Band(None, 0))]
+    assert max(max(p.rows[1] - p.rows[0], p.keys[1] - p.keys[0]) for p in parts) <= 256
+
+
+# --- recognition ------------------------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """One attention in a notation. Its slopes are a buffer or, if they are trained, a parameter."""
+
+    def __init__(self, attend: Attend, slopes: Tensor, trained: bool = False) -> None:
+        super().__init__()
+        self.attend = attend
+        if trained:
+            self.slopes = nn.Parameter(slopes)
+        else:
+            self.register_buffer("slopes", slopes)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, starts: Tensor, flags: Tensor) -> Tensor:
+        return 2 * self.attend(q, k, v, Marks(ids, starts, flags, self.slopes))
+
+
+def _operands(rows: int = 2, length: int = LENGTH, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(rows, n, length, WIDTH, generator=generator, dtype=torch.float64)
+        for n in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    _, _, ids, starts, flags = make_batch(rows, length, seed)
+    return {"q": q, "k": k, "v": v, "ids": ids, "starts": starts, "flags": flags}
+
+
+def _slopes() -> Tensor:
+    return 0.7 ** torch.arange(1, HEADS + 1, dtype=torch.float64)
+
+
+def _squares(captured: Captured, length: int) -> list[str]:
+    """The operators whose results have an element for each pair of positions."""
+    values = [(n.name, n.meta.get("val")) for n in captured.graph.nodes]
+    return [name for name, x in values if isinstance(x, Tensor) and tuple(x.shape[-2:]) == (length, length)]
+
+
+def _check(model: Attending, operands: dict[str, Tensor]) -> list[str]:
+    """The attentions and softmaxes of the normal form of ``model``, whose result is that of the model."""
+    captured = normalize(capture(model, tuple(operands.values())))
+    named = {"slopes": model.slopes.detach(), **captured.constants}
+    given = [
+        named[name] if (name := captured.placeholders[n.name]) in named else operands[n.name]
+        for n in captured.graph.nodes
+        if n.op == "placeholder"
+    ]
+    (found,) = run_graph(captured.graph, given)
+    torch.testing.assert_close(found, model(**operands).detach(), rtol=1e-12, atol=1e-12)
+    attentions = [name for name in operators(captured) if "attention" in name or "softmax" in name]
+    length = operands["q"].shape[2]
+    assert attentions != SCORED or length <= WIDTH or not _squares(captured, length)
+    return attentions
+
+
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_notations_of_changed_scores_and_prefixes(name: str):
+    assert _check(Attending(NOTATIONS[name], _slopes()), _operands()) == SCORED
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(st.sampled_from(sorted(NOTATIONS)), st.integers(1, 3), st.integers(2, 20), st.integers(0, 99))
+def test_notations_keep_their_meaning_in_all_sizes(name: str, rows: int, length: int, seed: int):
+    _check(Attending(NOTATIONS[name], _slopes()), _operands(rows, length, seed))
+
+
+@pytest.mark.parametrize("name", [n for n in NOTATIONS if n != "sloped_by_distance"])
+def test_long_rows_make_no_square(name: str):
+    """Constants of 16,384 positions squared would be too large to look at."""
+    length = 1 << 14
+    with torch.device("meta"):
+        model = Attending(NOTATIONS[name], torch.zeros(HEADS))
+        q, k, v = (torch.zeros(1, n, length, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS))
+        data = torch.zeros(1, length).long(), torch.zeros(1).long(), torch.zeros(1, length).bool()
+    captured = normalize(capture(model, (q, k, v, *data)))
+    assert [name for name in operators(captured) if "attention" in name] == SCORED
+    assert not _squares(captured, length)
+
+
+def _causal() -> Tensor:
+    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def _by_mask(mask: Callable[[Marks], Tensor]) -> Attend:
+    return lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, mask(m), enable_gqa=True)
+
+
+def _by_scores(change: Callable[[Tensor, Marks], Tensor]) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        return change(q @ k.transpose(-1, -2), m).softmax(-1) @ v
+
+    return attend
+
+
+PLACE = torch.arange(LENGTH)
+DISTANCE = (PLACE - PLACE[:, None]).double()
+HIDDEN = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(~_causal(), -torch.inf)
+
+
+def _rows(flags: Tensor) -> Tensor:
+    return flags[:, None, None, :]
+
+
+# Near misses: a softmax would not be the same.
+OTHERS: dict[str, Attend] = {
+    "prefix of queries": _by_mask(lambda m: m.flags[:, None, :, None] | _causal()),
+    "prefix in a window": _by_mask(lambda m: (_rows(m.flags) | _causal()) & (DISTANCE > -3)),
+    "prefix of a band": _by_mask(lambda m: _rows(m.flags) | (DISTANCE <= 1)),
+    "two prefixes": _by_mask(lambda m: (_rows(m.flags) | _causal()) & (_rows(~m.flags) | _causal())),
+    "and of flags": _by_mask(lambda m: (_rows(m.flags) & _causal()) | torch.eye(LENGTH).bool()),
+    "squared distance": _by_mask(lambda m: m.slopes[:, None, None] * DISTANCE**2 + HIDDEN),
+    "distance both ways": _by_mask(lambda m: -m.slopes[:, None, None] * DISTANCE.abs()),
+    "slopes of positions": _by_mask(lambda m: m.slopes.repeat(6)[:, None] * DISTANCE + HIDDEN),
+    "bias before the factor": _by_scores(lambda s, m: (s + m.slopes[:, None, None] * DISTANCE) * 0.5 + HIDDEN),
+    "cap after the bias": _by_scores(lambda s, m: torch.tanh(s + m.slopes[:, None, None] * DISTANCE) + HIDDEN),
+    "two caps": _by_scores(lambda s, m: torch.tanh(torch.tanh(s)) + HIDDEN),
+    "another function": _by_scores(lambda s, m: torch.sin(s) + HIDDEN),
+    "unmasked product": _by_scores(lambda s, m: s + HIDDEN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_scores_stay(name: str):
+    assert _check(Attending(OTHERS[name], _slopes()), _operands()) != SCORED
+
+
+def test_slopes_that_are_trained_stay():
+    """Their gradient would need a sum over all scores."""
+    assert _check(Attending(NOTATIONS["sloped"], _slopes(), trained=True), _operands()) != SCORED
+
+
+def test_pairs_that_a_prefix_shows_are_counted():
+    operands = _operands()
+    captured = normalize(capture(Attending(NOTATIONS["prefix_of_documents"], _slopes()), tuple(operands.values())))
+    paths = [i.path for i in captured.inputs]
+    set_document_lengths(captured, (), dict(zip(paths, operands.values(), strict=True)))
+    (node,) = list_prefix_attentions(captured.graph)
+    ids, flags = operands["ids"], operands["flags"]
+    ahead = (ids[:, :, None] == ids[:, None, :]) & flags[:, None, :] & (DISTANCE > 0)
+    assert node.args[7] == round(int(ahead.sum()) / len(ids))
+    set_document_lengths(captured, (), {})
+    assert node.args[7] == -1

@@ -100,10 +100,10 @@ class BlockWork:
     over_ranks: BlockWork | None = None
 
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
-        """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``tp``, ``ep``, ``cp``: number of ranks
-        along these mesh axes. ``share``: the rank's fraction of the batch; with ``cp`` ranks that share a sequence, it
-        is already divided by ``cp``. ``several``: whether the microbatch has more than one sample. A call is one
-        execution of a block, such as a layer.
+        """Return a lower bound on the cost of one call of a block (such as a layer) on one of ``tp`` ranks. ``tp``,
+        ``ep``, ``cp``: number of ranks along these mesh axes. ``share``: the rank's fraction of the batch; with ``cp``
+        ranks that share a sequence, it is already divided by ``cp``. ``several``: whether the microbatch has more than
+        one sample.
         """
         if cp > 1 and self.over_ranks is not None:
             return self.over_ranks.at(share, tp, several, ep)
@@ -157,9 +157,8 @@ class Works:
         return [self._bound_blocks_on_device(device) for device in self.types]
 
     def _bound_blocks_on_device(self, device: DeviceType) -> dict[str, BlockWork]:
-        """Return, for each block name, lower bounds on the seconds and bytes of one call on ``device``. A block is a
-        piece of the model, such as a layer.
-        """
+        """Return, for the name of each block (such as a layer), lower bounds on the seconds and bytes of one call on
+        ``device``."""
         how = self.fp8, self.how, self.fused_casts, self.fused_kernels
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 

@@ -61,8 +61,8 @@ Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty
 class BatchSharing:
     """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate`` (mesh sizes,
     microbatch size, schedule and ZeRO stage), so that ranks on faster devices may get more. ``job``: the model, batch,
-    cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. A call is
-    one execution of a block, such as a layer.
+    cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their block calls (such as
+    layers) by device.
 
     The methods take a placement: a topology with the mesh laid over it and the settings of the candidate. Results are
     cached by the identity of this object.
@@ -113,9 +113,9 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return, for each pipeline stage, a dict from block name to the cost of a call on the placement ``machine`` (a
-        topology with the mesh laid over it), by which the cut into stages is chosen. ``shares``: the number of
-        microbatches of each rank of ``dp``. A block is a piece of the model, such as a layer.
+        """Return, for each pipeline stage, a dict from the name of each block (such as a layer) to the cost of a call
+        on the placement ``machine`` (a topology with the mesh laid over it), by which the cut into stages is chosen.
+        ``shares``: the number of microbatches of each rank of ``dp``.
 
         All pipelines get the same cut. If they differ in speed, the costs of a pipeline with fewer microbatches are
         scaled down, as if it had spread the same total time over as many microbatches as the pipeline with the most.

@@ -78,23 +78,22 @@ class ShardingCosts(Protocol):
         size of the mesh axis over which the model is sharded."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of keeping or sending a tensor between blocks in ``layout``. The unit is the same for all
-        methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype. A block is a
-        piece of the model, such as a layer.
-        """
+        """Return the cost of keeping or sending a tensor between blocks (such as layers) in ``layout``. The unit is the
+        same for all methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype."""
 
 
 @dataclass(frozen=True)
 class ShardingSolution:
-    """The layouts and strategies that the solver chose on one mesh axis. A block is a piece of the model, such as a
-    layer. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    """The layouts and strategies that the solver chose on one mesh axis. A strategy is a way to run an operator on the
+    ranks: the layouts of its operands and results.
 
-    ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: block name -> strategies and layouts.
-    ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding, for the axes ``tp`` and ``cp``
-    in seconds of a microbatch; ``bound``: a lower bound on the cost of any sharding. ``matmul_sharded``: the fraction
-    of the matrix-multiply FLOPs that is divided over the ranks. ``without_rule``: operator name -> fraction of compute
-    time, for operators that have no sharding rule and therefore cannot be sharded. ``seconds``: time that the solver
-    took. ``num_choices``: number of choices of the assignment problem (one choice per node, at the least total cost).
+    ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: name of a block (such as a layer) -> strategies
+    and layouts. ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding, for the axes
+    ``tp`` and ``cp`` in seconds of a microbatch; ``bound``: a lower bound on the cost of any sharding.
+    ``matmul_sharded``: the fraction of the matrix-multiply FLOPs that is divided over the ranks. ``without_rule``:
+    operator name -> fraction of compute time, for operators that have no sharding rule and therefore cannot be sharded.
+    ``seconds``: time that the solver took. ``num_choices``: number of choices of the assignment problem (one choice per
+    node, at the least total cost).
     """
 
     axis: str
@@ -151,9 +150,8 @@ def sharding_problem(
 
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:
     """Return ``rules``, layouts that the caller fixed, together with those that the mesh axis ``axis`` requires: of the
-    loss, and on the axis ``data`` also of parameters, buffers and tensors between blocks. ``model``: the model to
-    shard, as calls of blocks. Raise ``ShardingError`` if a name is not in the model. A block is a piece of the model,
-    such as a layer.
+    loss, and on the axis ``data`` also of parameters, buffers and tensors between blocks (such as layers). ``model``:
+    the model to shard, as calls of blocks. Raise ``ShardingError`` if a name is not in the model.
     """
     outputs = dict(rules.outputs)
     if model.loss is not None:
@@ -288,9 +286,7 @@ class ShardingProblem:
 
     def _state_options(self, tie: LayoutTie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
         """Return the layouts that the parameters or buffers of ``tie`` (which must share one layout) may have.
-        ``values``: block name -> tensors in the block, with the operators that read them. A block is a piece of the
-        model, such as a layer.
-        """
+        ``values``: name of a block (such as a layer) -> tensors in the block, with the operators that read them."""
         trained, asked = False, dict[Layout, None]()
         for name, _, place in tie.ports:
             block = self.model.blocks[name]
@@ -390,9 +386,9 @@ def sharded_work(
     model: FoldedModel, shardings: Mapping[str, BlockSharding], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
     """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
-    operator name -> fraction of compute time. ``shardings``: block name -> layouts and strategies. ``costs``: prices of
-    the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks. A block is a piece of the model,
-    such as a layer. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    operator name -> fraction of compute time. ``shardings``: name of a block (such as a layer) -> layouts and
+    strategies. ``costs``: prices of the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks. A
+    strategy is a way to run an operator on the ranks: the layouts of its operands and results.
     """
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}

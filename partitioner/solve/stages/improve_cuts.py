@@ -188,8 +188,7 @@ class _Costs:
         self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
     ) -> dict[tuple[int, ...], float]:
         """Simulate a step of the schedule for each row of ``cuts`` (the index of the first call of each stage, followed
-        by the number of calls), and return cuts -> step time in seconds, fastest first. A call is one execution of a
-        block, such as a layer.
+        by the number of block calls, such as layers), and return a dict: cut -> step time in seconds, fastest first.
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
         ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the

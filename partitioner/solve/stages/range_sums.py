@@ -188,15 +188,13 @@ class Segments:
 
     def sums(self, per_call: Sequence[float]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the sum of ``per_call[start:stop]``. ``per_call``: one number
-        for each call. A call is one execution of a block, such as a layer.
-        """
+        for each call of a block (such as a layer)."""
         prefix: Table = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 
     def _tabulate_run_maxima(self, per_call: Sequence[float]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the maximum of ``per_call[start:stop]``, 0 if that is empty.
-        ``per_call``: one number for each call. A call is one execution of a block, such as a layer.
-        """
+        ``per_call``: one number for each call of a block (such as a layer)."""
         n = len(per_call)
         table = np.zeros((n + 1, n + 1))
         grid = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], np.asarray(per_call)[None, :], 0.0)
@@ -205,8 +203,8 @@ class Segments:
 
     def _tabulate_distinct_bytes(self, items: Sequence[Sequence[Item]]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items (such as values or
-        parameters) of the calls ``start:stop``. ``items``: for each call, its items as pairs of name and bytes. A call
-        is one execution of a block, such as a layer.
+        parameters) of the block calls (such as layers) ``start:stop``. ``items``: for each call, its items as pairs of
+        name and bytes.
         """
         places, counted = _index_first_occurrences([[name for name, _ in own] for own in items])
         sizes = np.array([size for own in items for _, size in own], dtype=np.float64)
@@ -263,7 +261,7 @@ def _build_cached_segments(calls: tuple[Holding, ...], local: frozenset[str]) ->
 
 def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
     """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items (such as parameters) that the
-    calls ``start:stop`` read, for a model of ``n`` calls. A call is one execution of a block, such as a layer.
+    block calls (such as layers) ``start:stop`` read, for a model of ``n`` calls.
 
     ``places``, ``sizes``: two parallel arrays with one entry for each item that a call reads. The first has the flat
     index ``start * n + call``, where ``start`` is the earliest start of a sequence in which ``call`` is the first to
@@ -277,9 +275,9 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
 
 
 def _index_first_occurrences(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find, for each item (such as a parameter) that a call reads, the earliest start of a sequence of calls in which
-    no earlier call reads the item, so that sums over a sequence count shared items once. ``names``: for each call, the
-    names of its items. A call is one execution of a block, such as a layer.
+    """Find, for each item (such as a parameter) that a call reads, the earliest start of a sequence of block calls
+    (such as layers) in which no earlier call reads the item, so that sums over a sequence count shared items once.
+    ``names``: for each call, the names of its items.
 
     Return two parallel arrays: flat indices ``start * calls + call``, and the position of the item in the concatenated
     ``names``. The start is the call after the previous call that has the item. An item that one call names twice is

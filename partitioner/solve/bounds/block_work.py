@@ -269,18 +269,19 @@ def _block_work(
 
 
 def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
-    """Return what is certain of ``kernels``, those of an operator that is merged with others: ``num_bytes`` bytes, or
-    theirs if these are fewer, at the rate of the fastest kind of kernel. Weights are left out, and launches, which
-    merged operators share.
+    """Return a lower bound on the memory traffic of ``kernels``, the kernels of one operator that a compiler merges
+    with others, as a list of at most one kernel. Its bytes are ``num_bytes``, or the bytes of ``kernels`` without
+    weights if these are fewer, moved at the rate of the fastest kind of kernel. Launches are not counted, because
+    merged operators share them. The list is empty if no bytes are left.
     """
     moved = min(num_bytes, sum(k.num_bytes - k.state_bytes for k in kernels))
     return [Kernel(_MERGED, moved, launches=0, learned=all(k.learned for k in kernels))] if moved else []
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
-    """Return the memory traffic that ``kernels`` have beyond the traffic that is certain, as kernels without FLOPs and
-    launches: from the bytes of each kernel, those of the kernel at the same position in ``least`` are subtracted.
-    ``least``: the same kernels if operands that only repeat the elements of a smaller tensor are read without
+    """Return ``kernels`` without FLOPs and launches, and with fewer bytes: from each, the bytes of the kernel at the
+    same position in ``least`` are subtracted. What is left is memory traffic that may not occur. ``least``: the same
+    kernels, with the bytes that they read if a tensor that only repeats the elements of a smaller one is read without
     repetition.
     """
     pairs = zip(kernels, least, strict=True)

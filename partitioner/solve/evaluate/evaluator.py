@@ -248,10 +248,10 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce which lower bounds on the seconds of blocks (``floors``) and which solutions of sharding problems
-        (``shardings``) the search will request, so that a second process can compute them ahead. Both are pairs of a
-        candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in samples, approximately
-        in order of use. A block is a piece of the model, such as a layer.
+        """Announce which results the search will request, so that a second process can compute them ahead. ``floors``:
+        the lower bounds on the seconds of blocks (such as layers). ``shardings``: the solutions of sharding problems.
+        Both are pairs of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in
+        samples, approximately in order of use.
         """
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))

@@ -383,11 +383,10 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a boolean matrix whose entry ``[p, q]`` says whether choice ``p`` of a node allows something that choice
-    ``q`` does not: row ``p`` of ``possible`` is true in some column where row ``q`` is false. ``possible``: a boolean
-    matrix with one row for each choice of the node and one column for each choice of its neighbours. BLAS is not used,
-    because its threads wait for each other. In the assignment problem, each node gets one choice, at the least total
-    cost.
+    """Return a boolean matrix whose entry ``[p, q]`` is true if choice ``p`` of a node allows some choice of a
+    neighbour that choice ``q`` does not allow. ``possible``: a boolean matrix with a row for each choice of the node
+    and a column for each choice of its neighbours, true if the two are allowed together. BLAS is not used, because its
+    threads wait for each other.
     """
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]

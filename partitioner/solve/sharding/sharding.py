@@ -196,17 +196,18 @@ class ShardingProblem:
                 self._connect_value_readers(name, value)
 
     def weigh_block(self, name: str) -> float:
-        """Return the number by which the costs of a call of the block ``name`` are multiplied, that of its calls."""
+        """Return how often the model calls the block (such as a layer) with this ``name``. The costs of one call are
+        multiplied by it."""
         return float(self.model.num_calls(name))
 
     def list_updates(self) -> Iterator[tuple[str, str]]:
-        """Yield the buffers that the forward changes, each with the name of its new value."""
+        """Yield pairs of names: a buffer that the forward changes, and the value that it has afterwards."""
         yield from self.model.updates.items()
 
     def list_port_layouts(self, block: Block, value: BlockValue, port: Port) -> tuple[int, list[Layout]]:
-        """Return the node of the assignment problem (one choice per node, at the least total cost) that chooses the
-        layout of ``value``, a placeholder of ``block``, and the layouts to choose from. ``port``: the place of the
-        placeholder. A block is a piece of the model, such as a layer.
+        """Return the index of the problem's node that chooses the layout of ``value``, a placeholder of ``block`` (such
+        as a layer), and the layouts to choose from. ``port``: the input, parameter or buffer of the block that the
+        placeholder stands for.
         """
         return self.ports[port]
 
@@ -229,13 +230,13 @@ class ShardingProblem:
         return self._assignment_to_solution(answer, time.perf_counter() - start)
 
     def _solve_with_allowed(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
-        """Return the cheapest assignment of choices under ``allowed``, a function that says whether an operator may use
-        a strategy (``None``: all). ``time_limit_s``: seconds for the solver. A strategy is a way to run an operator on
-        the ranks: the layouts of its operands and results. In the assignment problem, each node gets one choice, at the
-        least total cost.
+        """Return the cheapest solution of this assignment problem (one choice for each node) in which operators use
+        only allowed strategies. A strategy is a way to run an operator on the ranks: the layouts of its operands and
+        results. ``allowed``: function of an operator and a strategy that says whether it is allowed; ``None`` allows
+        all. ``time_limit_s``: seconds for the solver.
 
-        The unrestricted optimum is cached and is returned if it uses only allowed strategies, since it is then also the
-        restricted optimum.
+        The optimum without restrictions is cached. It is returned if all of its strategies are allowed, since it is
+        then also the restricted optimum.
         """
         problem = self.builder.problem()
         if self._best is None:
@@ -331,19 +332,18 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield the readers of ``value``, a tensor of a block (such as a layer), outside the block: if the tensor is an
-        output of the block, the node of the assignment problem (one choice per node, at the least total cost) that
-        chooses the layout of this output; one node for each such output. The layout is shared by all tensors that are
-        tied to the output. ``name``: name of the block.
+        """Yield one reader for each output of a block (such as a layer) that is the tensor ``value``. A reader is a
+        node of the assignment problem (one choice per node, at the least total cost); it chooses the layout of this
+        output, and of all tensors that must have the same layout. ``name``: name of the block.
         """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])
 
     def _assignment_to_solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
-        """Return the layouts and strategies that the assignment ``answer`` stands for. ``seconds``: time that the
-        solver took. A strategy is a way to run an operator on the ranks: the layouts of its operands and results. In
-        the assignment problem, each node gets one choice, at the least total cost.
+        """Return the layouts of tensors and the strategies of operators that ``answer`` chooses. A strategy is a way to
+        run an operator on the ranks: the layouts of its operands and results. ``answer``: a solution of this assignment
+        problem, with one choice for each node. ``seconds``: time that the solver took.
         """
         chosen = {
             name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}

@@ -43,11 +43,10 @@ _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
 @dataclass(frozen=True)
 class RankedCuts:
-    """The result of a search for cuts of the block calls (such as layers) into stages. ``cuts``: those that were tried,
-    as pairs (step time in seconds, cuts), fastest first. ``bound``: a lower bound in seconds on the step time under any
-    cuts.
-
-    The cuts in a pair are a tuple: the index of the first call of each stage, followed by the number of calls.
+    """The result of a search for the best way to cut the block calls (such as layers) of a model into stages. ``cuts``:
+    all ways that were tried, fastest first, as pairs (step time in seconds, cuts); cuts are the index of the first call
+    of each stage, followed by the number of calls. ``bound``: a lower bound in seconds on the step time of every way to
+    cut the calls.
     """
 
     cuts: tuple[tuple[float, tuple[int, ...]], ...]

@@ -419,17 +419,15 @@ def bound_busiest_rank(
     counts: Sequence[int], seconds: NDArray[np.float64], num_ranks: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return a lower bound on the seconds of the busiest pipeline rank, shape ``[candidates]``, if every call of a
-    block runs as a whole on one rank.
+    block runs as a whole on one rank. ``counts``: number of calls of each block (such as a decoder layer), shape
+    ``[blocks]``. ``seconds``: seconds of one call of each block, shape ``[blocks, candidates]``. ``num_ranks``: number
+    of pipeline ranks of each candidate, shape ``[candidates]``.
 
-    ``counts``: number of calls of each block (such as a decoder layer), shape ``[blocks]``. ``seconds``: seconds of one
-    call of each block, shape ``[blocks, candidates]``. ``num_ranks``: number of pipeline ranks of each candidate, shape
-    ``[candidates]``.
-
-    It is at least the largest call, and at least what follows from whole numbers of calls of the block with the most
-    work, beside the largest call of the other blocks. With seconds ``L`` of a call of the former, ``N`` calls of it,
-    seconds ``e`` of the latter and ``p`` ranks, a busiest rank of ``T`` seconds leaves room for ``(p - 1) floor(T / L)
-    + floor((T - e) / L)`` calls, which must be at least ``N``. This number changes only at ``T = k L`` and ``T = k L +
-    e`` for whole ``k``, so the least ``T`` is one of these.
+    The bound is at least the longest call. It also counts whole calls of the main block, the one with the most work.
+    Let ``N`` be the number of calls of the main block, ``L`` the seconds of one of them, ``e`` the seconds of the
+    longest call of another block, and ``p`` the number of ranks. If the busiest rank takes ``T`` seconds, all ranks
+    have room for ``(p - 1) floor(T / L) + floor((T - e) / L)`` calls of the main block, which must be at least ``N``.
+    This number changes only at ``T = k L`` and ``T = k L + e`` for whole ``k``, so the least ``T`` is one of these.
     """
     largest = seconds.max(axis=0)
     main = np.argmax(np.array(counts, dtype=np.float64)[:, None] * seconds, axis=0)

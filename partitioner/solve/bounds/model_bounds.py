@@ -166,8 +166,8 @@ class ModelBounds:
 
     @property
     def blocks(self) -> dict[str, BlockWork]:
-        """Return the work (seconds and bytes) of each block on the best device type, by name of the block. A block is a
-        piece of the model that may be called several times, such as a decoder layer."""
+        """Return the work (seconds and bytes) of each block (a part of the model that may be called several times, such
+        as a decoder layer) on the best device type, by name of the block."""
         return self._kinds.works.best
 
     @cached_property

@@ -192,9 +192,9 @@ class BatchSharing:
         for each rank of ``dp``). Pipelines are of one kind if their stages have equal devices and links. Pipelines that
         wait for each other in every microbatch are passed as a single one.
 
-        ``of_stages``: the costs of calls by block name, for each stage of the first kind of pipeline, then for each
-        stage of the second kind, and so on. ``different``: the distinct dicts in ``of_stages``, by their ``id``.
-        ``counts``: the number of pipelines of each kind. A block is a piece of the model, such as a layer.
+        ``of_stages``: for each stage of the first kind of pipeline, then for each stage of the second kind, and so on,
+        the cost of a call by name of the block (such as a layer). ``different``: the distinct dicts in ``of_stages``,
+        by their ``id``. ``counts``: the number of pipelines of each kind.
         """
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [

@@ -230,11 +230,12 @@ class CandidateEvaluator:
     def floor(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
         """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one
         microbatch of ``candidate``, on any placement (assignment of ranks to devices). ``None`` means that there is no
-        bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``size``: the number of samples, a
+        multiple of the candidate's microbatch size, for which costs are computed.
 
-        The bound is computed for a microbatch of ``size`` samples, a multiple of the candidate's microbatch size, and
-        scaled down to the latter. This is valid because a smaller microbatch takes at least as long per sample: each
-        cost is a start-up time plus a term that grows at most linearly with the batch.
+        The bound is scaled down from ``size`` samples to the candidate's microbatch. This is valid because a smaller
+        microbatch takes at least as long per sample: each cost is a start-up time plus a term that grows at most
+        linearly with the batch.
         """
         if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None

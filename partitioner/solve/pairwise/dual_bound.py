@@ -49,10 +49,10 @@ class Reparametrization:
         return sum_of_minima(self.unary, self.tables)
 
     def sweep(self, forward: bool) -> None:
-        """Move costs between nodes and edge tables, through all nodes in order (``forward``) or in reverse. Each node
-        collects the minima of its tables and distributes its excess cost to the tables of the nodes that come later in
-        this direction. The cost of each assignment stays unchanged. In the assignment problem, each node gets one
-        choice, at the least total cost.
+        """Raise the lower bound by moving costs between nodes and edge tables, through all nodes in order (``forward``)
+        or in reverse. Each node collects the minima of its tables and distributes its excess cost to the tables of the
+        nodes that come later in this direction. The total cost of each assignment (one choice for each node) stays
+        unchanged.
         """
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)

@@ -131,13 +131,13 @@ class Usage:
 def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
-    """Return three values: root node -> its memory by row, the limit that is left in each row, and the memory that is
-    used in each row under every assignment. A row is a maximal set of nodes that are in memory together. In the
-    assignment problem, each node gets one choice, at the least total cost.
+    """Return the memory of an assignment problem (one choice for each node) by row, as three values: root node -> its
+    memory; the limit that is left in each row; and the memory that is used in each row under every assignment. A row is
+    a maximal set of nodes that are in memory together. A root is a node whose choice decides the choices of other
+    nodes; its memory includes theirs.
 
-    A root is a node whose choice decides the choices of others. ``roots[i]``: the root of node i. ``maps[i]``: the
-    choice of node i for each choice of ``roots[i]``. The memory of a root includes that of all nodes it decides.
-    ``memory``: the limit and the memory of each choice.
+    ``memory``: the limit, and the memory of each choice. ``roots[i]``: the root of node i. ``maps[i]``: the choice of
+    node i for each choice of ``roots[i]``.
     """
     live = [i for i, (start, end) in enumerate(memory.intervals) if start < end and np.any(memory.usages[i])]
     events = sorted(e for i in live for e in ((memory.intervals[i][0], 1), (memory.intervals[i][1], 0)))

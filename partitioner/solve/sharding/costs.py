@@ -50,8 +50,7 @@ from partitioner.topology.hardware import DeviceType
 @dataclass
 class TensorCosts:
     """Prices in seconds per microbatch, by which shardings over the ranks of ``group`` are compared: of operators,
-    changes of layout, states (parameters and buffers), and tensors that are kept between blocks. A block is a piece of
-    the model, such as a layer.
+    changes of layout, states (parameters and buffers), and tensors that are kept between blocks (such as layers).
 
     - ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
       sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a

@@ -232,10 +232,11 @@ def _check_memory(tables: StageTables) -> None:
 
 
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
-    """Return the possible stages whose work takes at most ``limit`` seconds, and that leave no more work than the other
-    stages can do in this time. They are sorted by their ends, as three arrays: the index of the first call, the index
-    after the last call, and, for each distinct end, the position of its first entry in the other two. ``tables``:
-    seconds and bytes of all possible stages. A call is one execution of a block, such as a layer.
+    """Return all sequences of consecutive block calls (such as layers) that a stage may have if no stage works more
+    than ``limit`` seconds: the sequence takes at most this time, and the other stages can do the rest of the work in
+    this time. They are sorted by their ends, as three arrays: the index of the first call, the index after the last
+    call, and, for each distinct end, the position of its first entry in the other two. ``tables``: seconds and bytes of
+    all possible stages.
     """
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run

@@ -56,10 +56,10 @@ class Holding(NamedTuple):
 
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
-    """Return tables of the bytes of all sequences of consecutive ``calls``, from a cache if calls with equal values and
-    bytes were seen before. ``local``: names of values that are never sent between stages. The tables do not contain
-    seconds or the bytes of parameters, and do not depend on the stages. A call is one execution of a block, such as a
-    layer.
+    """Return tables of the bytes of all sequences of consecutive ``calls``, which are calls of blocks (such as layers).
+    They come from a cache if calls with equal values and bytes were seen before. ``local``: names of values that are
+    never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do not depend on the
+    stages.
     """
     holdings = tuple(
         Holding(
@@ -128,8 +128,8 @@ class Segments:
     @cached_property
     def closing(self) -> Table:
         """Return the temporary bytes of a stage at the end of a microbatch's backward, when its activations are freed
-        and the gradients of its first call are sent. Shape ``[calls + 1]``, indexed by the first call of the stage. A
-        call is one execution of a block, such as a layer.
+        and the gradients of its first block call (such as a layer) are sent. The shape is ``[calls + 1]``, indexed by
+        the first call of the stage.
         """
         return np.array([*(c.at_ends[2] for c in self.calls), 0.0])
 
@@ -163,16 +163,15 @@ class Segments:
     @cached_property
     def forward(self) -> Table:
         """Return the bytes of the values that are sent in forward across each possible cut between stages, shape
-        ``[calls + 1]``. A value crosses a cut if a call before the cut computes it and a call after the cut reads it. A
-        call is one execution of a block, such as a layer.
+        ``[calls + 1]``. A value crosses a cut if a block call (such as a layer) before the cut computes it and a call
+        after the cut reads it. The index is the number of calls before the cut.
         """
         return self._passing(gradients=False)
 
     @cached_property
     def backward(self) -> Table:
         """Return the bytes of the gradients that are sent in backward across each possible cut between stages, shape
-        ``[calls + 1]``. A call is one execution of a block, such as a layer.
-        """
+        ``[calls + 1]``. The index is the number of block calls (such as layers) before the cut."""
         return self._passing(gradients=True)
 
     @cached_property
@@ -212,7 +211,7 @@ class Segments:
 
     def _passing(self, gradients: bool) -> Table:
         """Return the bytes of values, or with ``gradients`` of gradients, that are sent across each possible cut
-        between stages, shape ``[calls + 1]``. A call is one execution of a block, such as a layer.
+        between stages, shape ``[calls + 1]``. The index is the number of block calls (such as layers) before the cut.
         """
         last = {name: k for k, call in enumerate(self.calls) for name in call.inputs}
         passing = np.zeros(len(self.calls) + 1)

@@ -181,10 +181,10 @@ def precision_of(model: FoldedModel, asked: str | None = None) -> str:
 def profile_of(
     profile: ExecutionProfile | str | None, constraints: Constraints | None, topology: Topology
 ) -> ExecutionProfile:
-    """Return the execution profile of a request: ``profile``, an argument of ``partition``; for the runtime of this
-    project with merged operators and recorded graphs as ``constraints.execution`` says for the devices of ``topology``.
-
-    Raise :class:`ConstraintError` for an unknown profile, and :class:`InputsError` if ``topology`` is none.
+    """Return the execution profile that the argument ``profile`` of ``partition`` stands for. If it is the runtime of
+    this project, ``constraints.execution`` and the devices of ``topology`` decide whether operators are merged and
+    graphs recorded. Raise :class:`ConstraintError` for an unknown profile, and :class:`InputsError` if ``topology`` is
+    none.
     """
     check_topology(topology)
     found = ExecutionProfile.resolve(profile)

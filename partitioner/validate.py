@@ -68,7 +68,7 @@ def check_request(
 
 
 def check_topology(topology: object) -> None:
-    """Raise :class:`InputsError` if ``topology``, the cluster of a request, is no :class:`Topology`."""
+    """Raise :class:`InputsError` if ``topology``, an argument of ``partition``, is not a :class:`Topology`."""
     if not isinstance(topology, Topology):
         raise InputsError(
             f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "
@@ -184,7 +184,7 @@ def profile_of(
     """Return the execution profile that the argument ``profile`` of ``partition`` stands for. If it is the runtime of
     this project, ``constraints.execution`` and the devices of ``topology`` decide whether operators are merged and
     graphs recorded. Raise :class:`ConstraintError` for an unknown profile, and :class:`InputsError` if ``topology`` is
-    none.
+    no :class:`Topology`.
     """
     check_topology(topology)
     found = ExecutionProfile.resolve(profile)

@@ -140,10 +140,8 @@ class MeshCandidate:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """Return a cache key that is equal for two candidates if one rank computes the same graphs of blocks (repeated
-        pieces of the model, such as decoder layers) in both: they may differ in microbatches, schedule and pipeline
-        stages.
-        """
+        """Return a cache key. It is equal for two candidates if a rank computes the same graphs of blocks (such as
+        decoder layers) in both; they may differ in the number of microbatches, the schedule and the pipeline stages."""
         return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
     @property

@@ -356,9 +356,9 @@ def largest_that_fits(
 def _of_microbatch(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
 ) -> Callable[[int], Plan]:
-    """Return a function that plans the model, without a program, for a microbatch size in samples. The global batch is
-    then one microbatch per device. ``asked``: choices that the user fixed. ``more``: further keyword arguments of
-    ``partition``. ``model``, ``topology``, ``inputs``: as given to ``partition``.
+    """Return a function of a microbatch size in samples. It returns the estimated plan of the model, without a program,
+    for a global batch of one such microbatch per device. ``model``, ``topology``, ``inputs``: as given to
+    ``partition``. ``asked``: choices that the user fixed. ``more``: further keyword arguments of ``partition``.
     """
     own = ("loss", "objective", "precision", "documents")
     prepared = prepare(model, inputs, **{name: more[name] for name in own if name in more})
@@ -376,9 +376,10 @@ def _of_microbatch(
 def _of_sequence(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
 ) -> Callable[[int], Plan]:
-    """Return a function that plans the model, without a program, for a sequence length in tokens. ``inputs``: one
-    batch, whose sequences are lengthened. ``asked``: choices that the user fixed. ``more``: further keyword arguments
-    of ``partition``. ``model``, ``topology``: as given to ``partition``.
+    """Return a function of a sequence length in tokens. It returns the estimated plan of the model, without a program,
+    for sequences of this length. ``inputs``: one batch, whose sequences are lengthened. ``asked``: choices that the
+    user fixed. ``more``: further keyword arguments of ``partition``. ``model``, ``topology``: as given to
+    ``partition``.
     """
 
     def plan(size: int) -> Plan:

@@ -10,8 +10,10 @@ from partitioner.topology.validate import format_suggestion
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The memory of one kind of optimizer. ``moment_bytes``: bytes of its states per parameter element of at most 4
-    bytes (twice as many for float64). ``master``: whether it keeps a float32 copy of parameters in shorter types."""
+    """The memory that one kind of optimizer needs. ``moment_bytes``: bytes of its states per parameter element; for
+    elements of more than 4 bytes (float64) twice as many. ``master``: whether it also keeps a float32 copy of each
+    parameter of a shorter type, such as bf16.
+    """
 
     moment_bytes: int
     master: bool

@@ -68,7 +68,7 @@ def check_request(
 
 
 def check_topology(topology: object) -> None:
-    """Raise :class:`InputsError` if ``topology``, the cluster of a request, is no :class:`Topology`."""
+    """Raise :class:`InputsError` if ``topology``, an argument of ``partition``, is not a :class:`Topology`."""
     if not isinstance(topology, Topology):
         raise InputsError(
             f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "
@@ -181,10 +181,10 @@ def precision_of(model: FoldedModel, asked: str | None = None) -> str:
 def profile_of(
     profile: ExecutionProfile | str | None, constraints: Constraints | None, topology: Topology
 ) -> ExecutionProfile:
-    """Return the execution profile of a request: ``profile``, an argument of ``partition``; for the runtime of this
-    project with merged operators and recorded graphs as ``constraints.execution`` says for the devices of ``topology``.
-
-    Raise :class:`ConstraintError` for an unknown profile, and :class:`InputsError` if ``topology`` is none.
+    """Return the execution profile that the argument ``profile`` of ``partition`` stands for. If it is the runtime of
+    this project, ``constraints.execution`` and the devices of ``topology`` decide whether operators are merged and
+    graphs recorded. Raise :class:`ConstraintError` for an unknown profile, and :class:`InputsError` if ``topology`` is
+    no :class:`Topology`.
     """
     check_topology(topology)
     found = ExecutionProfile.resolve(profile)

@@ -65,9 +65,8 @@ _UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: only memory limits the
 
 @dataclass(frozen=True)
 class FitError:
-    """The error of a fit on the samples to which it was fitted. ``what``: the kind of kernel or collective that was
-    predicted. ``num_samples``: number of its samples. ``median``: the median of ``|predicted / measured - 1|`` over
-    them."""
+    """How well a fit predicts the samples to which it was fitted. ``what``: the kind of kernel or collective.
+    ``num_samples``: number of its samples. ``median``: the median of ``|predicted / measured - 1|`` over them."""
 
     what: str
     num_samples: int
@@ -227,8 +226,8 @@ def _product_rate(samples: Sequence[tuple[KernelSample, float]]) -> float:
 
 
 def _without_products(kernel: Kernel, device: DeviceType) -> float:
-    """Return the seconds that the launches and the memory traffic of ``kernel`` take on ``device``, without its
-    FLOPs."""
+    """Return the seconds that ``kernel`` takes on ``device`` for its launches and memory traffic, if its FLOPs took no
+    time."""
     moved = Kernel(kernel.kind, kernel.num_bytes, launches=kernel.launches)
     return kernel_time(moved, device)
 

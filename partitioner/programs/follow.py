@@ -46,15 +46,17 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class FurtherSizes:
-    """Sizes of the batches of a plan's further programs: ``samples``, and ``positions`` (such as tokens of a sample).
-    Each number occurs once, in ascending order. A search leaves out meshes that do not divide them.
+    """Batch sizes of a plan's further programs, such as evaluations. ``samples``: their numbers of samples.
+    ``positions``: their numbers of positions (such as tokens of a sample). Each number occurs once, in ascending order.
+    A search leaves out meshes that do not divide them.
     """
 
     samples: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
 
     def limit(self, job: Job) -> Job:
-        """Return ``job`` with these sizes, so that its search leaves out meshes that do not divide them."""
+        """Return a copy of the planning problem ``job`` with these sizes, so that its search leaves out meshes that do
+        not divide them."""
         return replace(job, further_samples=self.samples, further_positions=self.positions)
 
 
@@ -126,12 +128,12 @@ def plan_all_programs(
 
 
 def _exclude_layout(first: FirstProgram, error: PartitionError, together: set[str]) -> Job:
-    """Return the planning problem of the first program, changed such that its next layout is another one.
-
-    The first time that a further program has no plan, the layouts of both programs are decided together. If it is
-    repeated, the candidate (mesh sizes, microbatch size, schedule and ZeRO stage) is refused, and after several
-    candidates of a mesh the mesh. ``error``: why the further program has no plan in the layout of ``first``.
-    ``together``: the names of the programs that are sharded together with the first one, to which this function adds.
+    """Return a copy of the training program's planning problem whose best plan has another layout than ``first``.
+    ``error``: says which further program, such as an evaluation, has no plan in the layout of ``first``. If its
+    sharding failed for the first time, the copy solves the layouts of both programs together. Otherwise the copy
+    excludes the candidate (mesh sizes, microbatch size, schedule and ZeRO stage) of ``first``, and after several
+    candidates its whole mesh. ``together``: names of the programs that are sharded together with the training program;
+    this function adds to it.
     """
     job, candidate = first.job, first.found.chosen.candidate
     if isinstance(error, NoFurtherPlanError) and error.companions and error.name not in together:

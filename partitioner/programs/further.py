@@ -68,8 +68,9 @@ _PATIENCE_S = 600.0  # with the forked process that plans one of the shapes
 
 
 class NoFurtherPlanError(PlanError):
-    """Error: a further program of a plan has no plan in the layout of the first one. ``name``: that of the program.
-    ``companions``: the program, to be sharded together with the first one, if it could not be sharded in its layout.
+    """Error: a further program of a plan, such as an evaluation, does not exist in the parameter layout of the training
+    program. ``name``: the name of the further program. ``companions``: the further program itself if its sharding
+    failed; it can then be sharded together with the training program.
     """
 
     def __init__(self, message: str, name: str, companions: tuple[CompanionProgram, ...] = ()) -> None:

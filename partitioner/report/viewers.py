@@ -63,7 +63,8 @@ def build_perfetto_trace(plan: Plan) -> tuple[Json, tuple[str, ...]]:
 
 
 def _name_ranks(plan: Plan, event: Json) -> Json:
-    """Return ``event``; if it names the process of a pipeline stage, with the number of ranks that it stands for."""
+    """Return ``event``, an event of a Perfetto trace. If it gives a pipeline stage its name, the returned event also
+    has the number of ranks of that stage in the name."""
     if event.get("name") != "process_name":
         return event
     stage = int(event["args"]["name"].split()[1])
@@ -73,7 +74,7 @@ def _name_ranks(plan: Plan, event: Json) -> Json:
 
 
 def _keep_most(entries: list[Json], limit: int) -> list[Json]:
-    """Return the first of ``entries`` that take at most ``limit`` bytes as JSON."""
+    """Return the longest prefix of ``entries`` whose JSON text has at most ``limit`` bytes."""
     size = 0
     for count, entry in enumerate(entries):
         size += len(json.dumps(entry, separators=(",", ":"), ensure_ascii=False).encode()) + 1
@@ -106,9 +107,8 @@ def build_model_explorer_graphs(plan: Plan) -> tuple[Json, tuple[str, ...]]:
 
 
 def _build_stage_graph(plan: Plan, outline: Outline) -> Json:
-    """Return the graph of the stages: a node for each run of equal blocks, and edges for the values that they
-    pass.
-    """
+    """Return the graph of the pipeline stages of ``plan`` for Model Explorer. It has a node for each run of consecutive
+    equal blocks (such as layers), and edges for the values that runs pass on. ``outline``: these runs, by stage."""
     nodes = []
     for stage in outline.stages:
         for group in stage.groups:
@@ -152,7 +152,8 @@ def _build_flow_edge(flow: ValueFlow, place: int) -> Json:
 
 
 def _describe_group(group: CallGroup) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of what the side panel shows of a run of blocks."""
+    """Yield (name, value) pairs of text for the side panel of Model Explorer, which describe ``group``, a run of
+    consecutive calls of equal blocks (such as layers)."""
     yield "modules", group.paths
     yield "parameters", f"{group.num_parameters:,}"
     yield "parameters on a rank", bytes_text(group.parameter_bytes)
@@ -165,7 +166,8 @@ def _describe_group(group: CallGroup) -> Iterator[tuple[str, str]]:
 
 
 def _build_block_graph(plan: Plan, name: str) -> Json:
-    """Return the graph of the operators of the block ``name``, with the module path of each as its layer."""
+    """Return the graph of the operators of the block (such as a layer) called ``name`` for Model Explorer. Operators
+    are grouped by the path of their module."""
     block = plan.program.blocks[name]
     nodes = []
     for node in block.nodes:
@@ -203,7 +205,7 @@ def _name_kind(states: tuple[str, ...] | list[str], node: Mapping[str, Any]) -> 
 
 
 def _iterate_sources(value: Any) -> Iterator[str]:
-    """Yield the names of the nodes that ``value``, arguments of a node, refers to."""
+    """Yield the name of each graph node that occurs in ``value``, the arguments of another node."""
     if isinstance(value, Mapping):
         if isinstance(value.get("node"), str):
             yield value["node"]

@@ -79,10 +79,11 @@ def build_looped_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def v_shaped(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the pipeline rank of each virtual stage if the virtual stages run through the ``p`` ranks forth and back:
-    with two per rank, rank ``s`` holds the virtual stages ``s`` and ``2p - 1 - s``. At each reversal two consecutive
+    """Return the pipeline rank of each virtual stage if the virtual stages run back and forth through the ``p`` ranks.
+    With two per rank, rank ``s`` holds the virtual stages ``s`` and ``2p - 1 - s``. At each reversal two consecutive
     virtual stages are on the same rank. ``num_ranks``: number of ranks, ``p``. ``chunks``: number of virtual stages of
-    each rank."""
+    each rank.
+    """
     there = tuple(range(num_ranks))
     return tuple(rank for c in range(chunks) for rank in (there[::-1] if c % 2 else there))
 

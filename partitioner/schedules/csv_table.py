@@ -232,8 +232,8 @@ class _ScheduleTableReader:
         return first
 
     def check_once(self, cells: Sequence[_ScheduleCell]) -> None:
-        """Raise ``ScheduleError`` if two of ``cells`` compute the same forward, or the same half of a backward, of one
-        virtual stage and microbatch. ``cells``: all cells of the table."""
+        """Raise ``ScheduleError`` if an action occurs twice: two of ``cells`` have the same virtual stage, the same
+        microbatch, and the same forward or the same half of the backward. ``cells``: all cells of the table."""
         seen: dict[tuple[str, int, int], _ScheduleCell] = {}
         for cell in cells:
             for kind in _HALVES[cell.kind]:

@@ -163,8 +163,8 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
 
 
 def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
-    """Return the elements of ``counts`` that no other element equals or exceeds in every number. The others need no
-    more memory than one of these. An element is a tuple of pairs of numbers of microbatches; all have the same length.
+    """Return the elements of ``counts`` that no other element equals or exceeds in every number. Only these can need
+    the most memory. An element is a tuple of pairs of numbers of microbatches; all elements have the same length.
     ``counts`` has no duplicates.
     """
     each = np.array(counts).reshape(len(counts), -1)

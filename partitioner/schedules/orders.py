@@ -209,9 +209,11 @@ def _drop_missing_microbatches(order: Iterable[Action], m: int) -> Order:
 
 
 def _joined_first(orders: Iterable[Order]) -> tuple[Order, ...]:
-    """Return ``orders``, the order of actions of each pipeline rank, with whole backwards on virtual stage 0: the half
-    for inputs and an adjacent half for weights become one action, because no stage waits for the input gradients. On
-    other stages the halves stay separate, so that the preceding stage can continue during the second half."""
+    """Return ``orders`` with whole backwards on virtual stage 0: its two backward halves (for inputs, for weights)
+    become one action where they are adjacent, because no stage waits for the input gradients of the first stage. On
+    other stages the halves stay separate, so that the preceding stage can continue during the second half. ``orders``:
+    the order of actions of each pipeline rank.
+    """
     first, *others = orders
     return merge_backward_halves(first, 0), *others
 

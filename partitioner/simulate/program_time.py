@@ -361,9 +361,8 @@ class PlanDurations:
 
     @cached_property
     def blocks(self) -> dict[str, Block]:
-        """Return the graphs of the program's blocks (name of the block -> block). A placeholder is marked as needing a
-        gradient if it needs one in any call of the block. A block is a piece of the model, such as a layer.
-        """
+        """Return the graphs of the program's blocks, such as layers (name of the block -> block). A placeholder is
+        marked as needing a gradient if it needs one in any call of the block."""
         program = self.plan.program
         train = program.objective == "train"
         needing: dict[str, set[str]] = {name: set() for name in program.blocks}
@@ -381,9 +380,8 @@ class PlanDurations:
 
 
 def _find_recomputed_nodes(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the nodes of the graph of ``block`` (a piece of the model, such as a layer) that ``program`` recomputes in
-    backward under selective recomputation. ``sent`` is not used; the caller passes it to every function of this kind.
-    """
+    """Return the nodes in the graph of ``block`` (such as a layer) that ``program`` runs again in backward under
+    selective recomputation. ``sent``: not used; callers pass it because other functions with this signature need it."""
     names = set(program.blocks[block.name].again)
     return frozenset(node for node in block.graph.nodes if node.name in names)
 

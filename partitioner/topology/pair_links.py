@@ -193,9 +193,8 @@ def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> 
 
 
 def select_card_neighbours(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return those of ``rows`` that may share a network card with the first row, and the first row itself. ``rows``:
-    device indices in ``topology``, one communication group per row. Cards may be shared if a row has a device on a node
-    of the first row."""
+    """Return the first of ``rows``, and all others that may share a network card with it because they have a device on
+    one of its nodes. ``rows``: device indices in ``topology``, one communication group per row."""
     if not topology.cards.are_shared:
         return rows[:1]
     mine = np.unique(topology.node_of[rows[0]])

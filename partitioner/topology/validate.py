@@ -279,9 +279,10 @@ def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
 
 
 def _check_pairs(name: str, pattern: Pattern) -> None:
-    """Raise :class:`MisplacedError` if ``pattern``, a pattern of direct links inside a node, lists a pair of devices
-    twice, or lists ``all`` pairs after single ones; ``all`` must come before the pairs that differ from it. ``name``:
-    its name, for the error message."""
+    """Raise :class:`MisplacedError` if ``pattern``, the direct links inside a node, lists a pair of devices twice, or
+    lists ``all`` pairs after single pairs. ``all`` has to come first; single pairs after it override it. ``name``: name
+    of the pattern, for the error message.
+    """
     listed: set[frozenset[int]] = set()
     for k, link in enumerate(pattern.links):
         if link.pairs == "all":

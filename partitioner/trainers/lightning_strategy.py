@@ -514,10 +514,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
 
 class EqualLoader:
-    """A data loader whose global batches are the same on all ranks: its random generators start as those of the first
-    rank. A rank reads only its samples of training batches if that is sure to be the same (:meth:`_find_own`).
-
-    ``reads_own``: whether the batches of the last iteration have this rank's samples alone.
+    """A data loader that yields the same global batches on all ranks: its random generators start in the state of the
+    first rank's generators. For training batches, a rank reads only its own samples if these are sure to be the same as
+    in the global batch. ``reads_own``: whether the batches of the last iteration had only this rank's samples.
     """
 
     def __init__(self, loader: Any, strategy: PartitionedStrategy) -> None:
@@ -542,9 +541,9 @@ class EqualLoader:
         return getattr(self.loader, name)
 
     def _find_own(self) -> DataLoader[Any] | None:
-        """Return a loader of this rank's samples of each training batch; ``None`` if whole batches are read.
-
-        Whole batches are needed if one may be smaller or padded, or if code of the user makes a batch of its samples.
+        """Return a data loader that reads only this rank's samples of each training batch. Return ``None`` if this rank
+        has to read whole batches, because a batch may be smaller or padded, or because user code combines the samples
+        of a batch.
         """
         loader, module = self.loader, self.strategy.lightning_module
         if self.strategy._engine is None or self.strategy.shapes is not None or not isinstance(loader, DataLoader):
@@ -575,9 +574,10 @@ _LOADER_OPTIONS = """
 
 
 class _OwnRows:
-    """Iterates over ``batches``, lists of the indices of the samples of a batch, and yields of each list only the
-    indices that this rank reads. A batch is divided into ``count`` equal parts; ``parts``: the numbers of those that
-    the rank reads."""
+    """Iterable of lists of sample indices, one list per batch, reduced to the samples that this rank reads.
+    ``batches``: the lists of all sample indices of each batch. ``count``: number of equal parts into which a batch is
+    divided. ``parts``: indices of the parts that this rank reads.
+    """
 
     def __init__(self, batches: BatchSampler, parts: range, count: int) -> None:
         self.batches = batches
@@ -636,7 +636,10 @@ def _validates(trainer: Any, module: Any) -> bool:
 
 
 def _list_loaders(source: Any, mode: str) -> Any:
-    """Return an iterator of triples (batch, index, index of the loader) of the data loaders of ``source``."""
+    """Return Lightning's ``CombinedLoader`` over the data loaders of ``source``. Iteration over it yields triples: a
+    batch, its index, and the index of its data loader. ``mode``: the order in which Lightning reads several loaders,
+    such as ``"sequential"``. Raise :class:`TrainerError` if a data loader is an iterator, which can be read only once.
+    """
     loaders = source.dataloader()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
     for loader in combined.flattened:
@@ -650,7 +653,7 @@ def _list_loaders(source: Any, mode: str) -> Any:
 
 
 def _to_plain(batch: Any) -> Any:
-    """Return ``batch`` with dicts in place of other mappings, such as those of tokenizers."""
+    """Return a copy of ``batch`` in which every mapping, such as the output of a tokenizer, is a plain dict."""
     if isinstance(batch, Mapping):
         return {key: _to_plain(value) for key, value in batch.items()}
     return batch
@@ -662,7 +665,8 @@ def _count_samples(batch: Any) -> int:
 
 
 def _count_rest(loader: Any) -> int:
-    """Return the number of samples of a smaller last batch of ``loader``; 0 if there is none, or if it is not known."""
+    """Return the number of samples in the last batch of ``loader`` if this batch is smaller than the others; 0 if it is
+    not smaller, or if its size is not known."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.drop_last:
         return 0
     if isinstance(loader.dataset, IterableDataset):

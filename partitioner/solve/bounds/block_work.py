@@ -100,10 +100,10 @@ class BlockWork:
     over_ranks: BlockWork | None = None
 
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
-        """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``tp``, ``ep``, ``cp``: number of ranks
-        along these mesh axes. ``share``: the rank's fraction of the batch; with ``cp`` ranks that share a sequence, it
-        is already divided by ``cp``. ``several``: whether the microbatch has more than one sample. A call is one
-        execution of a block, such as a layer.
+        """Return a lower bound on the cost of one call of a block (such as a layer) on one of ``tp`` ranks. ``tp``,
+        ``ep``, ``cp``: number of ranks along these mesh axes. ``share``: the rank's fraction of the batch; with ``cp``
+        ranks that share a sequence, it is already divided by ``cp``. ``several``: whether the microbatch has more than
+        one sample.
         """
         if cp > 1 and self.over_ranks is not None:
             return self.over_ranks.at(share, tp, several, ep)
@@ -157,9 +157,8 @@ class Works:
         return [self._bound_blocks_on_device(device) for device in self.types]
 
     def _bound_blocks_on_device(self, device: DeviceType) -> dict[str, BlockWork]:
-        """Return, for each block name, lower bounds on the seconds and bytes of one call on ``device``. A block is a
-        piece of the model, such as a layer.
-        """
+        """Return, for the name of each block (such as a layer), lower bounds on the seconds and bytes of one call on
+        ``device``."""
         how = self.fp8, self.how, self.fused_casts, self.fused_kernels
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 
@@ -270,18 +269,19 @@ def _block_work(
 
 
 def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
-    """Return what is certain of ``kernels``, those of an operator that is merged with others: ``num_bytes`` bytes, or
-    theirs if these are fewer, at the rate of the fastest kind of kernel. Weights are left out, and launches, which
-    merged operators share.
+    """Return a lower bound on the memory traffic of ``kernels``, the kernels of one operator that a compiler merges
+    with others, as a list of at most one kernel. Its bytes are ``num_bytes``, or the bytes of ``kernels`` without
+    weights if these are fewer, moved at the rate of the fastest kind of kernel. Launches are not counted, because
+    merged operators share them. The list is empty if no bytes are left.
     """
     moved = min(num_bytes, sum(k.num_bytes - k.state_bytes for k in kernels))
     return [Kernel(_MERGED, moved, launches=0, learned=all(k.learned for k in kernels))] if moved else []
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
-    """Return the memory traffic that ``kernels`` have beyond the traffic that is certain, as kernels without FLOPs and
-    launches: from the bytes of each kernel, those of the kernel at the same position in ``least`` are subtracted.
-    ``least``: the same kernels if operands that only repeat the elements of a smaller tensor are read without
+    """Return ``kernels`` without FLOPs and launches, and with fewer bytes: from each, the bytes of the kernel at the
+    same position in ``least`` are subtracted. What is left is memory traffic that may not occur. ``least``: the same
+    kernels, with the bytes that they read if a tensor that only repeats the elements of a smaller one is read without
     repetition.
     """
     pairs = zip(kernels, least, strict=True)
@@ -419,17 +419,15 @@ def bound_busiest_rank(
     counts: Sequence[int], seconds: NDArray[np.float64], num_ranks: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return a lower bound on the seconds of the busiest pipeline rank, shape ``[candidates]``, if every call of a
-    block runs as a whole on one rank.
+    block runs as a whole on one rank. ``counts``: number of calls of each block (such as a decoder layer), shape
+    ``[blocks]``. ``seconds``: seconds of one call of each block, shape ``[blocks, candidates]``. ``num_ranks``: number
+    of pipeline ranks of each candidate, shape ``[candidates]``.
 
-    ``counts``: number of calls of each block (such as a decoder layer), shape ``[blocks]``. ``seconds``: seconds of one
-    call of each block, shape ``[blocks, candidates]``. ``num_ranks``: number of pipeline ranks of each candidate, shape
-    ``[candidates]``.
-
-    It is at least the largest call, and at least what follows from whole numbers of calls of the block with the most
-    work, beside the largest call of the other blocks. With seconds ``L`` of a call of the former, ``N`` calls of it,
-    seconds ``e`` of the latter and ``p`` ranks, a busiest rank of ``T`` seconds leaves room for ``(p - 1) floor(T / L)
-    + floor((T - e) / L)`` calls, which must be at least ``N``. This number changes only at ``T = k L`` and ``T = k L +
-    e`` for whole ``k``, so the least ``T`` is one of these.
+    The bound is at least the longest call. It also counts whole calls of the main block, the one with the most work.
+    Let ``N`` be the number of calls of the main block, ``L`` the seconds of one of them, ``e`` the seconds of the
+    longest call of another block, and ``p`` the number of ranks. If the busiest rank takes ``T`` seconds, all ranks
+    have room for ``(p - 1) floor(T / L) + floor((T - e) / L)`` calls of the main block, which must be at least ``N``.
+    This number changes only at ``T = k L`` and ``T = k L + e`` for whole ``k``, so the least ``T`` is one of these.
     """
     largest = seconds.max(axis=0)
     main = np.argmax(np.array(counts, dtype=np.float64)[:, None] * seconds, axis=0)

@@ -166,8 +166,8 @@ class ModelBounds:
 
     @property
     def blocks(self) -> dict[str, BlockWork]:
-        """Return the work (seconds and bytes) of each block on the best device type, by name of the block. A block is a
-        piece of the model that may be called several times, such as a decoder layer."""
+        """Return the work (seconds and bytes) of each block (a part of the model that may be called several times, such
+        as a decoder layer) on the best device type, by name of the block."""
         return self._kinds.works.best
 
     @cached_property
@@ -200,10 +200,10 @@ class ModelBounds:
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return a counter from block name to how often the model calls the block. A block is a piece of the model,
-        such as a layer. Only calls that can be distributed over pipeline stages are counted. Others are calls that run
-        on all microbatches before the pipeline starts, because later calls need sums over the whole batch, and cheap
-        calls, such as those for masks, that each stage runs itself.
+        """Return a counter from the name of each block (such as a layer) to how often the model calls the block. Only
+        calls that can be distributed over pipeline stages are counted. Others are calls that run on all microbatches
+        before the pipeline starts, because later calls need sums over the whole batch, and cheap calls, such as those
+        for masks, that each stage runs itself.
         """
         return Counter(self._cuttable_blocks)
 
@@ -476,14 +476,13 @@ class ModelBounds:
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
         """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. They assume that
-        ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding. A block is
-        a piece of the model, such as a layer.
+        ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding.
 
-        ``floor``: known lower bounds on each block's seconds, or ``None``. ``speed``: the speed of the fastest stage
-        relative to the best device type; ``None``: it is computed for the candidate. ``how``: ``cutoff_s`` (stop when
-        the bound reaches this many seconds) and ``quick`` (leave out very long stages). ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can
-        exist.
+        ``floor``: known lower bounds on the seconds of each block (such as a layer), or ``None``. ``speed``: the speed
+        of the fastest stage relative to the best device type; ``None``: it is computed for the candidate. ``how``:
+        ``cutoff_s`` (stop when the bound reaches this many seconds) and ``quick`` (leave out very long stages).
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`CapacityError` or
+        :class:`PlanError` if no plan can exist.
         """
         fastest = self.speeds(candidate)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}
@@ -594,9 +593,9 @@ class ModelBounds:
 
     def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
         """Return a lower bound in seconds on the forward of one microbatch of ``candidate`` through all stages, on the
-        fastest devices. ``floor``: known lower bounds on each block's seconds, which are used where they are tighter
-        than those of the unsharded block; ``None``: none are known. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage. A block is a piece of the model, such as a layer.
+        fastest devices. ``floor``: known lower bounds on the seconds of each block (such as a layer), which are used
+        where they are tighter than those of the unsharded block; ``None``: none are known. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(

@@ -102,7 +102,7 @@ class RankCapacity:
     def room(self, needed: ActivationBytes, limit_s: float) -> float:
         """Return an upper bound on the bytes of one microbatch's activations that fit on all ranks of a pipeline
         together, if the calls of each rank take at most ``limit_s`` seconds per microbatch. ``needed``: bytes and
-        seconds of all calls. A call is one execution of a block, such as a layer.
+        seconds of all block calls (such as layers).
 
         With a time limit, a rank may be unable to fill its memory with activations. For an upper bound, parameters and
         optimizer states are first put into such unused memory, and the rest of them on the ranks where a byte of memory

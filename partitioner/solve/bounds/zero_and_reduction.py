@@ -50,8 +50,8 @@ class BlockLowerBound:
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
         """Return a copy of these lower bounds in which ``change`` was applied to every dict of seconds: that of
-        ``seconds`` and those of ``of_kind``. ``change``: function from such a dict (block name -> pair of forward and
-        backward seconds) to the new dict. A block is a piece of the model, such as a layer.
+        ``seconds`` and those of ``of_kind``. ``change``: function from such a dict (name of a block, such as a layer ->
+        pair of forward and backward seconds) to the new dict.
         """
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
@@ -121,10 +121,10 @@ class Gathers:
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
-        """Return two dicts from block name to a pair of seconds (forward, backward): lower bounds on the ZeRO-3
-        collectives, and on copying gathered weights. Forward gathers the weights; backward gathers them again and
-        scatters gradients. Both dicts are empty if the candidate does not shard weights. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage. A block is a piece of the model, such as a layer.
+        """Return two dicts from the name of each block (such as a layer) to a pair of seconds (forward, backward):
+        lower bounds on the ZeRO-3 collectives, and on copying gathered weights. Forward gathers the weights; backward
+        gathers them again and scatters gradients. Both dicts are empty if the candidate does not shard weights.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
@@ -137,9 +137,9 @@ class Gathers:
         return self._floors[key]
 
     def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
-        """Return a dict from block name to a lower bound on the seconds (forward, backward) of copies that ZeRO-3 makes
-        under ``candidate``: of weights out of the buffers of gathers, and of gradients into those of scatters. Kernel
-        launches are not included. A block is a piece of the model, such as a layer.
+        """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
+        backward) of copies that ZeRO-3 makes under ``candidate``: of weights out of the buffers of gathers, and of
+        gradients into those of scatters. Kernel launches are not included.
         """
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
@@ -212,10 +212,10 @@ class Gathers:
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
-        """Return a dict from block name to a lower bound on the seconds (forward, backward) of the ZeRO-3 collectives
-        of ``candidate`` over the fastest group. ``shards``: the possible groups that share weights. ``experts``: the
-        possible groups that share experts' weights. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage. A block is a piece of the model, such as a layer.
+        """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
+        backward) of the ZeRO-3 collectives of ``candidate`` over the fastest group. ``shards``: the possible groups
+        that share weights. ``experts``: the possible groups that share experts' weights. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:

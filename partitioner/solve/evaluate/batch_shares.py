@@ -61,8 +61,8 @@ Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty
 class BatchSharing:
     """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate`` (mesh sizes,
     microbatch size, schedule and ZeRO stage), so that ranks on faster devices may get more. ``job``: the model, batch,
-    cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. A call is
-    one execution of a block, such as a layer.
+    cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their block calls (such as
+    layers) by device.
 
     The methods take a placement: a topology with the mesh laid over it and the settings of the candidate. Results are
     cached by the identity of this object.
@@ -113,9 +113,9 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return, for each pipeline stage, a dict from block name to the cost of a call on the placement ``machine`` (a
-        topology with the mesh laid over it), by which the cut into stages is chosen. ``shares``: the number of
-        microbatches of each rank of ``dp``. A block is a piece of the model, such as a layer.
+        """Return, for each pipeline stage, a dict from the name of each block (such as a layer) to the cost of a call
+        on the placement ``machine`` (a topology with the mesh laid over it), by which the cut into stages is chosen.
+        ``shares``: the number of microbatches of each rank of ``dp``.
 
         All pipelines get the same cut. If they differ in speed, the costs of a pipeline with fewer microbatches are
         scaled down, as if it had spread the same total time over as many microbatches as the pipeline with the most.
@@ -192,9 +192,9 @@ class BatchSharing:
         for each rank of ``dp``). Pipelines are of one kind if their stages have equal devices and links. Pipelines that
         wait for each other in every microbatch are passed as a single one.
 
-        ``of_stages``: the costs of calls by block name, for each stage of the first kind of pipeline, then for each
-        stage of the second kind, and so on. ``different``: the distinct dicts in ``of_stages``, by their ``id``.
-        ``counts``: the number of pipelines of each kind. A block is a piece of the model, such as a layer.
+        ``of_stages``: for each stage of the first kind of pipeline, then for each stage of the second kind, and so on,
+        the cost of a call by name of the block (such as a layer). ``different``: the distinct dicts in ``of_stages``,
+        by their ``id``. ``counts``: the number of pipelines of each kind.
         """
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [

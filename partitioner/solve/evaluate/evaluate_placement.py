@@ -118,11 +118,10 @@ class ShareRecord:
 @dataclass
 class PlacementEvaluator:
     """Finds the best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) on a placement, which
-    is an assignment of ranks to devices, and the step time of this plan. A call is one execution of a block, such as a
-    layer.
+    is an assignment of ranks to devices, and the step time of this plan.
 
     - ``job``: the model, batch, cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of
-      their calls by device. ``states``: the costs of its parameters and buffers, by name.
+      their block calls (such as layers) by device. ``states``: the costs of its parameters and buffers, by name.
     - ``reference``: the profile of a rank (device, speed and groups) that the sharding was optimized for.
     - ``check``: raises :class:`CapacityError` if hosts lack memory for offloaded data.
     - ``proven``: whether to compute tight lower bounds too. ``improved``: whether to search cuts that fill the pipeline

@@ -44,16 +44,16 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 @dataclass(frozen=True)
 class SolvedCandidate:
     """The best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) before its program is
-    emitted. A call is one execution of a block, such as a layer.
+    emitted.
 
     ``num_microbatches``: number of microbatches of a rank; if ranks of ``dp`` have different numbers, the greatest.
     ``local``: the graphs of one rank. ``stages``: the cut into stages. ``estimate``: time and memory of a step.
     ``context_model``: the model before its sequence is sharded over ``cp``. ``stage_of_call``: the stage index of each
-    call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices of the calls that are
-    recomputed in full. ``selective``: indices of those that recompute selectively. ``offload``: the kinds of data kept
-    in host memory. ``reducing``: how gradients are reduced. ``data_shares``: the number of microbatches of each rank of
-    ``dp``; empty if all have equally many. ``lower_bound_s``: every plan of the candidate takes at least this many
-    seconds, or at least the cutoff of the search if that is smaller.
+    call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices of the block calls (such
+    as layers) that are recomputed in full. ``selective``: indices of those that recompute selectively. ``offload``: the
+    kinds of data kept in host memory. ``reducing``: how gradients are reduced. ``data_shares``: the number of
+    microbatches of each rank of ``dp``; empty if all have equally many. ``lower_bound_s``: every plan of the candidate
+    takes at least this many seconds, or at least the cutoff of the search if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -230,11 +230,12 @@ class CandidateEvaluator:
     def floor(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
         """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one
         microbatch of ``candidate``, on any placement (assignment of ranks to devices). ``None`` means that there is no
-        bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``size``: the number of samples, a
+        multiple of the candidate's microbatch size, for which costs are computed.
 
-        The bound is computed for a microbatch of ``size`` samples, a multiple of the candidate's microbatch size, and
-        scaled down to the latter. This is valid because a smaller microbatch takes at least as long per sample: each
-        cost is a start-up time plus a term that grows at most linearly with the batch.
+        The bound is scaled down from ``size`` samples to the candidate's microbatch. This is valid because a smaller
+        microbatch takes at least as long per sample: each cost is a start-up time plus a term that grows at most
+        linearly with the batch.
         """
         if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None
@@ -248,10 +249,10 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce which lower bounds on the seconds of blocks (``floors``) and which solutions of sharding problems
-        (``shardings``) the search will request, so that a second process can compute them ahead. Both are pairs of a
-        candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in samples, approximately
-        in order of use. A block is a piece of the model, such as a layer.
+        """Announce which results the search will request, so that a second process can compute them ahead. ``floors``:
+        the lower bounds on the seconds of blocks (such as layers). ``shardings``: the solutions of sharding problems.
+        Both are pairs of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in
+        samples, approximately in order of use.
         """
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
@@ -264,10 +265,10 @@ class CandidateEvaluator:
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
     def _readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:
-        """Yield a task for each lower bound on blocks that is not known yet and that a second process can compute
-        ahead: (key of the bound, cache key of the sharded graphs from which it is computed, function that computes it).
-        ``floors``: pairs of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in
-        samples. A block is a piece of the model, such as a layer.
+        """Yield a task for each lower bound on blocks (such as layers) that is not known yet and that a second process
+        can compute ahead: (key of the bound, cache key of the sharded graphs from which it is computed, function that
+        computes it). ``floors``: pairs of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a
+        microbatch size in samples.
         """
         for candidate, size in floors:
             if size == candidate.microbatch_size or self._is_at_best(candidate):
@@ -276,10 +277,10 @@ class CandidateEvaluator:
                     yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
     def _asked(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
-        """Return two values: a cache key that is equal for candidates whose lower bounds on blocks are equal, and the
-        arguments with which these bounds are computed: (candidate, microbatch size in samples, whether all samples of a
-        rank are one microbatch). ``size``: samples of the microbatch for which the bounds are computed. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage. A block is a piece of the model, such as a layer.
+        """Return two values: a cache key that is equal for candidates whose lower bounds on blocks (such as layers) are
+        equal, and the arguments with which these bounds are computed: (candidate, microbatch size in samples, whether
+        all samples of a rank are one microbatch). ``size``: samples of the microbatch for which the bounds are
+        computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         whole = self._is_whole(candidate, size)
         if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
@@ -291,8 +292,9 @@ class CandidateEvaluator:
 
     def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
         """Return three values for ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): the graphs of
-        one rank; block name -> lower bound on the cost of a call on any placement (assignment of ranks to devices); and
-        name -> cost of a parameter or buffer of a rank. A block is a piece of the model, such as a layer.
+        one rank; a dict from the name of each block (such as a layer) to a lower bound on the cost of a call on any
+        placement (assignment of ranks to devices); and a dict from the name of each parameter or buffer to its cost on
+        a rank.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
         in this way.
@@ -302,10 +304,10 @@ class CandidateEvaluator:
 
     def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
         """Return costs that hold as lower bounds for ``candidate`` and for all candidates which differ from it only in
-        their ZeRO stage and need at least as much memory: the graphs of one rank, block name -> lower bound on the cost
-        of a call without ZeRO, and name -> cost of a parameter or buffer. Return ``None`` if devices differ in speed,
-        because the ZeRO stage then also decides how the batch may be divided. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage. A block is a piece of the model, such as a layer.
+        their ZeRO stage and need at least as much memory: the graphs of one rank, a dict from the name of each block
+        (such as a layer) to a lower bound on the cost of a call without ZeRO, and a dict from the name of each
+        parameter or buffer to its cost. Return ``None`` if devices differ in speed, because the ZeRO stage then also
+        decides how the batch may be divided. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if self._has_mixed_speeds:
             return None
@@ -314,9 +316,8 @@ class CandidateEvaluator:
 
     def own(self, candidate: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
         """Return three values for the sharding that was optimized for ``candidate`` itself: the graphs of one rank, a
-        cache of the costs of their calls by device, and the costs of a rank's parameters and buffers by name.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. A call is one execution of a block, such as
-        a layer.
+        cache of the costs of their block calls (such as layers) by device, and the costs of a rank's parameters and
+        buffers by name. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         key, local = self._find_local_model(candidate)
         return local, self._seat_costs(key, local), self._compute_state_costs(candidate, key, local)
@@ -352,11 +353,11 @@ class CandidateEvaluator:
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
     def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements
-        (assignments of ranks to devices) of ``candidate``. If not all possible placements are known, return instead one
-        dict for each device type, with the best groups that any placement could have, so that lower bounds still hold.
-        ``costs``: the cache from which call costs are taken. ``candidate``: mesh sizes, microbatch size, schedule and
-        ZeRO stage. A block is a piece of the model, such as a layer.
+        """Return the distinct dicts (name of a block, such as a layer -> cost of a call) that occur on the stages of
+        the placements (assignments of ranks to devices) of ``candidate``. If not all possible placements are known,
+        return instead one dict for each device type, with the best groups that any placement could have, so that lower
+        bounds still hold. ``costs``: the cache from which call costs are taken. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
         """
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
@@ -365,10 +366,10 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return, for each device type, a dict from block name to the cost of a call of ``candidate`` on a rank whose
-        groups (of tensor parallelism and other axes) are the fastest that any placement (assignment of ranks to
-        devices) could have. ``costs``: the cache from which call costs are taken. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage. A block is a piece of the model, such as a layer.
+        """Return, for each device type, a dict from the name of each block (such as a layer) to the cost of a call of
+        ``candidate`` on a rank whose groups (of tensor parallelism and other axes) are the fastest that any placement
+        (assignment of ranks to devices) could have. ``costs``: the cache from which call costs are taken.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
@@ -415,9 +416,9 @@ class CandidateEvaluator:
         return BlockLowerBound(best, tuple(self._bound_block_seconds(local, of_kind) for of_kind in kinds))
 
     def _bound_block_seconds(self, local: LocalModel, costs: Costs) -> Seconds:
-        """Return block name -> least forward and backward seconds of a call, for the blocks of the whole model.
-        ``costs``: the costs of the blocks of ``local``, the model of one rank. Calls are matched by module path,
-        because the two models may have different blocks. A block is a piece of the model, such as a layer.
+        """Return a dict: name of a block (such as a layer) -> least forward and backward seconds of a call, for the
+        blocks of the whole model. ``costs``: the costs of the blocks of ``local``, the model of one rank. Calls are
+        matched by module path, because the two models may have different blocks.
         """
         least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
@@ -433,9 +434,9 @@ class CandidateEvaluator:
 
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
         """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` for microbatches of
-        ``size`` samples, from which lower bounds on blocks are computed, and the number of microbatches of a rank.
-        ``whole``: whether all samples of a rank are one microbatch. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage. A block is a piece of the model, such as a layer.
+        ``size`` samples, from which lower bounds on blocks (such as layers) are computed, and the number of
+        microbatches of a rank. ``whole``: whether all samples of a rank are one microbatch. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1

@@ -18,13 +18,13 @@ from partitioner.solve.stages.problem import StageCall
 @dataclass(frozen=True)
 class PinnedLayout:
     """The layout of the first program of a plan. Further programs over the same parameters and buffers (states), such
-    as one for evaluation, have to keep it. A call is one execution of a block, such as a layer.
+    as one for evaluation, have to keep it.
 
-    ``states``: name -> layout over ``tp``. ``stages``: module path -> the (virtual) stage indices of its calls, in
-    order. ``home``: for each state that only one stage reads, name -> index of that stage. ``program``: the first
-    program. ``inputs``: layouts over ``tp`` of inputs that the ranks keep in shards, by value name, such as key/value
-    caches; other inputs are whole on every rank. ``outputs``: layouts over ``tp`` of outputs, by value name; the others
-    are free.
+    ``states``: name -> layout over ``tp``. ``stages``: module path -> the (virtual) stage indices of its block calls
+    (such as layers), in order. ``home``: for each state that only one stage reads, name -> index of that stage.
+    ``program``: the first program. ``inputs``: layouts over ``tp`` of inputs that the ranks keep in shards, by value
+    name, such as key/value caches; other inputs are whole on every rank. ``outputs``: layouts over ``tp`` of outputs,
+    by value name; the others are free.
     """
 
     states: Mapping[str, Layout]
@@ -38,7 +38,7 @@ class PinnedLayout:
     def of(local: LocalModel, stage_of_call: Sequence[int], program: Program) -> PinnedLayout:
         """Return the layout that further programs have to keep, that of ``program``, the first program of a plan.
         ``local``: the graphs of one rank from which it was written. ``stage_of_call``: the stage index of each of their
-        calls. A call is one execution of a block, such as a layer.
+        block calls (such as layers).
         """
         stages: dict[str, list[int]] = defaultdict(list)
         readers: dict[str, set[int]] = defaultdict(set)
@@ -63,9 +63,9 @@ class PinnedLayout:
         return LayoutRules(inputs, outputs, states=found)
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
-        """Return index among ``calls`` -> stage index, for each call whose stage follows from the first program: by its
-        module path, else by its parameters and buffers. Empty if these stages are not in the order of the calls. A call
-        is one execution of a block, such as a layer.
+        """Return index among ``calls`` -> stage index, for each call of a block (such as a layer) whose stage follows
+        from the first program: by its module path, else by its parameters and buffers. Empty if these stages are not in
+        the order of the calls.
         """
         seen: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)

@@ -49,10 +49,10 @@ class Reparametrization:
         return sum_of_minima(self.unary, self.tables)
 
     def sweep(self, forward: bool) -> None:
-        """Move costs between nodes and edge tables, through all nodes in order (``forward``) or in reverse. Each node
-        collects the minima of its tables and distributes its excess cost to the tables of the nodes that come later in
-        this direction. The cost of each assignment stays unchanged. In the assignment problem, each node gets one
-        choice, at the least total cost.
+        """Raise the lower bound by moving costs between nodes and edge tables, through all nodes in order (``forward``)
+        or in reverse. Each node collects the minima of its tables and distributes its excess cost to the tables of the
+        nodes that come later in this direction. The total cost of each assignment (one choice for each node) stays
+        unchanged.
         """
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)
@@ -65,9 +65,9 @@ class Reparametrization:
             self.unary[node] = unary
 
     def _gather_messages(self, node: int) -> Vector:
-        """Move the minima of all cost tables of ``node`` into the costs of its choices: subtract them from the tables,
-        and return the costs of the choices of ``node`` with the minima added. In the assignment problem, each node gets
-        one choice, at the least total cost.
+        """Subtract the minima of all cost tables of ``node`` from these tables, and return the costs of the choices of
+        ``node`` with the minima added. A table has the costs of all pairs of choices of ``node`` and one neighbour, and
+        a minimum is taken over the neighbour's choices.
         """
         unary = self.unary[node]
         for pair, dim, _ in self.near[node]:
@@ -79,10 +79,8 @@ class Reparametrization:
         return unary
 
     def assignment(self) -> dict[int, int]:
-        """Return a good assignment: node -> index of its choice. Each node in order takes the cheapest choice; then
-        single nodes are improved while the cost falls, in at most ten rounds. In the assignment problem, each node gets
-        one choice, at the least total cost.
-        """
+        """Return a good assignment of one choice to each node: node -> index of its choice. Each node in order takes
+        the cheapest choice; then single nodes are improved while the total cost falls, in at most ten rounds."""
         choice: dict[int, int] = {}
         for node in self.unary:
             choice[node] = int(self._compute_conditional_costs(node, choice).argmin())
@@ -95,10 +93,8 @@ class Reparametrization:
         return choice
 
     def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
-        """Return the cost of each choice of ``node``, given the choices of other nodes in ``choice``. Neighbours that
-        are not in ``choice`` take the choice that is cheapest on their common edge. In the assignment problem, each
-        node gets one choice, at the least total cost.
-        """
+        """Return the cost of each choice of ``node``, given the choices of other nodes. ``choice``: node -> index of
+        its choice. A neighbour that is not in ``choice`` takes the choice that is cheapest on its edge to ``node``."""
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])
@@ -111,10 +107,8 @@ class Reparametrization:
         return total + sum(float(table[choice[i], choice[j]]) for (i, j), table in self.tables.items())
 
     def allowed(self, room: float) -> dict[int, Mask]:
-        """Return, for each node, a boolean array over its choices. An entry is true if an assignment that costs at most
-        ``room`` more than the lower bound may contain the choice. In the assignment problem, each node gets one choice,
-        at the least total cost.
-        """
+        """Return, for each node, a boolean array over its choices. An entry is true if an assignment (one choice for
+        each node) that costs at most ``room`` more than the lower bound may contain the choice."""
         masks = {}
         for node, unary in self.unary.items():
             extra = unary - unary.min()

@@ -52,9 +52,10 @@ def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[
 def _order_nodes_greedily(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score, most_work: int
 ) -> tuple[int, list[int]] | None:
-    """Return the number of entries of all cost tables, and an order of elimination by dynamic programming that always
-    takes the node of the least ``score`` next. Return ``None`` if the tables have more than ``most_work`` entries
-    together. In the assignment problem, each node gets one choice, at the least total cost.
+    """Return an order in which dynamic programming can eliminate the nodes of an assignment problem (one choice per
+    node, at the least total cost), as a pair: the number of entries of all cost tables together, and the nodes in this
+    order. The node with the least ``score`` is always taken next. Return ``None`` if the tables would have more than
+    ``most_work`` entries.
 
     ``sizes``: node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table.
     ``score``: function of a node, the sizes and the neighbours.
@@ -84,9 +85,9 @@ _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order,
 def eliminate_nodes(
     costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """Return node -> index of its choice in an optimal assignment of the nodes in ``order``, and the total cost. Raise
-    :class:`InfeasibleAssignmentError` if every assignment is forbidden. In the assignment problem, each node gets one
-    choice, at the least total cost.
+    """Solve an assignment problem (one choice per node, at the least total cost) by dynamic programming. Return the
+    index of the choice of each node in ``order``, and the total cost. Raise :class:`InfeasibleAssignmentError` if every
+    assignment is forbidden.
 
     ``costs``: node -> costs of its choices. ``tables``: tuples (i, j, table), where ``table[p, q]`` is the cost of
     choice p of node i and choice q of node j. ``order``: the nodes in the order in which they are eliminated.

@@ -59,12 +59,11 @@ def improve_assignment(
 def _choose_elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], kept: Counter[int]
 ) -> list[int]:
-    """Return the nodes to optimise, in an order in which dynamic programming can eliminate them with small tables. The
-    nodes that are left out keep their choices; nodes that have rarely been left out so far are preferred for that. In
-    the assignment problem, each node gets one choice, at the least total cost.
-
-    ``sizes``: node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table. ``kept``:
-    node -> how often it has kept its choice so far.
+    """Return the nodes of an assignment problem (one choice per node, at the least total cost) whose choices are to be
+    optimised, in an order in which dynamic programming can eliminate them with small tables. All other nodes keep their
+    choices; nodes that have rarely kept theirs so far are preferred for that. ``sizes``: node -> number of its choices.
+    ``neighbours``: node -> nodes with which it shares a cost table. ``kept``: node -> how often it has kept its choice
+    so far.
     """
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: _count_table_entries(node, sizes, near) for node in near}

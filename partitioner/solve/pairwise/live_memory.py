@@ -19,9 +19,9 @@ from partitioner.solve.pairwise.presolve import Choices, Vector
 
 @dataclass(frozen=True)
 class MemoryConstraint:
-    """A limit on the total memory of the nodes that are in memory at the same time. ``usages[i]``: bytes of each choice
-    of node i during the half-open interval ``intervals[i]`` of time, in integer steps. ``limit``: bytes. In the
-    assignment problem, each node gets one choice, at the least total cost.
+    """A limit on the total memory of the nodes of an assignment problem (one choice for each node) that are in memory
+    at the same time. ``usages[i]``: bytes of each choice of node i. ``intervals[i]``: the half-open interval of time,
+    in integer steps, in which node i takes these bytes. ``limit``: bytes.
     """
 
     intervals: Sequence[tuple[int, int]]
@@ -29,9 +29,8 @@ class MemoryConstraint:
     limit: float
 
     def peak(self, choice: Sequence[int]) -> float:
-        """Return the largest total memory, in bytes, that an assignment needs at any time, if node i takes choice
-        ``choice[i]``. In the assignment problem, each node gets one choice, at the least total cost.
-        """
+        """Return the largest total memory in bytes at any time if each node i takes the choice with index
+        ``choice[i]``."""
         change: dict[int, float] = {}
         for (start, end), usage, p in zip(self.intervals, self.usages, choice, strict=True):
             if start < end:
@@ -65,10 +64,8 @@ class Stretch:
         return worst
 
     def at(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Return the memory of the node as an array: one entry for each of its choices (first dim) and each of the row
-        indices ``rows`` (second dim). A row is a set of nodes that are in memory together. In the assignment problem,
-        each node gets one choice, at the least total cost.
-        """
+        """Return the memory of this node as an array of shape ``[choices, rows]``: one entry for each of its choices
+        and each entry of ``rows``. ``rows``: indices of rows; a row is a set of nodes that are in memory together."""
         segment = np.searchsorted(self.breaks, rows, side="right") - 1
         inside = (segment >= 0) & (segment < self.usage.shape[1])
         return np.where(inside, self.usage[:, np.clip(segment, 0, self.usage.shape[1] - 1)], 0.0)
@@ -98,20 +95,18 @@ class Usage:
         self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
-        """Return, for each choice of each node, the cost of its memory: the sum over the rows of its memory in the row
-        times ``prices[row]``, the price of a unit of memory. A row is a set of nodes that are in memory together. The
-        result has the consecutive numbering of all choices. In the assignment problem, each node gets one choice, at
-        the least total cost.
+        """Return, for each choice of each node, the price of its memory: the sum over the rows of its memory in the row
+        times ``prices[row]``. A row is a set of nodes that are in memory together. ``prices``: the price of a unit of
+        memory in each row. The result has one entry per choice, in the consecutive numbering of the choices of all
+        nodes.
         """
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
     def profile(self, chosen: NDArray[np.intp]) -> Vector:
-        """Return the total memory of an assignment in each row, a set of nodes that are in memory together. ``chosen``:
-        the chosen choice of each node, as an index into the consecutive numbering of all choices. In the assignment
-        problem, each node gets one choice, at the least total cost.
-        """
+        """Return the total memory in each row (a set of nodes that are in memory together), shape ``[rows]``.
+        ``chosen``: the choice of each node, as an index into the consecutive numbering of all choices of all nodes."""
         taken = np.zeros(self.num_choices, bool)
         taken[chosen] = True
         entry = taken[self.choice].nonzero()[0]
@@ -120,16 +115,15 @@ class Usage:
         return np.cumsum(change)[:-1].astype(np.float64)
 
     def at(self, row: int) -> Vector:
-        """Return the memory that each choice of each node uses in ``row``, one set of nodes that are in memory
-        together. In the assignment problem, each node gets one choice, at the least total cost.
+        """Return the memory that each choice of each node uses in ``row``, the index of a set of nodes that are in
+        memory together. The result has one entry per choice, in the consecutive numbering of the choices of all nodes.
         """
         live = ((self.begin <= row) & (row < self.end)).nonzero()[0]
         return np.bincount(self.choice[live], self.amount[live], minlength=self.num_choices).astype(np.float64)
 
     def total(self) -> Vector:
         """Return the memory of each choice of each node, summed over the rows (sets of nodes that are in memory
-        together). In the assignment problem, each node gets one choice, at the least total cost.
-        """
+        together). The result has one entry per choice, in the consecutive numbering of the choices of all nodes."""
         weights = self.amount * (self.end - self.begin)
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
@@ -137,13 +131,13 @@ class Usage:
 def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
-    """Return three values: root node -> its memory by row, the limit that is left in each row, and the memory that is
-    used in each row under every assignment. A row is a maximal set of nodes that are in memory together. In the
-    assignment problem, each node gets one choice, at the least total cost.
+    """Return the memory of an assignment problem (one choice for each node) by row, as three values: root node -> its
+    memory; the limit that is left in each row; and the memory that is used in each row under every assignment. A row is
+    a maximal set of nodes that are in memory together. A root is a node whose choice decides the choices of other
+    nodes; its memory includes theirs.
 
-    A root is a node whose choice decides the choices of others. ``roots[i]``: the root of node i. ``maps[i]``: the
-    choice of node i for each choice of ``roots[i]``. The memory of a root includes that of all nodes it decides.
-    ``memory``: the limit and the memory of each choice.
+    ``memory``: the limit, and the memory of each choice. ``roots[i]``: the root of node i. ``maps[i]``: the choice of
+    node i for each choice of ``roots[i]``.
     """
     live = [i for i, (start, end) in enumerate(memory.intervals) if start < end and np.any(memory.usages[i])]
     events = sorted(e for i in live for e in ((memory.intervals[i][0], 1), (memory.intervals[i][1], 0)))

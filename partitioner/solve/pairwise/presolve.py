@@ -47,12 +47,12 @@ class InfeasibleAssignmentError(PartitionError):
 
 @dataclass(frozen=True)
 class _Function:
-    """A reduction step that can be undone: the choice of an eliminated ``node`` as a function of its neighbours'
-    choices. In the assignment problem, each node gets one choice, at the least total cost.
-
-    ``labels``: for each neighbour, the choices that it had left at that time, as original indices in increasing order.
-    ``choice``: the original index of the choice of ``node``, indexed by the positions of the neighbours' choices in
-    ``labels``.
+    """The choice of a node that was eliminated from an assignment problem (one choice per node, at the least total
+    cost), as a function of its neighbours' choices. It serves to restore the choice when the others are known.
+    ``node``: the eliminated node. ``neighbours``: the nodes with which it shared a cost table. ``labels``: for each
+    neighbour, the choices that it had left at that time, as original indices in increasing order. ``choice``: an array
+    of original indices of choices of ``node``; it has one dim per neighbour, indexed by the position of the neighbour's
+    choice in ``labels``.
     """
 
     node: int
@@ -159,10 +159,9 @@ class ReducedProblem:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
-        """Simplify those cost tables of ``node`` (costs of pairs of choices with a neighbour) that changed since the
-        last call: subtract the minimum of each row and column and add it to the costs of the choices of single nodes.
-        Then drop tables of zeros, and choices with infinite cost. Return whether choices of ``node`` were dropped. In
-        the assignment problem, each node gets one choice, at the least total cost.
+        """Simplify the cost tables of ``node`` (costs of pairs of choices with a neighbour) that changed since the last
+        call. The minimum of each row and column is moved into the costs of the single node's choice. Then tables of
+        zeros, and choices of infinite cost, are dropped. Return whether choices of ``node`` were dropped.
         """
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
@@ -383,11 +382,10 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a boolean matrix whose entry ``[p, q]`` says whether choice ``p`` of a node allows something that choice
-    ``q`` does not: row ``p`` of ``possible`` is true in some column where row ``q`` is false. ``possible``: a boolean
-    matrix with one row for each choice of the node and one column for each choice of its neighbours. BLAS is not used,
-    because its threads wait for each other. In the assignment problem, each node gets one choice, at the least total
-    cost.
+    """Return a boolean matrix whose entry ``[p, q]`` is true if choice ``p`` of a node allows some choice of a
+    neighbour that choice ``q`` does not allow. ``possible``: a boolean matrix with a row for each choice of the node
+    and a column for each choice of its neighbours, true if the two are allowed together. BLAS is not used, because its
+    threads wait for each other.
     """
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]

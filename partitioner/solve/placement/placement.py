@@ -345,8 +345,9 @@ class Placements:
 
 def identify_equal_cost(machine: PlacedMesh) -> Hashable:
     """Return a key of the placement ``machine`` (a topology with the mesh laid over it). Placements with equal keys
-    have the same cost, because their pipeline stages have equal devices, groups, memory and links; only one of them
-    needs to be evaluated."""
+    have equal costs, because their stages have equal devices, groups, memory and links. Only one of them needs to be
+    evaluated.
+    """
     wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
     together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
     across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None

@@ -427,10 +427,8 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
 
 
 def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
-    """Return the layouts in ``found`` whose name is in ``names``, each marked as excluded by the user's constraints
-    from the search, unless it has another reason for its exclusion already. ``found``: well-known layouts with which
-    the report compares the plan.
-    """
+    """Return those of the well-known layouts ``found`` whose name is in ``names``. Each is marked as excluded from the
+    search by the user's constraints, unless it has another reason already."""
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 

@@ -143,10 +143,10 @@ class CandidatePlanner(Protocol):
         step time. Raises :class:`PartitionError` if it has none."""
 
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
-        """Return whether an evaluation of ``candidate``, which tries a part of its plans, is expected to find none that
-        takes less than ``upper_bound_s`` seconds. The proven lower bounds need not show this, so the candidate is
-        skipped without a change of its bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        Raises :class:`PartitionError` if the candidate has no plan.
+        """Return whether ``candidate`` can be skipped, because an evaluation would probably find no plan that takes
+        less than ``upper_bound_s`` seconds. The lower bounds need not prove this, so they stay as they are.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the
+        candidate has no plan.
         """
 
     def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
@@ -156,10 +156,10 @@ class CandidatePlanner(Protocol):
         """
 
     def estimate_effort(self, candidate: MeshCandidate) -> float:
-        """Return the effort of evaluating ``candidate`` if it has several virtual stages on a rank, as a fraction of
-        the total effort that the search may spend on such candidates without finding a better plan. When the sum
-        reaches 1, the search skips the rest of them. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
+        """Return the effort of evaluating ``candidate`` if it has several virtual stages on a rank, as a fraction of a
+        budget: the effort that the search may spend on such candidates without finding a better plan. When the sum of
+        the fractions reaches 1, the search skips the other such candidates. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
 
 
@@ -509,8 +509,9 @@ class ZeroInfeasibility:
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
         """Return ``solve(candidate)``, the plan of ``candidate``. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage. Raises :class:`CapacityError` if ``solve`` does. It is also raised, without a call of ``solve``,
-        if another candidate did not fit before that differs only in ZeRO and needs no more memory.
+        and ZeRO stage. Raises the :class:`CapacityError` of ``solve`` if the plan does not fit in memory. Raises it
+        without a call of ``solve`` if an earlier candidate did not fit that differs only in ZeRO and needs no more
+        memory.
         """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)

@@ -184,9 +184,9 @@ def _rivals_s(explored: PlanSearchResult) -> float:
 
 
 def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> PlannedProgram:
-    """Return ``found`` with the simulated step time of its program in place of the estimated one. In its certificate,
-    which is a copy of ``certificate``, the objective and the gap are computed from this time. The certificate says how
-    near the plan is to the optimum.
+    """Return a copy of the plan ``found`` in which the simulated step time of its program replaces the estimated one.
+    Its certificate is a copy of ``certificate`` (how near the plan is to the optimum) with objective and gap computed
+    from the simulated time.
     """
     seconds = found.estimate.simulated
     assert seconds is not None
@@ -284,8 +284,10 @@ def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
 
 
 def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate) -> _MemoryShortfall | None:
-    """Return the memory shortage of the program of ``chosen``; ``None`` if it fits. ``estimate``: has the peak bytes of
-    each rank under the program. ``job``: has the devices and their memory."""
+    """Return the memory shortage of the program of the plan ``chosen``; ``None`` if the program fits. ``estimate``: its
+    memory is the peak bytes of each rank under the program. ``job``: the planning problem, with the devices and their
+    memory.
+    """
     mesh = chosen.candidate.grid
     rooms = stage_capacity(job.topology, mesh, chosen.devices)
     of_stages = [slice(ranks.start, ranks.stop) for ranks in stage_ranks(mesh)]

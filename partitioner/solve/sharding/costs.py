@@ -50,8 +50,7 @@ from partitioner.topology.hardware import DeviceType
 @dataclass
 class TensorCosts:
     """Prices in seconds per microbatch, by which shardings over the ranks of ``group`` are compared: of operators,
-    changes of layout, states (parameters and buffers), and tensors that are kept between blocks. A block is a piece of
-    the model, such as a layer.
+    changes of layout, states (parameters and buffers), and tensors that are kept between blocks (such as layers).
 
     - ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
       sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a
@@ -173,9 +172,9 @@ class TensorCosts:
         return seconds / self.num_microbatches + local * self.state_price
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the seconds that it costs to keep a tensor between blocks in ``layout`` until the backward: a rank
-        writes its part to memory once and reads it once. Return ``math.inf`` for a shard if sequence parallelism is
-        forbidden. ``spec``: whole shape and dtype of the tensor. A block is a piece of the model, such as a layer.
+        """Return the seconds that it costs to keep a tensor between blocks (such as layers) in ``layout`` until the
+        backward: a rank writes its part to memory once and reads it once. Return ``math.inf`` for a shard if sequence
+        parallelism is forbidden. ``spec``: whole shape and dtype of the tensor.
         """
         if layout.is_shard and self.sequence_parallel is False:
             return math.inf

@@ -101,9 +101,10 @@ class JointShardingProblem(ShardingProblem):
         yield from self._updates
 
     def list_port_layouts(self, block: Block, value: BlockValue, port: Port) -> tuple[int, list[Layout]]:
-        """Return the node of the problem that chooses the layout of ``value``, a placeholder of ``block``, and the
-        layouts to choose from. A program without gradients reads a state whole, whatever the training program does with
-        the gradient of the state.
+        """Return the index of the problem's node that chooses the layout of ``value``, a placeholder of ``block`` (such
+        as a layer), and the layouts to choose from. ``port``: the input, parameter or buffer of the block that the
+        placeholder stands for. A program without gradients reads a parameter whole, whatever the training program does
+        with its gradient.
         """
         variable, layouts = super().list_port_layouts(block, value, port)
         if block.name in self._weight_of and not value.grad:
@@ -112,9 +113,9 @@ class JointShardingProblem(ShardingProblem):
 
 
 def _rename(model: FoldedModel, prefix: str, states: Mapping[str, ModelState]) -> FoldedModel:
-    """Return a copy of ``model`` in which the names of blocks and values start with ``prefix``. Parameters and buffers
-    keep their names if ``states``, those of the first program, have one of that name and shape; others and constants,
-    which each program has for itself, are renamed.
+    """Return a copy of ``model``, the model of a further program, in which the names of blocks (such as layers) and
+    values start with ``prefix``. A parameter or buffer keeps its name if ``states``, the parameters and buffers of the
+    first program by name, has one with the same name and shape. All others, and constants, are renamed.
     """
 
     def rename_state(name: str) -> str:

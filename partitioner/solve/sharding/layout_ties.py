@@ -95,9 +95,8 @@ def values_of(block: Block) -> list[BlockValue]:
 
 @dataclass(frozen=True)
 class LayoutTie:
-    """Tensors between blocks, or parameters and buffers, that must share one layout because different calls of one
-    block (such as the calls of a repeated layer) read or return them at the same place. A block is a piece of the
-    model, such as a layer.
+    """Tensors between blocks (such as layers), or parameters and buffers, that must share one layout because different
+    calls of one block (such as the calls of a repeated layer) read or return them at the same place.
 
     ``names``: their names. ``ports``: the places, each a tuple of the block's name, a kind (``"input"``, ``"state"`` or
     ``"output"``) and an index among the block's inputs, states or outputs. ``spec``: their common shape and dtype.
@@ -132,9 +131,9 @@ def tied_states(model: FoldedModel) -> list[LayoutTie]:
 
 
 def _group_connected_ports(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
-    """Group names that share a port (an input, state or output of a block), directly or over other names, and return
-    for each group its names and its ports, in order of first appearance. ``pairs``: a name and a port that it passes
-    through, or ``None`` for no port. A block is a piece of the model, such as a layer.
+    """Group names that share a port (an input, state or output of a block, such as a layer), directly or over other
+    names, and return for each group its names and its ports, in order of first appearance. ``pairs``: a name and a port
+    that it passes through, or ``None`` for no port.
     """
     parent: dict[str | Port, str | Port] = {}
 

@@ -20,8 +20,8 @@ from partitioner.solve.sharding.sharding import ShardingSolution
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The blocks that one rank runs for one microbatch, and the layouts of its tensors over ``tp``, ``cp`` and ``ep``.
-    A block is a piece of the model, such as a layer.
+    """The blocks (such as layers) that one rank runs for one microbatch, and the layouts of its tensors over ``tp``,
+    ``cp`` and ``ep``.
 
     ``model``: the blocks with the shapes of one rank; parameters, buffers and inputs have their global shapes.
     ``sharding``: layouts over ``tp``. ``context``: layouts over ``cp``; ``None`` if ``cp`` is 1. ``experts``: name of a
@@ -65,11 +65,11 @@ def build_local_model(
     context: ShardingSolution | None,
     known: dict[Hashable, Block],
 ) -> LocalModel:
-    """Return the model of one rank: ``split`` sharded over ``tp`` by ``solution``. A block is a piece of the model,
-    such as a layer.
+    """Return the model of one rank: ``split`` sharded over ``tp`` by ``solution``.
 
     ``split``: the model of one microbatch, already sharded over ``cp`` by ``context`` if that is not ``None``.
-    ``known``: a cache of sharded blocks, to which this function adds; solutions with equal layouts share blocks.
+    ``known``: a cache of sharded blocks (such as layers), to which this function adds; solutions with equal layouts
+    share blocks.
     """
     tp = solution.num_ranks
     blocks: dict[str, Block] = {}

@@ -32,10 +32,9 @@ ReshardCost = Callable[[TensorSpec, Layout, Layout, bool], float]
 
 
 class ProblemBuilder:
-    """An :class:`AssignmentProblem` (choose a layout or strategy for each node) under construction. ``costs``: for each
-    node, the costs of its choices. ``edges``: tuples (node, other node, table of costs of each pair of choices).
-    ``names``: a text for each node, used in error messages. In the assignment problem, each node gets one choice, at
-    the least total cost.
+    """Collects the nodes and edges of an :class:`AssignmentProblem`: choose one layout or strategy for each node, at
+    the least total cost. ``costs``: for each node, the costs of its choices. ``edges``: tuples (node, other node, table
+    of costs of each pair of choices). ``names``: a text for each node, used in error messages.
     """
 
     def __init__(self) -> None:
@@ -178,9 +177,8 @@ def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]
 
 
 def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
-    """Return a table of costs with the shape of ``mask``: infinity, which forbids the pair of choices, where ``mask``
-    is true, and 0 elsewhere. In the assignment problem, each node gets one choice, at the least total cost.
-    """
+    """Return a table of costs of pairs of choices, with the shape of ``mask``: infinity, which forbids the pair, where
+    ``mask`` is true, and 0 elsewhere."""
     return np.where(mask, np.inf, 0.0)
 
 

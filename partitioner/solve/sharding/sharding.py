@@ -78,23 +78,22 @@ class ShardingCosts(Protocol):
         size of the mesh axis over which the model is sharded."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of keeping or sending a tensor between blocks in ``layout``. The unit is the same for all
-        methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype. A block is a
-        piece of the model, such as a layer.
-        """
+        """Return the cost of keeping or sending a tensor between blocks (such as layers) in ``layout``. The unit is the
+        same for all methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype."""
 
 
 @dataclass(frozen=True)
 class ShardingSolution:
-    """The layouts and strategies that the solver chose on one mesh axis. A block is a piece of the model, such as a
-    layer. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    """The layouts and strategies that the solver chose on one mesh axis. A strategy is a way to run an operator on the
+    ranks: the layouts of its operands and results.
 
-    ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: block name -> strategies and layouts.
-    ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding, for the axes ``tp`` and ``cp``
-    in seconds of a microbatch; ``bound``: a lower bound on the cost of any sharding. ``matmul_sharded``: the fraction
-    of the matrix-multiply FLOPs that is divided over the ranks. ``without_rule``: operator name -> fraction of compute
-    time, for operators that have no sharding rule and therefore cannot be sharded. ``seconds``: time that the solver
-    took. ``num_choices``: number of choices of the assignment problem (one choice per node, at the least total cost).
+    ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: name of a block (such as a layer) -> strategies
+    and layouts. ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding, for the axes
+    ``tp`` and ``cp`` in seconds of a microbatch; ``bound``: a lower bound on the cost of any sharding.
+    ``matmul_sharded``: the fraction of the matrix-multiply FLOPs that is divided over the ranks. ``without_rule``:
+    operator name -> fraction of compute time, for operators that have no sharding rule and therefore cannot be sharded.
+    ``seconds``: time that the solver took. ``num_choices``: number of choices of the assignment problem (one choice per
+    node, at the least total cost).
     """
 
     axis: str
@@ -151,9 +150,8 @@ def sharding_problem(
 
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:
     """Return ``rules``, layouts that the caller fixed, together with those that the mesh axis ``axis`` requires: of the
-    loss, and on the axis ``data`` also of parameters, buffers and tensors between blocks. ``model``: the model to
-    shard, as calls of blocks. Raise ``ShardingError`` if a name is not in the model. A block is a piece of the model,
-    such as a layer.
+    loss, and on the axis ``data`` also of parameters, buffers and tensors between blocks (such as layers). ``model``:
+    the model to shard, as calls of blocks. Raise ``ShardingError`` if a name is not in the model.
     """
     outputs = dict(rules.outputs)
     if model.loss is not None:
@@ -198,17 +196,18 @@ class ShardingProblem:
                 self._connect_value_readers(name, value)
 
     def weigh_block(self, name: str) -> float:
-        """Return the number by which the costs of a call of the block ``name`` are multiplied, that of its calls."""
+        """Return how often the model calls the block (such as a layer) with this ``name``. The costs of one call are
+        multiplied by it."""
         return float(self.model.num_calls(name))
 
     def list_updates(self) -> Iterator[tuple[str, str]]:
-        """Yield the buffers that the forward changes, each with the name of its new value."""
+        """Yield pairs of names: a buffer that the forward changes, and the value that it has afterwards."""
         yield from self.model.updates.items()
 
     def list_port_layouts(self, block: Block, value: BlockValue, port: Port) -> tuple[int, list[Layout]]:
-        """Return the node of the assignment problem (one choice per node, at the least total cost) that chooses the
-        layout of ``value``, a placeholder of ``block``, and the layouts to choose from. ``port``: the place of the
-        placeholder. A block is a piece of the model, such as a layer.
+        """Return the index of the problem's node that chooses the layout of ``value``, a placeholder of ``block`` (such
+        as a layer), and the layouts to choose from. ``port``: the input, parameter or buffer of the block that the
+        placeholder stands for.
         """
         return self.ports[port]
 
@@ -231,13 +230,13 @@ class ShardingProblem:
         return self._assignment_to_solution(answer, time.perf_counter() - start)
 
     def _solve_with_allowed(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
-        """Return the cheapest assignment of choices under ``allowed``, a function that says whether an operator may use
-        a strategy (``None``: all). ``time_limit_s``: seconds for the solver. A strategy is a way to run an operator on
-        the ranks: the layouts of its operands and results. In the assignment problem, each node gets one choice, at the
-        least total cost.
+        """Return the cheapest solution of this assignment problem (one choice for each node) in which operators use
+        only allowed strategies. A strategy is a way to run an operator on the ranks: the layouts of its operands and
+        results. ``allowed``: function of an operator and a strategy that says whether it is allowed; ``None`` allows
+        all. ``time_limit_s``: seconds for the solver.
 
-        The unrestricted optimum is cached and is returned if it uses only allowed strategies, since it is then also the
-        restricted optimum.
+        The optimum without restrictions is cached. It is returned if all of its strategies are allowed, since it is
+        then also the restricted optimum.
         """
         problem = self.builder.problem()
         if self._best is None:
@@ -288,9 +287,7 @@ class ShardingProblem:
 
     def _state_options(self, tie: LayoutTie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
         """Return the layouts that the parameters or buffers of ``tie`` (which must share one layout) may have.
-        ``values``: block name -> tensors in the block, with the operators that read them. A block is a piece of the
-        model, such as a layer.
-        """
+        ``values``: name of a block (such as a layer) -> tensors in the block, with the operators that read them."""
         trained, asked = False, dict[Layout, None]()
         for name, _, place in tie.ports:
             block = self.model.blocks[name]
@@ -335,19 +332,18 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield the readers of ``value``, a tensor of a block (such as a layer), outside the block: if the tensor is an
-        output of the block, the node of the assignment problem (one choice per node, at the least total cost) that
-        chooses the layout of this output; one node for each such output. The layout is shared by all tensors that are
-        tied to the output. ``name``: name of the block.
+        """Yield one reader for each output of a block (such as a layer) that is the tensor ``value``. A reader is a
+        node of the assignment problem (one choice per node, at the least total cost); it chooses the layout of this
+        output, and of all tensors that must have the same layout. ``name``: name of the block.
         """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])
 
     def _assignment_to_solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
-        """Return the layouts and strategies that the assignment ``answer`` stands for. ``seconds``: time that the
-        solver took. A strategy is a way to run an operator on the ranks: the layouts of its operands and results. In
-        the assignment problem, each node gets one choice, at the least total cost.
+        """Return the layouts of tensors and the strategies of operators that ``answer`` chooses. A strategy is a way to
+        run an operator on the ranks: the layouts of its operands and results. ``answer``: a solution of this assignment
+        problem, with one choice for each node. ``seconds``: time that the solver took.
         """
         chosen = {
             name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}
@@ -390,9 +386,9 @@ def sharded_work(
     model: FoldedModel, shardings: Mapping[str, BlockSharding], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
     """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
-    operator name -> fraction of compute time. ``shardings``: block name -> layouts and strategies. ``costs``: prices of
-    the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks. A block is a piece of the model,
-    such as a layer. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    operator name -> fraction of compute time. ``shardings``: name of a block (such as a layer) -> layouts and
+    strategies. ``costs``: prices of the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks. A
+    strategy is a way to run an operator on the ranks: the layouts of its operands and results.
     """
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}

@@ -43,11 +43,10 @@ _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
 @dataclass(frozen=True)
 class RankedCuts:
-    """The result of a search for cuts of the block calls (such as layers) into stages. ``cuts``: those that were tried,
-    as pairs (step time in seconds, cuts), fastest first. ``bound``: a lower bound in seconds on the step time under any
-    cuts.
-
-    The cuts in a pair are a tuple: the index of the first call of each stage, followed by the number of calls.
+    """The result of a search for the best way to cut the block calls (such as layers) of a model into stages. ``cuts``:
+    all ways that were tried, fastest first, as pairs (step time in seconds, cuts); cuts are the index of the first call
+    of each stage, followed by the number of calls. ``bound``: a lower bound in seconds on the step time of every way to
+    cut the calls.
     """
 
     cuts: tuple[tuple[float, tuple[int, ...]], ...]
@@ -188,8 +187,7 @@ class _Costs:
         self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
     ) -> dict[tuple[int, ...], float]:
         """Simulate a step of the schedule for each row of ``cuts`` (the index of the first call of each stage, followed
-        by the number of calls), and return cuts -> step time in seconds, fastest first. A call is one execution of a
-        block, such as a layer.
+        by the number of block calls, such as layers), and return a dict: cut -> step time in seconds, fastest first.
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
         ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the

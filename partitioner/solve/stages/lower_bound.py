@@ -79,12 +79,11 @@ class LeastTime:
 
 
 def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False) -> LeastTime:
-    """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages. A call is one
-    execution of a block, such as a layer.
+    """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages.
 
     Stages that alone make a step of ``cutoff_s`` seconds are skipped. ``quick``: skip all stages that take much longer
     than an even share, even if no cut without them fits. Raises :class:`CapacityError` if memory cannot suffice, and
-    :class:`PlanError` if there are more stages than calls.
+    :class:`PlanError` if there are more stages than block calls (such as layers).
     """
     tables = StageTables(problem)
     if tables.hopeless:
@@ -162,10 +161,9 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
 
 
 class OtherStageTimes(NamedTuple):
-    """Cumulative seconds of one microbatch in the calls before each index, three arrays of shape ``[calls + 1]``.
-    ``ahead`` (forward) and ``back`` (backward for inputs) take the fastest device of any stage for each call, so they
-    are lower bounds. ``weights`` (backward for weights) is on the devices of one stage. A call is one execution of a
-    block, such as a layer.
+    """Cumulative seconds of one microbatch in the block calls (such as layers) before each index, three arrays of shape
+    ``[calls + 1]``. ``ahead`` (forward) and ``back`` (backward for inputs) take the fastest device of any stage for
+    each call, so they are lower bounds. ``weights`` (backward for weights) is on the devices of one stage.
     """
 
     ahead: Vector
@@ -176,9 +174,9 @@ class OtherStageTimes(NamedTuple):
 def _after_others(
     problem: StageProblem, stage: int, others: OtherStageTimes, start: Places, stop: Places, times: Vector
 ) -> Vector:
-    """Return lower bounds in seconds on the step if the stage with index ``stage`` runs the calls ``start:stop`` in
-    ``times`` seconds per microbatch; all three are arrays. ``others``: cumulative seconds of a microbatch up to each
-    call. A call is one execution of a block, such as a layer.
+    """Return lower bounds in seconds on the step if the stage with index ``stage`` runs the block calls (such as
+    layers) ``start:stop`` in ``times`` seconds per microbatch; all three are arrays. ``others``: cumulative seconds of
+    a microbatch up to each call.
 
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
@@ -196,9 +194,9 @@ def _after_others(
 
 
 def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
-    """Return lower bounds on the cumulative seconds of a microbatch in the calls before each index of ``problem``:
-    forward, backward for inputs, and backward for weights. ``pace``: the costs on the devices of one stage, which give
-    the seconds of the backward for weights. A call is one execution of a block, such as a layer.
+    """Return lower bounds on the cumulative seconds of a microbatch in the block calls (such as layers) before each
+    index of ``problem``: forward, backward for inputs, and backward for weights. ``pace``: the costs on the devices of
+    one stage, which give the seconds of the backward for weights.
     """
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
@@ -210,9 +208,9 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 
 def _check_memory(tables: StageTables) -> None:
-    """Raise :class:`CapacityError` if no cut into stages fits in memory, whatever calls are recomputed. The error
-    states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all possible stages. A call is
-    one execution of a block, such as a layer.
+    """Raise :class:`CapacityError` if no cut into stages fits in memory, whatever block calls (such as layers) are
+    recomputed. The error states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all
+    possible stages.
     """
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":
@@ -234,10 +232,11 @@ def _check_memory(tables: StageTables) -> None:
 
 
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
-    """Return the possible stages whose work takes at most ``limit`` seconds, and that leave no more work than the other
-    stages can do in this time. They are sorted by their ends, as three arrays: the index of the first call, the index
-    after the last call, and, for each distinct end, the position of its first entry in the other two. ``tables``:
-    seconds and bytes of all possible stages. A call is one execution of a block, such as a layer.
+    """Return all sequences of consecutive block calls (such as layers) that a stage may have if no stage works more
+    than ``limit`` seconds: the sequence takes at most this time, and the other stages can do the rest of the work in
+    this time. They are sorted by their ends, as three arrays: the index of the first call, the index after the last
+    call, and, for each distinct end, the position of its first entry in the other two. ``tables``: seconds and bytes of
+    all possible stages.
     """
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run

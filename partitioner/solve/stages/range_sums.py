@@ -56,10 +56,10 @@ class Holding(NamedTuple):
 
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
-    """Return tables of the bytes of all sequences of consecutive ``calls``, from a cache if calls with equal values and
-    bytes were seen before. ``local``: names of values that are never sent between stages. The tables do not contain
-    seconds or the bytes of parameters, and do not depend on the stages. A call is one execution of a block, such as a
-    layer.
+    """Return tables of the bytes of all sequences of consecutive ``calls``, which are calls of blocks (such as layers).
+    They come from a cache if calls with equal values and bytes were seen before. ``local``: names of values that are
+    never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do not depend on the
+    stages.
     """
     holdings = tuple(
         Holding(
@@ -128,8 +128,8 @@ class Segments:
     @cached_property
     def closing(self) -> Table:
         """Return the temporary bytes of a stage at the end of a microbatch's backward, when its activations are freed
-        and the gradients of its first call are sent. Shape ``[calls + 1]``, indexed by the first call of the stage. A
-        call is one execution of a block, such as a layer.
+        and the gradients of its first block call (such as a layer) are sent. The shape is ``[calls + 1]``, indexed by
+        the first call of the stage.
         """
         return np.array([*(c.at_ends[2] for c in self.calls), 0.0])
 
@@ -163,16 +163,15 @@ class Segments:
     @cached_property
     def forward(self) -> Table:
         """Return the bytes of the values that are sent in forward across each possible cut between stages, shape
-        ``[calls + 1]``. A value crosses a cut if a call before the cut computes it and a call after the cut reads it. A
-        call is one execution of a block, such as a layer.
+        ``[calls + 1]``. A value crosses a cut if a block call (such as a layer) before the cut computes it and a call
+        after the cut reads it. The index is the number of calls before the cut.
         """
         return self._passing(gradients=False)
 
     @cached_property
     def backward(self) -> Table:
         """Return the bytes of the gradients that are sent in backward across each possible cut between stages, shape
-        ``[calls + 1]``. A call is one execution of a block, such as a layer.
-        """
+        ``[calls + 1]``. The index is the number of block calls (such as layers) before the cut."""
         return self._passing(gradients=True)
 
     @cached_property
@@ -188,15 +187,13 @@ class Segments:
 
     def sums(self, per_call: Sequence[float]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the sum of ``per_call[start:stop]``. ``per_call``: one number
-        for each call. A call is one execution of a block, such as a layer.
-        """
+        for each call of a block (such as a layer)."""
         prefix: Table = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 
     def _tabulate_run_maxima(self, per_call: Sequence[float]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the maximum of ``per_call[start:stop]``, 0 if that is empty.
-        ``per_call``: one number for each call. A call is one execution of a block, such as a layer.
-        """
+        ``per_call``: one number for each call of a block (such as a layer)."""
         n = len(per_call)
         table = np.zeros((n + 1, n + 1))
         grid = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], np.asarray(per_call)[None, :], 0.0)
@@ -205,8 +202,8 @@ class Segments:
 
     def _tabulate_distinct_bytes(self, items: Sequence[Sequence[Item]]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items (such as values or
-        parameters) of the calls ``start:stop``. ``items``: for each call, its items as pairs of name and bytes. A call
-        is one execution of a block, such as a layer.
+        parameters) of the block calls (such as layers) ``start:stop``. ``items``: for each call, its items as pairs of
+        name and bytes.
         """
         places, counted = _index_first_occurrences([[name for name, _ in own] for own in items])
         sizes = np.array([size for own in items for _, size in own], dtype=np.float64)
@@ -214,7 +211,7 @@ class Segments:
 
     def _passing(self, gradients: bool) -> Table:
         """Return the bytes of values, or with ``gradients`` of gradients, that are sent across each possible cut
-        between stages, shape ``[calls + 1]``. A call is one execution of a block, such as a layer.
+        between stages, shape ``[calls + 1]``. The index is the number of block calls (such as layers) before the cut.
         """
         last = {name: k for k, call in enumerate(self.calls) for name in call.inputs}
         passing = np.zeros(len(self.calls) + 1)
@@ -263,7 +260,7 @@ def _build_cached_segments(calls: tuple[Holding, ...], local: frozenset[str]) ->
 
 def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
     """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items (such as parameters) that the
-    calls ``start:stop`` read, for a model of ``n`` calls. A call is one execution of a block, such as a layer.
+    block calls (such as layers) ``start:stop`` read, for a model of ``n`` calls.
 
     ``places``, ``sizes``: two parallel arrays with one entry for each item that a call reads. The first has the flat
     index ``start * n + call``, where ``start`` is the earliest start of a sequence in which ``call`` is the first to
@@ -277,9 +274,9 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
 
 
 def _index_first_occurrences(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find, for each item (such as a parameter) that a call reads, the earliest start of a sequence of calls in which
-    no earlier call reads the item, so that sums over a sequence count shared items once. ``names``: for each call, the
-    names of its items. A call is one execution of a block, such as a layer.
+    """Find, for each item (such as a parameter) that a call reads, the earliest start of a sequence of block calls
+    (such as layers) in which no earlier call reads the item, so that sums over a sequence count shared items once.
+    ``names``: for each call, the names of its items.
 
     Return two parallel arrays: flat indices ``start * calls + call``, and the position of the item in the concatenated
     ``names``. The start is the call after the previous call that has the item. An item that one call names twice is

@@ -71,10 +71,10 @@ def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
 def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
     """Return the error to raise if no cut into stages fits in memory or satisfies the problem's constraints. It names
     the stage that lacks memory in the cut with the least shortage, and the missing bytes. ``tables``: seconds and bytes
-    of all possible stages. A call is one execution of a block, such as a layer.
+    of all possible stages.
 
-    The error is a plain :class:`PlanError` if calls with a fixed stage exclude every cut. ``relaxed``: whether the
-    error must call the missing bytes a lower bound ("at least").
+    The error is a plain :class:`PlanError` if block calls (such as layers) with a fixed stage exclude every cut.
+    ``relaxed``: whether the error must call the missing bytes a lower bound ("at least").
     """
     problem = tables.problem
     missing, stage, cuts = _find_least_shortage(tables)

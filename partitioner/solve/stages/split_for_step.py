@@ -103,7 +103,7 @@ def cut_for_step(
 def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:
     """Return, for each stage of ``split``, a lower bound on the seconds that it works after the pipeline (gradient
     reduction and update). ``tails``: for each stage, a table of these bounds, whose entry ``[start, stop]`` is for the
-    calls ``start:stop``. A call is one execution of a block, such as a layer.
+    block calls (such as layers) ``start:stop``.
     """
     stages = split.virtual or split.stages
     return [float(tail[stage.start, stage.stop]) for tail, stage in zip(tails, stages, strict=True)]

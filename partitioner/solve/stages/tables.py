@@ -245,7 +245,7 @@ class StageTables:
     def transfers(self, stage: int) -> tuple[Table, Table]:
         """Return two arrays: the seconds that the stage with index ``stage`` waits for values from the stage before,
         shape ``[calls + 1, 1]``, and for gradients from the stage behind, shape ``[1, calls + 1]``. The index is the
-        number of calls before the cut between the two stages. A call is one execution of a block, such as a layer.
+        number of block calls (such as layers) before the cut between the two stages.
         """
         before, after = self._end_wait_seconds
         return before[stage][:, None], after[stage][None, :]
@@ -253,8 +253,8 @@ class StageTables:
     @cached_property
     def _end_wait_seconds(self) -> tuple[Table, Table]:
         """Return two arrays of shape ``[stages, calls + 1]``: the seconds that each stage waits for values from the
-        stage before, and for gradients from the stage behind. The second index is the number of calls before the cut
-        between the two stages. A call is one execution of a block, such as a layer.
+        stage before, and for gradients from the stage behind. The second index is the number of block calls (such as
+        layers) before the cut between the two stages.
         """
         problem, cut = self.problem, self.segments
         before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))

@@ -75,12 +75,11 @@ def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, cap
 
 def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then each time
-    with one more such call, which is the one that frees the most bytes per second of recomputation. A call is one
-    execution of a block, such as a layer.
+    with one more such call, which is the one that frees the most bytes per second of recomputation.
 
-    ``in_part``: the other calls are recomputed selectively (only cheap operators). Nothing is yielded if the problem
-    requires full recomputation, or allows no call to be recomputed. ``tables``: seconds and bytes of all possible
-    stages.
+    ``in_part``: the other block calls (such as layers) are recomputed selectively (only cheap operators). Nothing is
+    yielded if the problem requires full recomputation, or allows no call to be recomputed. ``tables``: seconds and
+    bytes of all possible stages.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
@@ -417,9 +416,9 @@ def _improve_virtual_cuts(
 
 
 def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
-    """Return whether stages of ``split`` recompute calls only to fit in memory, and not because ``problem`` requires
-    it. The cuts may then not be the best ones, because the search for cuts does not count the time of such
-    recomputation. A call is one execution of a block, such as a layer.
+    """Return whether stages of ``split`` recompute block calls (such as layers) only to fit in memory, and not because
+    ``problem`` requires it. The cuts may then not be the best ones, because the search for cuts does not count the time
+    of such recomputation.
     """
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
@@ -458,8 +457,8 @@ def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
 
 def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
     """Return the seconds of one microbatch in a virtual stage, split into forward, backward for inputs, backward for
-    weights, and the waits for values and for gradients. ``stage``: index of the virtual stage. ``plan``: its calls and
-    seconds. A call is one execution of a block, such as a layer.
+    weights, and the waits for values and for gradients. ``stage``: index of the virtual stage. ``plan``: its block
+    calls (such as layers) and seconds.
 
     Collectives and recomputation belong to the backward for inputs. On a rank with one stage the waits are added to the
     forward and the backward, because the rank is idle then. A rank with several virtual stages can run another one

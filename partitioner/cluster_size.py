@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from partitioner.api import partition
+from partitioner.background import Future
 from partitioner.constraints import Constraints
 from partitioner.draw import DrawError
 from partitioner.draw.scaling import ScalingPoint, draw_scaling
@@ -26,6 +28,8 @@ from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLi
 from partitioner.explain.tables import throughput_text
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.passes.faults import typed_errors
+from partitioner.passes.ir.model import FoldedModel
+from partitioner.passes.padding.resize import resize_folded
 from partitioner.plan import Plan
 from partitioner.plans.figures import fullest_rank, list_usable_bytes, memory_text, mesh_text
 from partitioner.plans.training_run import TrainingRun, energy_of, money_of
@@ -33,7 +37,7 @@ from partitioner.runtime.files import write_text
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 from partitioner.topology import Topology
 from partitioner.units import bytes_text, count_text, format_digits, format_percent, format_plural, seconds_text
-from partitioner.validate import check_seconds
+from partitioner.validate import check_seconds, torch_device
 
 Minimise = Literal["nodes", "money", "energy", "time"]
 
@@ -173,8 +177,7 @@ def size_cluster(
         raise ConstraintError(f"nodes must be positive whole numbers of machines, like (1, 2, 4); got {tuple(nodes)}")
     check_seconds("step_time", step_time)
     check_seconds("time_limit_s", more.get("time_limit_s"))
-    own = ("loss", "objective", "precision", "documents")
-    prepared = prepare(model, inputs, **{name: more.pop(name) for name in own if name in more})
+    prepared = prepare(model, inputs, **{name: more.pop(name) for name in _OWN if name in more})
     tried: list[Size] = []
     for count in sorted(set(nodes)):
         topology = Topology.preset(machine, nodes=count) if isinstance(machine, str) else machine(count)
@@ -336,7 +339,7 @@ def largest_that_fits(
             f"microbatch_size={asked.microbatch_size}, but the largest microbatch is to be found; leave it out"
         )
     plan_of = _of_microbatch if of == "microbatch" else _of_sequence
-    plan = plan_of(model, topology, inputs, asked, more)
+    plan = plan_of(model, topology, inputs, asked, more, most)
     first = 1 if of == "microbatch" else length_of(inputs)
     step = multiple or (1 if of == "microbatch" else min(_MULTIPLE, first))
     good, found = first, plan(first)
@@ -353,39 +356,98 @@ def largest_that_fits(
     return Largest(of, good, found, bad, reason)
 
 
-def _of_microbatch(
-    model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
-) -> Callable[[int], Plan]:
-    """Return a function of a microbatch size in samples. It returns the estimated plan of the model, without a program,
-    for a global batch of one such microbatch per device. ``model``, ``topology``, ``inputs``: as given to
-    ``partition``. ``asked``: choices that the user fixed. ``more``: further keyword arguments of ``partition``.
+_OWN = "loss", "objective", "precision", "documents"  # arguments of `prepare`; the others are of `partition`
+
+
+@dataclass
+class _SizedModels:
+    """The model for inputs of several sizes. It is captured for few sizes; for sizes in between, its graphs are derived
+    from these.
+
+    ``prepare``: returns the model with inputs of a size, and the global batch to plan it for (``None``: that of the
+    inputs). ``device``: the device type to capture for. ``most``: the largest size.
     """
-    own = ("loss", "objective", "precision", "documents")
-    prepared = prepare(model, inputs, **{name: more[name] for name in own if name in more})
-    others = {name: value for name, value in more.items() if name not in (*own, "global_batch")}
+
+    prepare: Callable[[int], tuple[PreparedModel, int | None]]
+    device: str
+    most: int
+    _captured: dict[int, FoldedModel] = field(default_factory=dict[int, FoldedModel])
+    _has_end: bool = False
+
+    def at(self, size: int) -> tuple[PreparedModel, int | None]:
+        """Return the model with inputs of ``size``, whose graphs are known, and the global batch to plan it for. Raises
+        the errors of a capture."""
+        prepared, batch = self.prepare(size)
+        folded = self._captured.get(size) or self._derive(size)
+        if folded is None:
+            self._captured[size] = prepared.at(batch, None, self.device)[0]
+        else:
+            prepared.captured_as(batch, folded)
+        return prepared, batch
+
+    def _derive(self, size: int) -> FoldedModel | None:
+        """Return the graphs of the model for ``size``, derived from those for the next smaller and the next larger size
+        for which it was captured; ``None`` if that is not possible. The model is captured for the largest size once."""
+        smaller = max((known for known in self._captured if known < size), default=None)
+        if smaller is None:
+            return None
+        if not self._has_end and size < self.most:
+            self._has_end = True
+            with suppress(PartitionError):  # such as more positions than the model has
+                prepared, batch = self.prepare(self.most)
+                self._captured[self.most] = prepared.at(batch, None, self.device)[0]
+        larger = min((known for known in self._captured if known > size), default=None)
+        if larger is None:
+            return None
+        return resize_folded(self._captured[larger], self._captured[smaller], (larger, smaller, size))
+
+
+def _of_microbatch(
+    model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any], most: int
+) -> Callable[[int], Plan]:
+    """Return a function of a microbatch size in samples, at most ``most``. It returns the estimated plan of the model,
+    without a program, for a global batch of one such microbatch per device. ``model``, ``topology``, ``inputs``: as
+    given to ``partition``. ``asked``: choices that the user fixed. ``more``: further keyword arguments of
+    ``partition``.
+    """
+    prepared = prepare(model, inputs, **{name: more[name] for name in _OWN if name in more})
+    others = {name: value for name, value in more.items() if name not in (*_OWN, "global_batch")}
+    devices = topology.num_devices
+    models = _SizedModels(lambda size: (prepared, size * devices), torch_device(topology), most)
 
     def plan(size: int) -> Plan:
         """Return a plan with estimates and without a program for microbatches of ``size`` samples."""
         pins = asked.model_copy(update={"microbatch_size": size})
-        batch = size * topology.num_devices
-        return partition(prepared, topology, global_batch=batch, constraints=pins, estimate_only=True, **others)
+        if asked.group_size is None:
+            models.at(size)
+        return partition(
+            prepared, topology, global_batch=size * devices, constraints=pins, estimate_only=True, **others
+        )
 
     return plan
 
 
 def _of_sequence(
-    model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
+    model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any], most: int
 ) -> Callable[[int], Plan]:
-    """Return a function of a sequence length in tokens. It returns the estimated plan of the model, without a program,
-    for sequences of this length. ``inputs``: one batch, whose sequences are lengthened. ``asked``: choices that the
-    user fixed. ``more``: further keyword arguments of ``partition``. ``model``, ``topology``: as given to
-    ``partition``.
+    """Return a function of a sequence length in tokens, at most ``most``. It returns the estimated plan of the model,
+    without a program, for sequences of this length. ``inputs``: one batch, whose sequences are lengthened. ``asked``:
+    choices that the user fixed. ``more``: further keyword arguments of ``partition``. ``model``, ``topology``: as given
+    to ``partition``.
     """
+    own = {name: more[name] for name in _OWN if name in more}
+    others = {name: value for name, value in more.items() if name not in _OWN}
+
+    def prepare_length(size: int) -> tuple[PreparedModel, int | None]:
+        """Return the model with sequences of ``size`` tokens, and the global batch that the user gave."""
+        return prepare(model, lengthen_sequences(inputs, size), **own), others.get("global_batch")
+
+    models = _SizedModels(prepare_length, torch_device(topology), most)
 
     def plan(size: int) -> Plan:
-        return partition(
-            model, topology, lengthen_sequences(inputs, size), constraints=asked, estimate_only=True, **more
-        )
+        """Return a plan with estimates and without a program for sequences of ``size`` tokens."""
+        prepared, _ = models.at(size) if asked.group_size is None else prepare_length(size)
+        return partition(prepared, topology, constraints=asked, estimate_only=True, **others)
 
     return plan
 
@@ -415,6 +477,7 @@ def lengthen_sequences(inputs: Any, size: int) -> Any:
 _SHORT = 128  # tokens with which the search for the longest sequence starts where a job does not fit
 _LONGEST = 2**20
 _MOST_SAMPLES = 4096  # of one rank at a time
+_MOST_WAITED_S = 3600.0  # for the second process
 _TOLERANCE = 1 / 16  # of the largest sizes: a memory estimate is hardly more exact
 
 
@@ -515,16 +578,22 @@ def check_fit(
         samples = None if plan.tokens_per_step or not length else tokens / length
         run = plan.training_run(tokens=tokens if samples is None else None, samples=samples, price=price)
     free = (constraints or Constraints()).model_copy(update={"microbatch_size": None})
-    batch = _try_largest(model, topology, inputs, of="microbatch", most=_MOST_SAMPLES, constraints=free, **more)
+
+    def find_microbatch() -> Largest | None:
+        """Return the largest microbatch that fits."""
+        return _try_largest(model, topology, inputs, of="microbatch", most=_MOST_SAMPLES, constraints=free, **more)
+
     if not length:
-        return Fit(plan, reason, 0, batch, None, run)
+        return Fit(plan, reason, 0, find_microbatch(), None, run)
     most = max(longest or _LONGEST, length)
     starts = (*((most,) if longest else ()), length if plan is not None else min(length, _SHORT))
     found = (
         _try_largest(model, topology, lengthen_sequences(inputs, start), most=most, constraints=constraints, **more)
         for start in starts  # often the model ends before the memory does
     )
-    return Fit(plan, reason, length, batch, next(filter(None, found), None), run)
+    with Future(find_microbatch, most_s=_MOST_WAITED_S) as microbatch:  # meanwhile in a second process
+        sequence = next(filter(None, found), None)
+        return Fit(plan, reason, length, microbatch.result(), sequence, run)
 
 
 def _try_largest(model: Any, topology: Topology, inputs: Any, **more: Any) -> Largest | None:

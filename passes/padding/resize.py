@@ -25,6 +25,7 @@ from partitioner.passes.shard.differentiate import JointGraph
 
 Line = tuple[int, int, int]  # the two sizes of the batch, and the one in between
 Shapes = tuple[tuple[int, ...], ...]
+_ROUNDING = 1e-12  # relative, of numbers that are inverse to the batch size
 
 
 class _UnevenError(Exception):
@@ -231,11 +232,12 @@ def _resize_number(main: int, other: int, line: Line) -> int:
 
 
 def _resize_argument(main: Any, other: Any, line: Line) -> Any:
-    """Return the argument that an operator has in the graph for a third batch size, by linear interpolation of the
-    integers in ``main`` and ``other``, the same argument in the graphs for two batch sizes.
+    """Return the argument that an operator has in the graph for a third batch size, from ``main`` and ``other``, the
+    same argument in the graphs for two batch sizes. Integers are interpolated linearly; numbers that are inverse to the
+    batch size, as in a mean, stay so.
 
-    ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if the
-    arguments differ in anything but integers, or a result is not an integer.
+    ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if the arguments
+    differ in anything else, or an interpolated number is not an integer.
     """
     if isinstance(main, fx.Node):
         return main
@@ -247,7 +249,21 @@ def _resize_argument(main: Any, other: Any, line: Line) -> Any:
         return main
     if type(main) is int and type(other) is int:
         return _resize_number(main, other, line)
+    if type(main) is float and type(other) is float:
+        return _resize_factor(main, other, line)
     raise _UnevenError
+
+
+def _resize_factor(main: float, other: float, line: Line) -> float:
+    """Return the factor that an operator has in the graph for a third batch size if its factors ``main`` and ``other``
+    for two batch sizes are inverse to the batch size, as in a mean. ``line``: the batch sizes of ``main``, of ``other``
+    and of the result. Raise :class:`_UnevenError` for other factors.
+    """
+    if not 0.0 < abs(main) < abs(other) or abs(main * line[0] / (other * line[1]) - 1.0) > _ROUNDING:
+        raise _UnevenError
+    each = 1.0 / (main * line[0])  # elements of a mean for each element of the batch
+    whole = round(each)
+    return 1.0 / (whole * line[2]) if abs(each - whole) <= _ROUNDING * abs(each) else main * line[0] / line[2]
 
 
 def _cut_constant(main: Tensor, other: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from partitioner import CapacityError, ConstraintError, Constraints, largest_that_fits, partition
+from partitioner import CapacityError, ConstraintError, Constraints, cluster_size, largest_that_fits, partition
 from partitioner.cli.app import app
 from partitioner.cluster_size import length_of, lengthen_sequences
 from partitioner.passes.errors import InputsError
+from partitioner.solve.evaluate import prepared_model
 from tests.helpers.linear_towers import Tokens
 from tests.helpers.small_clusters import cluster
 
@@ -50,6 +51,49 @@ def test_the_next_microbatch_does_not_fit() -> None:
     few = largest_that_fits(model, cluster(6, 1), inputs, "microbatch", constraints=PINS, most=2)
     assert (few.size, few.too_large) == (2, None)
     assert str(few).endswith("; nothing larger was tried")
+
+
+class _Placed(nn.Module):
+    """Adds one of 300 learned positions to each token, so that longer sequences cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.tower = nn.Parameter(torch.empty(300, 256)), Tokens()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tower(x + self.positions[: x.shape[1]])
+
+
+@pytest.mark.parametrize(("of", "most_captures"), [("sequence", 2), ("microbatch", 2)])
+def test_a_model_is_captured_for_the_ends_of_the_search_only(
+    of: Any, most_captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = list[int]()
+    capture = prepared_model.capture
+
+    def count(*args: Any, **options: Any) -> Any:
+        captured.append(1)
+        return capture(*args, **options)
+
+    monkeypatch.setattr(prepared_model, "capture", count)
+    with torch.device("meta"):
+        model, inputs = Tokens(), (torch.empty(1, 64, 256),)
+    options: dict[str, Any] = dict(constraints=PINS, multiple=64 if of == "sequence" else 1)
+    derived = largest_that_fits(model, cluster(6, 1), inputs, of, **options)
+    assert len(captured) == most_captures
+    monkeypatch.setattr(cluster_size, "resize_folded", lambda *_: None)
+    found = largest_that_fits(model, cluster(6, 1), inputs, of, **options)
+    assert len(captured) > 2 * most_captures + 1
+    assert (found.size, found.too_large, found.reason) == (derived.size, derived.too_large, derived.reason)
+    assert found.plan.estimate == derived.plan.estimate
+
+
+def test_a_sequence_is_no_longer_than_the_positions_of_the_model() -> None:
+    with torch.device("meta"):
+        model, inputs = _Placed(), (torch.empty(1, 64, 256),)
+    found = largest_that_fits(model, cluster(64, 1), inputs, constraints=PINS, multiple=4, most=4096)
+    assert (found.size, found.too_large) == (300, 304)
+    assert "300" in found.reason
 
 
 def test_sequences_are_repeated() -> None:

@@ -149,7 +149,7 @@ _OPTIONS: dict[str, str] = {
 }
 
 
-def _by_name() -> dict[str, str]:
+def _list_option_spellings() -> dict[str, str]:
     """Return how options of other libraries are written in this project, as a dict: name of the option in lower case ->
     text such as ``tp={value}``, where ``{value}`` stands for the option's value."""
     found = {word: f"{axis}={{value}}" for axis, words in _AXES.items() for word in words.split()}
@@ -158,7 +158,7 @@ def _by_name() -> dict[str, str]:
     return found
 
 
-_BY_NAME = _by_name()
+_BY_NAME = _list_option_spellings()
 
 _BEFORE = ("num", "n", "number_of", "enable", "use", "enabled", "is", "with")
 _BEHIND = tuple("size degree deg dim way ways world_size ranks num enabled group_size groups".split())

@@ -98,7 +98,7 @@ def stage_levels(
             start = span.end - span.work
             if start > span.start:
                 levels.append(MemoryLevel(span.start, start, {**fixed, **moving_sizes(before, 0)}))
-            for moment, begin, end in _in_time(span, moments, durations, facts, stage):
+            for moment, begin, end in _yield_memory_intervals(span, moments, durations, facts, stage):
                 working = _get_working_bytes(plan, durations, stage, moment)
                 levels.append(MemoryLevel(begin, end, {**fixed, **moving_sizes(moment, working)}))
             before = after
@@ -119,7 +119,7 @@ def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment:
     return durations.passing[plan.program.stages[stage].calls[moment.call].block]
 
 
-def _in_time(
+def _yield_memory_intervals(
     span: SimulatedSpan, moments: Sequence[MemoryMoment], durations: PlanDurations, facts: ProgramFacts, stage: int
 ) -> Iterator[tuple[MemoryMoment, float, float]]:
     """Yield (memory at one moment, start, end) for each layer that a forward or backward instruction runs; start and
@@ -180,7 +180,11 @@ class _MemoryChart:
         used = [k for k in KINDS if any(level.sizes.get(k, 0) for levels in self.stages for level in levels)]
         legend = [self.kinds[kind] for kind in used]
         legend += [] if self.far else [("ink", "usable memory: without reserve, communication groups and margin")]
-        note = "One row per stage: its ranks all hold the same." + self._far_note() + self._host_note()
+        note = (
+            "One row per stage: its ranks all hold the same."
+            + self._describe_usable_memory()
+            + self._describe_host_bytes()
+        )
         header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
         top = draw_header(create_picture(width, 0, ""), header, width) + 10
         bottom = top + len(self.stages) * (self.height + self.gap) - self.gap
@@ -191,7 +195,7 @@ class _MemoryChart:
             self.draw_stage_row(root, stage, top + stage * (self.height + self.gap), used)
         return root
 
-    def _far_note(self) -> str:
+    def _describe_usable_memory(self) -> str:
         """Return a sentence with the usable memory of a device, for the subtitle of the picture. The line that marks
         this memory is then not visible, because it is far above the peak. Return an empty text if the line is visible.
         """
@@ -199,7 +203,7 @@ class _MemoryChart:
             return ""
         return f" Usable are {bytes_text(min(self.rooms))}, far beyond the scale."
 
-    def _host_note(self) -> str:
+    def _describe_host_bytes(self) -> str:
         """Return sentences on the plan's bytes in host memory and on disk, which are not drawn; an empty text if there
         are none.
         """

@@ -113,12 +113,12 @@ def draw_plan_timeline(plan: Plan) -> str:
     """Return a picture of the simulated step of ``plan`` as SVG text: the instructions of each pipeline stage over
     time. The simulation uses the cost model with which the plan was chosen. The time axis ends at the plan's step time.
     """
-    bars, notes = _in_step(plan, bars_of(plan_timeline(plan)))
+    bars, notes = _scale_bars_to_step_time(plan, bars_of(plan_timeline(plan)))
     total = None if plan.constraints.overlap_steps else plan.estimate.step_time
     return draw_timeline(picture_title(plan), plan.program, bars, key_figures(plan), total, notes)
 
 
-def _in_step(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
+def _scale_bars_to_step_time(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
     """Return two values: ``bars`` scaled so that the simulated step takes the step time of ``plan``, with the
     optimizer's update appended; and sentences on the difference between the two times. ``bars``: the instructions of
     the simulated step. They are returned unscaled if consecutive steps overlap, or if one of the times is 0.

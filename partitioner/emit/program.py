@@ -212,7 +212,7 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
             if spec.layout_of is None:
                 planned = plan_buckets(here, orders[s], gradients, added, limit, zero)
             else:
-                kept_buckets = _buckets_to_follow(spec.layout_of, s, train)
+                kept_buckets = _list_buckets_to_share(spec.layout_of, s, train)
                 planned = follow_buckets(here, orders[s], gradients, added, kept_buckets, zero)
             buckets = [with_levels(b, states[b.states[0]].zero_axes, sizes_of_axes, spec.reducing) for b in planned]
             job = StageJob(
@@ -465,7 +465,7 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
     return found
 
 
-def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str, ...]]:
+def _list_buckets_to_share(base: Program, stage: int, train: bool) -> list[tuple[str, ...]]:
     """Return the buckets (parameters whose gradients are reduced together) of the program ``base`` on one pipeline
     stage, each as the names of its parameters. A further program on the same weights can then have the same buckets.
 

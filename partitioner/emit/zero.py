@@ -94,8 +94,8 @@ def with_sharding(
     needs = bucket_needs(calls, buckets)
     prologue = [p for p, call in enumerate(calls) if call.prologue]
     if zero == 3:
-        return _gathered_by_call(instructions, needs, runs, prologue)
-    return _gathered_once(instructions, needs, prologue)
+        return _insert_gather_per_call(instructions, needs, runs, prologue)
+    return _insert_single_gather(instructions, needs, prologue)
 
 
 def _find_read_buckets(
@@ -111,7 +111,7 @@ def _find_read_buckets(
     return frozenset().union(*(needs[p] for p in calls if runs[p] or not backward))
 
 
-def _gathered_by_call(
+def _insert_gather_per_call(
     instructions: Sequence[Instruction], needs: Needs, runs: Sequence[bool], prologue: Sequence[int]
 ) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with the gathers of ZeRO-3. A bucket (sharded parameters
@@ -147,7 +147,9 @@ def _gathered_by_call(
     return result
 
 
-def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]) -> list[Instruction]:
+def _insert_single_gather(
+    instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]
+) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with one GATHER (all-gather) of each bucket (sharded
     parameters that are gathered together) at the start of the step (ZeRO-1 and ZeRO-2). Forwards are split before a
     block call (such as a layer) that reads a bucket that no earlier call reads, so that they do not wait for all

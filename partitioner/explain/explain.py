@@ -126,7 +126,7 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
     parts: list[RenderableType]
     if plan.written is None:
         parts = [
-            format_heading(plan.model + _hosted_unasked(plan)),
+            format_heading(plan.model + _describe_unrequested_offload(plan)),
             build_figure_grid(plan, _shares_text(plan)),
             "",
             estimate_table(plan),
@@ -136,7 +136,7 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
         size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
         stages = stage_table(plan, whole)
         parts = [
-            format_heading(f"{plan.model}{size}{_hosted_unasked(plan)}"),
+            format_heading(f"{plan.model}{size}{_describe_unrequested_offload(plan)}"),
             build_figure_grid(plan, _shares_text(plan)),
             "",
             stages,
@@ -181,7 +181,7 @@ def _describe_shape(padding: BatchPadding | None) -> str:
     return f"{padding.batch} samples" + (f" of {padding.length} positions" if padding.length else "") + ", "
 
 
-def _hosted_unasked(plan: Plan) -> str:
+def _describe_unrequested_offload(plan: Plan) -> str:
     """Return a text to append to a line on memory, such as ``: fits only with optimizer in host memory``, if ``plan``
     fits into device memory only with the offload that the search chose. Return an empty text if it fits without
     offload, or if the user requested the offload.
@@ -315,13 +315,13 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
             )
         else:
             yield format_text_line(f"Memory does not limit the plan: {used}.")
-    yield from _disk_binds(plan)
+    yield from _explain_disk_limit(plan)
     if plan.constraints.given:
         fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.given.items())
         yield format_text_line(f"Constraints that you gave: {fixed}.")
 
 
-def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
+def _explain_disk_limit(plan: Plan) -> Iterator[RenderableType]:
     """Yield a line that compares the seconds of the optimizer's update in ``plan`` with the seconds of reading and
     writing its states on disk, and says whether the disk limits the plan; nothing if no states are on disk.
     """
@@ -401,7 +401,7 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
             f"stage {number}: {format_plural(part.num_calls, 'call')}, first {part.first}, last {part.last}{again}"
         )
     for stage in whole.stages if whole is not None else ():
-        calls = ", ".join(_calls_text(g) for g in stage.groups)
+        calls = ", ".join(_format_call_group(g) for g in stage.groups)
         yield format_text_line(f"stage {stage.index}: {calls}")
     changed = updated_states(plan.program) if whole is not None else []
     if changed:
@@ -411,7 +411,7 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
         )
 
 
-def _calls_text(group: CallGroup) -> str:
+def _format_call_group(group: CallGroup) -> str:
     """Return ``group``, a sequence of repeated blocks (such as decoder layers), as text like
     ``16 × layer (model.layers.0–15)``: number, names, module paths and notes.
     """

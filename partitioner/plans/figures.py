@@ -167,7 +167,7 @@ def bubble_text(plan: Plan) -> str:
     return text if shares.mean is None else f"{text}, {format_percent(shares.mean)} on the mean rank"
 
 
-def _bubble_figure(plan: Plan) -> tuple[str, str]:
+def _format_bubble_figure(plan: Plan) -> tuple[str, str]:
     """Return a pair of texts for pictures of ``plan``: the label of a figure, and the percentage of the step that ranks
     wait in the pipeline (the bubble). The second text is empty if no rank waits."""
     shares = waiting_shares(plan)
@@ -190,7 +190,7 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
         ("schedule", schedule_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", format_percent(estimate.mfu)),
-        _bubble_figure(plan),
+        _format_bubble_figure(plan),
         ("memory, fullest rank", memory_text(plan)),
     ]
     return [(name, value) for name, value in figures if value]

@@ -163,7 +163,9 @@ def _find_axis_uses(plan: Plan) -> dict[str, _Uses]:
     for axis in (a for a in MESH_AXES if plan.mesh.get(a, 1) > 1):
         rows = devices[_list_axis_groups(plan, axis)]
         found[axis] = (
-            _hand_overs(plan, rows) if axis == "pp" else _describe_collectives(axis, row_groups(plan.topology, rows))
+            _describe_stage_messages(plan, rows)
+            if axis == "pp"
+            else _describe_collectives(axis, row_groups(plan.topology, rows))
         )
     return found
 
@@ -191,7 +193,7 @@ def _describe_collectives(axis: str, groups: Sequence[Group]) -> _Uses:
     return _Uses(f"{AXIS_NAMES[axis]}: ring at {_format_bandwidth(slowest.bus_bandwidth)}", cells)
 
 
-def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
+def _describe_stage_messages(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
     """Return texts on how messages between consecutive pipeline stages of ``plan`` use the links. For each pair of
     consecutive stages, only the slowest link between their ranks is counted. ``rows``: device indices, one row for each
     pipeline, with the stages in order."""

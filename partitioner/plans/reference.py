@@ -394,7 +394,7 @@ def run_reference(
         inputs = (inputs,)
     if not isinstance(inputs, tuple | list | Mapping):
         raise InputsError(f"inputs must be a tuple or a dict, one whole global batch; got {type(inputs).__name__}")
-    planned = PRECISIONS[precision] if precision is not None else _dtype_of(model)
+    planned = PRECISIONS[precision] if precision is not None else _get_parameter_dtype(model)
     run = _ReferenceRun(model, inputs, loss, train, planned if double else None, seed, group, buffers or {}, counters)
     try:
         return run.with_gradients(train)
@@ -437,7 +437,7 @@ class _ReferenceRun:
                 alias.follow()
         inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
         inputs = pytree.tree_map(functools.partial(_as_input, double=double), inputs)
-        held = _held_by(model)
+        held = _list_model_tensors(model)
         with torch.no_grad():
             for name, value in self.buffers.items():
                 if name in held:
@@ -456,7 +456,7 @@ class _ReferenceRun:
             return _run_copied_model(model, inputs, self.loss, self.train, grad, self.counters)
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def _get_parameter_dtype(model: nn.Module) -> torch.dtype:
     """Return the floating type of the parameters of ``model``; float64 if they have several, or if there are none."""
     found = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return found.pop() if len(found) == 1 else torch.float64
@@ -534,8 +534,8 @@ def _run_copied_model(
     """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
-    before = {name: held.detach().clone() for name, held in _held_by(model).items()}
-    with torch.set_grad_enabled(grad), _failing_by_itself(model):
+    before = {name: held.detach().clone() for name, held in _list_model_tensors(model).items()}
+    with torch.set_grad_enabled(grad), _label_model_failures(model):
         output = model(*args, **kwargs)
         total = loss(output) if loss is not None else find_loss(output)
         if train and total is not None:
@@ -547,7 +547,7 @@ def _run_copied_model(
     grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
     found = {"": output} if isinstance(output, Tensor) else leaves_by_path(in_containers(output))
     leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
-    after = {name: held.detach() for name, held in _held_by(model).items()}
+    after = {name: held.detach() for name, held in _list_model_tensors(model).items()}
     numbers = {name: number_of(model, name) for name in counters}
     after |= {name: number for name, number in numbers.items() if number is not None}
     changed = frozenset(name for name, held in after.items() if not _is_tensor_unchanged(held, before.get(name)))
@@ -555,7 +555,7 @@ def _run_copied_model(
     return Reference(leaves, total, grads if train else {}, after, changed, frozenset(named))
 
 
-def _held_by(model: nn.Module) -> dict[str, Tensor]:
+def _list_model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of ``model`` by name; a tensor with several names has one entry for
     each name.
     """
@@ -564,7 +564,7 @@ def _held_by(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _failing_by_itself(model: nn.Module) -> Iterator[None]:
+def _label_model_failures(model: nn.Module) -> Iterator[None]:
     """Return a context in which the unmodified ``model`` runs. Exceptions that are raised in it are converted to
     :class:`InputsError`, whose message says that the model fails without any plan.
     """

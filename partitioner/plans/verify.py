@@ -232,7 +232,7 @@ def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0
         return math.inf
     if theirs.numel() == 0:
         return 0.0
-    mine, theirs = _in_doubles(mine), _in_doubles(theirs)
+    mine, theirs = _convert_to_float64(mine), _convert_to_float64(theirs)
     same = (mine == theirs) | (mine.isnan() & theirs.isnan())  # infinities among them
     difference = float(torch.where(same, torch.zeros_like(mine), (mine - theirs).abs()).max())
     finite = torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs))
@@ -241,7 +241,7 @@ def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0
     return math.inf if math.isnan(error) else error
 
 
-def _in_doubles(x: Tensor) -> Tensor:
+def _convert_to_float64(x: Tensor) -> Tensor:
     """Return the tensor ``x`` on the CPU in float64; a complex tensor as real and imaginary parts in a further dim."""
     x = x.detach().cpu()
     return torch.view_as_real(x.to(torch.complex128).resolve_conj()) if x.is_complex() else x.double()

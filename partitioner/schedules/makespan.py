@@ -92,7 +92,7 @@ def follow_all(
         some = of_kinds[:, first : first + most]
         begun = np.zeros((len(waits.last), some.shape[1]))
         for _ in range(_MOST_STEPS if overlap_steps else 1):
-            ended = _ends_of_all(waits, some, sent[:, first : first + most], begun)[waits.last]
+            ended = _compute_action_end_times(waits, some, sent[:, first : first + most], begun)[waits.last]
             paces, begun = ended - begun, ended
             if np.ptp(paces, axis=0).max() <= _SAME_PACE * paces.max():
                 break
@@ -236,7 +236,7 @@ def _compute_action_ends(
     return done
 
 
-def _ends_of_all(
+def _compute_action_end_times(
     waits: Waits, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the end times of all actions of a step in seconds for ``n`` sets of durations, shape ``[actions, n]``.

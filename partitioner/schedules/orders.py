@@ -60,8 +60,8 @@ def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: in
     not split. Callers choose ``ahead`` and ``behind`` by the index of the rank.
     """
     sizes = split_into_rounds(p, m)
-    forwards = _by_round(sizes, range(v))
-    backwards = _by_round(sizes, range(v)[::-1])
+    forwards = _order_by_round(sizes, range(v))
+    backwards = _order_by_round(sizes, range(v)[::-1])
     warmup = min((v - 1) * max(sizes) + ahead, len(forwards))
     order = [Action("F", i, c) for i, c in forwards[:warmup]]
     for place, (i, c) in enumerate(backwards):
@@ -82,7 +82,7 @@ def split_into_rounds(p: int, m: int) -> list[int]:
     return [m // count + (r < m % count) for r in range(count)]
 
 
-def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, int]]:
+def _order_by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, int]]:
     """Return the order in which the microbatches pass through the virtual stages of a rank, as pairs (microbatch,
     virtual stage): round by round, and within a round one virtual stage after the other. ``sizes``: number of
     microbatches of each round. ``chunks``: the rank's virtual stages (their indices on the rank) in the order in which

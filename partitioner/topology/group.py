@@ -272,7 +272,7 @@ def single_links(topology: Topology) -> dict[Pair, PairLink]:
     found = {}
     for link in topology.links:
         i, j = sorted(topology.index[name] for name in link.between)
-        found[i, j] = _build_pair_link(link, _in_place_of(topology, i, j))
+        found[i, j] = _build_pair_link(link, _find_connecting_level(topology, i, j))
     return found
 
 
@@ -292,7 +292,7 @@ def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairL
     )
 
 
-def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
+def _find_connecting_level(topology: Topology, i: int, j: int) -> Level | Pattern | None:
     """Return the level of links, or the pattern of direct links of their node, that connects the devices ``i`` and
     ``j`` (indices) if ``topology`` gives no direct link for this pair; ``None`` if nothing else connects them."""
     kind = int(topology.pattern_of[i])

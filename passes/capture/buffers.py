@@ -134,7 +134,7 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
         into the model's own tensors, and return its output.
         """
         held = _HeldStates.by(model)  # the tensors of this trace
-        with _export_unaware(), _DataAccess(held, (args, kwargs), double) as data:
+        with _hide_assignments_from_export(), _DataAccess(held, (args, kwargs), double) as data:
             output = data.output(forward(*args, **kwargs))
         _write_all([*data.writes(), *held.set_anew(data)], held, double)
         return output
@@ -238,7 +238,7 @@ def aliases_of(model: nn.Module) -> list[StateAlias]:
 
 
 @contextmanager
-def _export_unaware() -> Iterator[None]:
+def _hide_assignments_from_export() -> Iterator[None]:
     """Return a context in which torch.export does not observe assignments to buffers of the outermost module.
 
     If it did, it would copy the assigned values into the buffers one after the other. This would be wrong if the new

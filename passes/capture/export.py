@@ -186,7 +186,7 @@ def export_parameterless_copy(
         casts = casts_traced(twin.casts, _line_now)
         known = numbers_known(twin.module, twin.held, twin.asked, drawn)
         contained, written = (
-            _in_containers(twin.module, bare=twin.kept),
+            _return_results_in_containers(twin.module, bare=twin.kept),
             writes_traced(twin.module, double=twin.casts is None),
         )
         aliases = aliases_traced(twin.module)
@@ -198,7 +198,7 @@ def export_parameterless_copy(
             contained,
             written,
             aliases,
-            _inference_traced(),
+            _trace_inference_mode(),
             inner_gradients_traced(_line_now),
             grouped_traced(),
             _trace_conversions(twin),
@@ -249,7 +249,7 @@ def _silence_torch() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _inference_traced() -> Iterator[None]:
+def _trace_inference_mode() -> Iterator[None]:
     """Return a context in which ``torch.inference_mode`` only switches gradients off, like ``torch.no_grad``, so that
     it can be traced.
     """
@@ -269,7 +269,7 @@ def _inference_traced() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
+def _return_results_in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
     """Return a context in which the forward of ``model`` returns its results in containers that pytree knows, such as
     dicts for dataclasses.
 

@@ -361,7 +361,7 @@ def _allocate_tensor_like(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor)
 
 
-def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
+def _find_duplicate_constants(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
     """Return a dict from each placeholder of a constant in ``program`` to the placeholder of the parameter or buffer
     that is the same tensor. Such constants occur if a plain object, such as a list, also holds the parameter or buffer.
     """
@@ -415,7 +415,7 @@ class _RegionInliner:
                 env[node] = self.graph.node_copy(node)
                 if node.name in self.trainable:
                     self.memory.marks(env[node])
-        for constant, state in _held_twice(program).items():
+        for constant, state in _find_duplicate_constants(program).items():
             env[constant] = env[state]
         results = self.inline_body(program.graph_module, env, grad=True)
         fx.node.map_arg(results, self.memory.reads)

@@ -93,7 +93,7 @@ class _Variable:
         """Set this Python variable, and the elements of its container, back to what they were before forward."""
         if self.read() is not self.value:
             self.write(self.value)
-        if self.content is not None and not _holds_same(self.value, self.content):
+        if self.content is not None and not _containers_hold_same(self.value, self.content):
             self.value.clear()
             if isinstance(self.value, set | dict):
                 self.value.update(self.content)
@@ -101,7 +101,7 @@ class _Variable:
                 self.value.extend(self.content)
 
 
-def _holds_same(one: Any, other: Any) -> bool:
+def _containers_hold_same(one: Any, other: Any) -> bool:
     """Return whether ``one`` and ``other``, two containers of one type, hold the same objects (by identity) in the same
     order."""
     if isinstance(one, dict):
@@ -215,7 +215,7 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
             elif _is_function(value):
                 codes.append(value)
     names = {cls.__module__ for cls in classes}
-    for function in _functions_in(codes):
+    for function in _yield_user_functions(codes):
         names.add(function.__module__ or "")
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in seen and _cell_has_data(cell):
@@ -265,7 +265,7 @@ def _copy_mutable_value(value: Any) -> Any:
     return type(value)(value) if mutable and type(value) in (list, set, dict, collections.deque) else None
 
 
-def _functions_in(codes: list[Any]) -> Iterator[types.FunctionType]:
+def _yield_user_functions(codes: list[Any]) -> Iterator[types.FunctionType]:
     """Yield the Python functions of the user's code among ``codes``, and those that they wrap or refer to in closures.
     Each function is yielded once.
 

@@ -314,11 +314,11 @@ class _Merging:
         """Return a node with a boolean mask over rows (tokens), of shape ``[rows]``, which is true for the rows that
         chose some expert of the loop.
         """
-        keys = self._chosen_numbers()
+        keys = self._find_chosen_expert_indices()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
         return self.build(aten.logical_and.default, above, below)
 
-    def _chosen_numbers(self) -> fx.Node:
+    def _find_chosen_expert_indices(self) -> fx.Node:
         """Return a node with the index, from 0, of each row's expert within the loop, of shape ``[rows]``.
 
         It is out of range for a row (token) that chose none of the loop's experts.
@@ -337,7 +337,7 @@ class _Merging:
         row without an expert.
         """
         if self.keys is None:
-            keys = self._chosen_numbers()
+            keys = self._find_chosen_expert_indices()
             self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
         return self.keys
 

@@ -178,7 +178,11 @@ class _RegionFinder:
             tables = {n: t for n, t in tables.items() if self._is_table(t, 0)}
             for node in self.keys.users:
                 at = _LOOKUPS.get(node.target)
-                if at is not None and _index_of(node, at[1]) is self.keys and self._is_table(node.args[at[0]], 0):
+                if (
+                    at is not None
+                    and _find_lookup_indices(node, at[1]) is self.keys
+                    and self._is_table(node.args[at[0]], 0)
+                ):
                     tables[node] = node.args[at[0]]
         sizes = {get_meta_shape(t)[0] for t in tables.values()}  # type: ignore[arg-type]
         if len(sizes) != 1 or not any(n in tables for n in self.products):
@@ -305,7 +309,7 @@ class _RegionFinder:
                 self.places.pop(node, None)
 
 
-def _index_of(node: fx.Node, at: int) -> Any:
+def _find_lookup_indices(node: fx.Node, at: int) -> Any:
     """Return the node of the indices by which ``node`` looks up rows (tokens) along dim 0; ``None`` if the look-up is
     along another dim.
 

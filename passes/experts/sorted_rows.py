@@ -119,7 +119,7 @@ class _Unsorter:
                 self._is_order(node)
         elif self._is_inverse_order(node):
             self.inverse.add(node)
-        elif self._finds_keys(node):
+        elif self._computes_expert_keys(node):
             keys = self.keys
             if get_node_tensor(keys).dtype != get_node_tensor(node).dtype:
                 keys = build(aten.to.dtype, keys, get_node_tensor(node).dtype)
@@ -210,7 +210,7 @@ class _Unsorter:
             return None
         return _UnsortedValue(self.twins[rows].node, (None,))
 
-    def _finds_keys(self, node: fx.Node) -> bool:
+    def _computes_expert_keys(self, node: fx.Node) -> bool:
         """Return whether ``node`` computes the expert number of each sorted row: a ``searchsorted`` of the row
         positions in the positions where the rows (tokens) of each expert end.
         """
@@ -322,7 +322,7 @@ class _Unsorter:
             held = sum(name in factors for factors in rule.operands[i])
             if held != (1 if o in self.twins else 0):
                 return None
-        dims = [_dim_of(name, factors) for factors in rule.results]
+        dims = [_find_factor_dim(name, factors) for factors in rule.results]
         if any(dim == -1 for dim in dims) or len(dims) != len(results_of(node)):
             return None
         args, kwargs = with_operands(node, [self.twins[o].node if o in self.twins else o for o in operands])
@@ -418,7 +418,7 @@ def _is_full_arange(node: Any, num: int) -> bool:
     ) == (0, num, 1)
 
 
-def _dim_of(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
+def _find_factor_dim(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
     """Return the index of the dim of a value that holds the loop dimension ``name`` of an operator (as in an einsum),
     and no other one. Return ``None`` if no dim holds it, and -1 if it shares a dim with another loop dimension or is in
     several dims.

@@ -111,7 +111,9 @@ def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[T
     return _by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
 
 
-def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _create_attention_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's backward.
     ``grad``: the gradient of the result, which is not read. ``q``, ``k``, ``v``: queries, keys and values of one rank.
     The operator's other arguments are not read.
@@ -165,11 +167,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "dispatch": lambda x, order, counts, experts, axis, size: x.new_empty((experts.shape[0], *x.shape[1:])),
     "combine": lambda x, order, counts, experts, axis, size: x.new_empty((order.shape[0], *x.shape[1:])),
     "context_attention": _make_attention_results,
-    "context_attention_backward": _attended_back,
+    "context_attention_backward": _create_attention_gradients,
     "context_document_attention": _make_attention_results,
-    "context_document_attention_backward": _attended_back,
+    "context_document_attention_backward": _create_attention_gradients,
     "context_scored_attention": _make_attention_results,
-    "context_scored_attention_backward": _attended_back,
+    "context_scored_attention_backward": _create_attention_gradients,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)

@@ -587,8 +587,8 @@ def numbers_followed() -> Iterator[None]:
     A lifted number replaces a Python number during a trace and computes with a 0-dimensional tensor.
     """
     patches = [
-        mock.patch.object(builtins, "min", _followed_extreme("min", builtins_min)),
-        mock.patch.object(builtins, "max", _followed_extreme("max", builtins_max)),
+        mock.patch.object(builtins, "min", _wrap_extreme_function("min", builtins_min)),
+        mock.patch.object(builtins, "max", _wrap_extreme_function("max", builtins_max)),
         *(
             mock.patch.object(math, name, _wrap_math_function(name, getattr(math, name)))
             for name in OPERATORS
@@ -625,7 +625,7 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
     return call
 
 
-def _followed_extreme(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_extreme_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that does the same as Python's ``min`` or ``max`` and also accepts lifted numbers (Python
     numbers that are traced as tensors).
 

@@ -158,12 +158,12 @@ def _compute_moments(
 
 
 def rewrite_variance(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
-    moments = _checked_moments(build, x, dims, *args, **kwargs)
+    moments = _append_variance_and_mean(build, x, dims, *args, **kwargs)
     return KEEP if moments is None else moments[0]
 
 
 def var_mean(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
-    moments = _checked_moments(build, x, dims, *args, **kwargs)
+    moments = _append_variance_and_mean(build, x, dims, *args, **kwargs)
     return KEEP if moments is None else moments
 
 
@@ -172,7 +172,7 @@ def rewrite_standard_deviation(build: Builder, x: fx.Node, dims: Any = None, *ar
     return KEEP if variance is KEEP else build(aten.sqrt.default, variance)
 
 
-def _checked_moments(
+def _append_variance_and_mean(
     build: Builder,
     x: fx.Node,
     dims: Any = None,

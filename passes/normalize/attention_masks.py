@@ -197,9 +197,9 @@ def _classify_terms(terms: Sequence[Term], queries: int, keys: int) -> Band | No
     known = [s for s in sides if s is not None]
     if len(known) < len(sides):
         return None
-    if all(_holds_everywhere(*s) for s in known):
+    if all(_sees_every_key(*s) for s in known):
         return Band()
-    if queries == keys and all(_holds_below(*s) for s in known) and any(_fails_above(*s) for s in known):
+    if queries == keys and all(_sees_earlier_keys(*s) for s in known) and any(_hides_later_keys(*s) for s in known):
         return Band(None, 0)
     return _intersect_bands([_term_to_band(*s) for s in known], queries, keys)
 
@@ -308,14 +308,14 @@ def _select_comparison(strict: bool) -> Callable[[Tensor, Tensor], Tensor]:
     return operator.lt if strict else operator.le
 
 
-def _holds_everywhere(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+def _sees_every_key(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """Return whether every query sees every key. Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or
     if ``over_keys[j] < over_queries[i]`` where ``strict`` is true.
     """
     return bool(_select_comparison(strict)(over_keys.max(), over_queries.min()))
 
 
-def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+def _sees_earlier_keys(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """Return whether every query sees all keys up to its own position.
 
     Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or if ``over_keys[j] < over_queries[i]`` where
@@ -324,7 +324,7 @@ def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     return bool(_select_comparison(strict)(over_keys.cummax(0).values, over_queries).all())
 
 
-def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+def _hides_later_keys(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """Return whether no query sees a key after its own position.
 
     Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or if ``over_keys[j] < over_queries[i]`` where

@@ -87,7 +87,7 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
         if term in same:
             continue
         of = _find_pair_dims(term, length)
-        if of is None or not _counts_up_within(term.a.source, of[0], ids, dims[0]):
+        if of is None or not _positions_increase_within(term.a.source, of[0], ids, dims[0]):
             return None
         rest.append(Term(term.compare, *(side.places[of[0]] + side.added for side in (term.a, term.b))))
     return DocumentTerms(ids, *dims, tuple(rest))
@@ -134,7 +134,7 @@ def _look_through(node: fx.Node) -> fx.Node:
     return node
 
 
-def _counts_up_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_dim: int) -> bool:
+def _positions_increase_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_dim: int) -> bool:
     """Return whether it is proven that the integers ``positions`` increase by one from each position to the next within
     a document. The proof is that ``ids``, the document ids, are the running sum of ``diff(positions) != 1``, so that a
     new document starts wherever positions do not count up by one. ``position_dim``, ``ids_dim``: the dims of the two

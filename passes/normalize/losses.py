@@ -145,13 +145,13 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
     This saves the memory of the float32 logits. ``build``: appends operators to the graph. ``index``: the node of the
     class of each row, with size 1 along ``dim``.
     """
-    narrow = _before_cast(build, logits)
+    narrow = _skip_earlier_cast(build, logits)
     if narrow is None:
         return build(CROSS_ENTROPY, logits, index, dim)
     return build(CROSS_ENTROPY, narrow, index, dim, get_node_tensor(logits).dtype)
 
 
-def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
+def _skip_earlier_cast(build: Builder, node: fx.Node) -> fx.Node | None:
     """Return a node with the value that ``node`` has without an earlier cast from a 16-bit type to float32; return
     ``None`` if ``node`` does not come from such a cast.
 
@@ -163,7 +163,7 @@ def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
         return source if isinstance(source, fx.Node) and get_node_tensor(source).dtype in NARROW else None
     if node.target not in _MOVES or not isinstance(node.args[0], fx.Node):
         return None
-    source = _before_cast(build, node.args[0])
+    source = _skip_earlier_cast(build, node.args[0])
     return None if source is None else build(node.target, source, *node.args[1:], **node.kwargs)
 
 

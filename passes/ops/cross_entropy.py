@@ -25,7 +25,7 @@ _PIECE_CPU = 1 << 17  # per thread; a piece stays in its cache, which is 2 to 5 
 NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
-def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _yield_matching_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``: each
     time a tuple of tensors with the same rows. Temporary tensors of the size of a piece then need little memory. A
     piece of ``logits`` has about 2**24 elements, or a sixteenth of all if that is more; on CPU, it has 2**17 for each
@@ -52,7 +52,7 @@ def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tenso
     dtype = accumulated_in(logits.dtype)
     rows = logits.movedim(dim, -1)
     largest, of_largest = (rows.new_empty((*rows.shape[:-1], 1), dtype=dtype) for _ in range(2))
-    for scores, most, of_most in _in_pieces(rows, largest, of_largest):
+    for scores, most, of_most in _yield_matching_pieces(rows, largest, of_largest):
         most.copy_(scores.amax(-1, keepdim=True))
         of_most.copy_(torch.log_softmax(scores, -1, dtype=dtype).amax(-1, keepdim=True))
     # the sum of exponentials of a row of -inf is 0
@@ -103,7 +103,7 @@ def target_and_logsumexp_backward(
     found = torch.empty_like(logits)
     sums = logsumexp.masked_fill(logsumexp.isinf(), 0.0)  # exp(-inf - 0) is 0, exp(-inf + inf) nan
     given = (logits, found, index, sums, of_target.to(sums.dtype), of_logsumexp.to(sums.dtype))
-    for scores, out, at, total, of_at, of_total in _in_pieces(*(x.movedim(dim, -1) for x in given)):
+    for scores, out, at, total, of_at, of_total in _yield_matching_pieces(*(x.movedim(dim, -1) for x in given)):
         exponents = torch.sub(scores, total).exp_()
         of_chosen = exponents.gather(-1, at).mul_(of_total).add_(of_at)
         torch.mul(exponents, of_total, out=out)

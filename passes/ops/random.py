@@ -229,7 +229,7 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
     n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)
     flipped = p > 0.5
     p = torch.where(flipped, 1 - p, p)
-    few = _few_successes(own.fraction(), n, p)
+    few = _draw_few_successes(own.fraction(), n, p)
     odds, spread = (p / (1 - p)).log(), (n * p * (1 - p)).sqrt()
     mode = ((n + 1) * p).floor()
     b = 1.15 + 2.53 * spread
@@ -250,7 +250,7 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
     return torch.where(flipped, n - found, found).to(count.dtype)
 
 
-def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
+def _draw_few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
     """Return, element by element, the number of successes of the binomial distribution at the quantile ``u`` in (0, 1),
     for ``n`` trials with success probability ``p``. Valid if fewer than 10 successes are expected: at most 96 terms are
     summed.

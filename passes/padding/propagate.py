@@ -54,7 +54,7 @@ def propagate_padding(
         return (_describe_plain(node, operands),) if len(shapes) == 1 else tuple(plain_value(s) for s in shapes)
     single = SINGLE_RULES.get(operator_name(node)) if len(shapes) == 1 else None
     made = None if single is None else single(node, operands)
-    values = (made,) if made is not None else _by_factors(node, operands, other_shapes, sizes)
+    values = (made,) if made is not None else _describe_results_by_factors(node, operands, other_shapes, sizes)
     if operator_name(node) in _ATTENTIONS:
         attended = _attend_padded(node, operands)
         values = (attended, replace(attended, dims=attended.dims[:-1]))
@@ -117,7 +117,7 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 # --- by the factor rule -----------------------------------------------------------------------------------------------
 
 
-def _by_factors(
+def _describe_results_by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
     """Return a tuple with one description for each result of the operator ``node``, of what padding the batch does to

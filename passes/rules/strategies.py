@@ -105,7 +105,7 @@ def enumerate_strategies(
                 if strategy is not None:
                     found.append(strategy)
     if lengths:
-        found += _in_forms(factors, nodes, results_of(node), reads, num_ranks)
+        found += _list_multi_dim_strategies(factors, nodes, results_of(node), reads, num_ranks)
     for positions in factors.linear:
         if any(i >= len(nodes) for i in positions):
             continue  # the operand is a number
@@ -180,7 +180,7 @@ def _can_shard_zigzag(
     return all(s % (2 * num_ranks) == 0 for s in sections or (size,))
 
 
-def _in_forms(
+def _list_multi_dim_strategies(
     factors: OpFactors,
     nodes: Sequence[fx.Node],
     results: Sequence[Tensor],

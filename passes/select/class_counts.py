@@ -230,7 +230,7 @@ def _all_below(*given: Any) -> int | None:
     return None if any(b is None for b in found) else max(b for b in found if b is not None)
 
 
-def _below_either(node: fx.Node) -> int | None:
+def _bound_by_smaller_operand(node: fx.Node) -> int | None:
     """Return an integer that is greater than all results of ``node``, an operator such as ``minimum`` whose results
     exceed neither of its first two operands. It is the smaller known bound of the two; ``None`` if neither has one."""
     found = [b for b in map(_bound_by_origin, node.args[:2]) if b is not None]
@@ -263,7 +263,7 @@ def _sum_bound(node: fx.Node) -> int | None:
     return first + second - 1 if plain and first is not None and second is not None else None
 
 
-def _arange_bound(node: fx.Node) -> int | None:
+def _compute_arange_bound(node: fx.Node) -> int | None:
     """Return an integer that is greater than all elements of the ``arange`` ``node``; ``None`` if its end is not a
     fixed integer or its step is not 1.
     """
@@ -287,7 +287,7 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
     aten.remainder.Scalar: _bound_remainders,
     aten.fmod.Scalar: _bound_remainders,
     aten.add.Tensor: _sum_bound,
-    aten.minimum.default: _below_either,
+    aten.minimum.default: _bound_by_smaller_operand,
     aten.maximum.default: lambda node: _all_below(*node.args[:2]),
     aten.where.self: lambda node: _all_below(*node.args[1:3]),
     aten.where.ScalarOther: lambda node: _all_below(*node.args[1:3]),
@@ -302,8 +302,8 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
     aten.ones_like.default: lambda node: 2,
     aten.ones.default: lambda node: 2,
     aten.one_hot.default: lambda node: 2,
-    aten.arange.default: _arange_bound,
-    aten.arange.start: _arange_bound,
+    aten.arange.default: _compute_arange_bound,
+    aten.arange.start: _compute_arange_bound,
     aten.bucketize.Tensor: _bound_bucket_indices,
     aten.searchsorted.Tensor: _bound_bucket_indices,
 }

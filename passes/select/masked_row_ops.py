@@ -401,7 +401,7 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
         values, accumulate = more, True
     shape = list(x.meta["val"].shape)
     if accumulate and not whole:
-        added = None if index.meta["val"].dtype == torch.bool else _at_places(build, x, first, by, values)
+        added = None if index.meta["val"].dtype == torch.bool else _scatter_sum_rows(build, x, first, by, values)
         if added is not None:
             return build.insert_call(aten.add.Tensor, x, added)
         return build.insert_call(
@@ -437,7 +437,7 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
     dim %= x.meta["val"].dim()
     if build.find_common_rows(source).dim != dim:
         raise Unselectable
-    added = _at_places(build, x, dim, [index], source)
+    added = _scatter_sum_rows(build, x, dim, [index], source)
     if added is None:
         return build.insert_call(
             aten.index_add.default, x, dim, build.fill_with_harmless(index, 0), build.zero_unselected(source), **kwargs
@@ -445,7 +445,7 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
     return build.insert_call(aten.add.Tensor, x, added, **kwargs)
 
 
-def _at_places(
+def _scatter_sum_rows(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
     """Append operators to the new graph that sum the rows of ``source`` that ``indices`` assign to the same position of
@@ -509,15 +509,15 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
         return None
     place = build.places[indices[0]]
     left = [d for d in range(len(covered)) if d not in along]
-    if len(left) > 1 or (left and not _at_most_one(place.condition, left[0])):
+    if len(left) > 1 or (left and not _selects_at_most_one(place.condition, left[0])):
         return None
     more = _find_other_addend(build, x, indices, values)
     if more is not None:
-        added = _at_places(build, x, 0, indices, more)
+        added = _scatter_sum_rows(build, x, 0, indices, more)
         return None if added is None else build.insert_call(aten.add.Tensor, x, added)
     order = sorted(along)  # one order for all writes of a loop
     straight = _permute_coordinates(build, x, 0, along, back=True)
-    put = _at_places(build, straight, 0, [indices[along.index(i)] for i in order], values, chosen=True)
+    put = _scatter_sum_rows(build, straight, 0, [indices[along.index(i)] for i in order], values, chosen=True)
     if put is None:
         return None
     chosen = build.insert_call(aten.reshape.default, place.mask, list(covered))
@@ -527,7 +527,7 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
     return _permute_coordinates(build, build.insert_call(aten.where.self, chosen, put, straight), 0, along)
 
 
-def _at_most_one(condition: fx.Node, dim: int) -> bool:
+def _selects_at_most_one(condition: fx.Node, dim: int) -> bool:
     """Return whether the boolean node ``condition`` is known to have at most one true element along ``dim``, so that
     rows that are written at its true elements do not collide."""
     if condition.target is aten.full.default:
@@ -537,7 +537,7 @@ def _at_most_one(condition: fx.Node, dim: int) -> bool:
         return is_distinct(choice.of, choice.dims[dim])
     both = condition.all_input_nodes if condition.target in _BOTH else []
     shape = condition.meta["val"].shape
-    return any(_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)
+    return any(_selects_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)
 
 
 def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:

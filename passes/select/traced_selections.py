@@ -113,7 +113,7 @@ class _Selections(TorchFunctionMode):
         instead. ``types`` is not used."""
         kwargs = kwargs or {}
         if func in _BY_WHERE:
-            return self._by_where(*args, **kwargs)
+            return self._select_rows_by_where(*args, **kwargs)
         if func in _BY_MASK:
             return self._by_mask(func, args, kwargs)
         rule = _LOOKING.get(func)
@@ -122,7 +122,7 @@ class _Selections(TorchFunctionMode):
             self.classes.add(made.shape[-1].node.expr)
         return made
 
-    def _by_where(self, input: Tensor, mask: Tensor) -> Any:
+    def _select_rows_by_where(self, input: Tensor, mask: Tensor) -> Any:
         """Return ``masked_select(input, mask)`` during a trace, computed as ``input[mask]`` after broadcasting both
         to one shape, so that equal masks select the same symbolic number of elements."""
         if input.shape != mask.shape:

@@ -279,7 +279,7 @@ class _Accumulation:
         :class:`_NotLinear` for any other operator. ``build``: appends an operator to the graph and returns its node.
         """
         operands = operands_of(node)
-        rows = _added_rows(node)
+        rows = _find_added_rows(node)
         if rows is not None:
             mine = [self._build_microbatch_rows(name, o, dim) for o, dim in zip(operands[1:], rows, strict=True)]
             adds, once = self._find_node_part(name, operands[0])
@@ -464,7 +464,7 @@ def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
     return known
 
 
-def _added_rows(node: fx.Node) -> list[int] | None:
+def _find_added_rows(node: fx.Node) -> list[int] | None:
     """Return, for an operator ``node`` that adds slices (rows) to its first operand at given indices (such as
     ``index_add``), a list with one number for each further operand (indices and addends): the dim that counts the added
     rows. Return ``None`` for any other operator, or if these operands have different numbers of rows.

@@ -174,12 +174,13 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
         for home in homes[node]:
             own.setdefault(home, []).append(node)
     placed = [
-        Unit(unit.path, _before_use(unit.nodes, {n: order[n] for n in own.get(i, ())})) for i, unit in enumerate(units)
+        Unit(unit.path, _insert_before_use(unit.nodes, {n: order[n] for n in own.get(i, ())}))
+        for i, unit in enumerate(units)
     ]
     return _find_connected_components(own.get(shared, []), order), placed
 
 
-def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
+def _insert_before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
     """Return the operators ``nodes``, with operators of ``free`` that they need inserted, each just before the first
     operator that reads it.
 

@@ -231,7 +231,7 @@ def mean_over_groups(
     """
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
-    apart = _by_sample(group, {p for p, dim in inputs.items() if dim is not None})
+    apart = _find_sample_dependent_nodes(group, {p for p, dim in inputs.items() if dim is not None})
     results = [(o.path, nodes[o.value]) for o in group.outputs if o.value is not None]
     shapes = _result_shapes(twice()) if any(list_node_sizes(node) for _, node in results) else {}
     outputs = {path: _find_output_layout(path, node, shapes.get(path), node in apart) for path, node in results}
@@ -264,7 +264,7 @@ def _result_shapes(captured: Captured) -> dict[str, list[int]]:
     return {o.path: list_node_sizes(by_name[o.value]) for o in captured.outputs if o.value is not None}
 
 
-def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
+def _find_sample_dependent_nodes(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
     """Return the nodes in the graph of the model ``captured`` that depend on samples or on random numbers.
     ``paths``: the paths, in the arguments of forward, of the inputs that have a dim of samples."""
     values = {i.value for i in captured.inputs if i.path in paths}

@@ -184,7 +184,7 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
         raise UnsupportedError(_format_autocast_refusal(func, asked, line, "its sizes depend on data")) from None
     key = (func, asked, tuple(map(repr, shown)), repr(tree))
     if key not in _known:
-        _known[key] = _in_thread(lambda: _observe_operand_cast(func, shown, tree, asked))
+        _known[key] = _run_in_thread(lambda: _observe_operand_cast(func, shown, tree, asked))
     found = _known[key]
     if isinstance(found, Exception):
         raise UnsupportedError(_format_autocast_refusal(func, asked, line, f"torch says: {str(found).splitlines()[0]}"))
@@ -228,7 +228,7 @@ def _require_plain_value(value: Any) -> Any:
     return value
 
 
-def _in_thread(function: Callable[[], Any]) -> Any:
+def _run_in_thread(function: Callable[[], Any]) -> Any:
     """Run ``function`` in a new thread, where no trace is active, and wait for it. Return its result, or the exception
     that it raises."""
     found: list[Any] = []
@@ -360,14 +360,14 @@ class _AutocastLog(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         read, gives = _list_floating_dtypes((args, kwargs or {})), _list_floating_dtypes(made)
         if gives and func.overloadpacket not in _MOVES and not func.is_view:
-            if _casts_itself(func, args, kwargs or {}):
+            if _operator_casts_input(func, args, kwargs or {}):
                 read = [gives[0] for _ in read]
             self.names.add(func.name())
             self.entries.append((func.overloadpacket, read, gives))
         return made
 
 
-def _casts_itself(func: Any, args: Any, kwargs: Any) -> bool:
+def _operator_casts_input(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the operator ``func`` casts its input to the dtype of its result, as ``sum(x, dtype=...)``
     does.
     """

@@ -678,7 +678,7 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
         """Record the line of the model's forward that checkpoints ``function``, and whether torch would give this call
         no gradient. Then call ``run``, torch's checkpointing, with ``function``, ``args`` and ``kwargs``, and return
         its result."""
-        name = _class_of(function)
+        name = _get_caller_class_name(function)
         left.checkpointed.add(f"{name} at {_format_user_line()}" if name else _format_user_line())
         takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if run is run_twice and torch.is_grad_enabled() and not takes_gradient:
@@ -697,11 +697,13 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
             notes += left.notes
 
 
-def _class_of(function: Any) -> str:
+def _get_caller_class_name(function: Any) -> str:
     """Return the class name of the module whose call ``function``, the function passed to activation checkpointing,
     stands for; an empty text if that is not known."""
     if isinstance(function, functools.partial):
-        return _class_of(function.func) or next((_class_of(a) for a in function.args if isinstance(a, nn.Module)), "")
+        return _get_caller_class_name(function.func) or next(
+            (_get_caller_class_name(a) for a in function.args if isinstance(a, nn.Module)), ""
+        )
     module = getattr(function, "__self__", function)
     return type(module).__name__ if isinstance(module, nn.Module) else ""
 

@@ -117,7 +117,7 @@ class _ConcreteScalarMode(TorchFunctionMode):
             return None
         needed = _find_needed_nodes(wanted, set(buffers))
         if needed is None:
-            self.drawn[:] = _draws_behind(wanted)
+            self.drawn[:] = _find_random_sources(wanted)
             return None
         try:
             with _suspend_tracing(), torch.no_grad():
@@ -163,7 +163,7 @@ def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.No
     return sorted(needed, key=order.__getitem__)
 
 
-def _draws_behind(wanted: list[fx.Node]) -> list[str]:
+def _find_random_sources(wanted: list[fx.Node]) -> list[str]:
     """Return the names of the random operators on which the values of the nodes ``wanted`` depend."""
     seen, left, found = set[fx.Node](), list(wanted), list[str]()
     while left:
@@ -258,7 +258,9 @@ def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), _disable_current_modes():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 made = function(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
-                if (made.dtype, made.device) == (tensor.dtype, tensor.device) or (double and _both_float(made, tensor)):
+                if (made.dtype, made.device) == (tensor.dtype, tensor.device) or (
+                    double and _is_float_conversion(made, tensor)
+                ):
                     continue
                 path = next((path for path, part in model.named_modules() if part is module), type(module).__name__)
                 before, after = (f"{t.dtype} on {t.device}".replace("torch.", "") for t in (tensor, made))
@@ -273,7 +275,7 @@ def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
         yield
 
 
-def _both_float(made: Any, tensor: Tensor) -> bool:
+def _is_float_conversion(made: Any, tensor: Tensor) -> bool:
     """Return whether a conversion of ``tensor`` to ``made`` may be ignored in a model in float64: ``tensor`` is in
     float64, and ``made`` is floating-point and on the same device."""
     return bool(made.dtype.is_floating_point and tensor.dtype == torch.float64 and made.device == tensor.device)

@@ -193,11 +193,11 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
     values = [*args, *named.values()]
     touched = [v for v in values if v.kind in ("given", "model", "unknown") or any(map(_is_state, v.objects))]
     name, home = getattr(function, "__name__", type(function).__name__), _find_home_module(function)
-    if _hashable_in(function, _ASKING):
+    if _set_contains_hashable(function, _ASKING):
         return NONE if function is print else FRESH
     if name in _HIDING:
         raise _SideEffect(f"calls {name}, so that what it does cannot be read")
-    if _hashable_in(function, _HANDING_ON):
+    if _set_contains_hashable(function, _HANDING_ON):
         if any(v.kind == "unknown" or any(callable(o) and o not in _ASKING for o in v.objects) for v in values):
             raise _SideEffect(f"calls {name} with what cannot be read")
         return functools.reduce(HookValue.joined, map(_join_value_elements, values), FRESH)
@@ -221,7 +221,7 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
     raise _SideEffect(f"hands what it is given to {name}, which may change it")
 
 
-def _hashable_in(function: Any, table: set[Any]) -> bool:
+def _set_contains_hashable(function: Any, table: set[Any]) -> bool:
     """Return whether ``function`` is in the set ``table``; false for an object that cannot be hashed."""
     try:
         return function in table

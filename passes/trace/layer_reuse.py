@@ -413,7 +413,7 @@ class Repeats:
         journal = Journal(call.operands)
         if memo.shown == 0:
             memo.journal = journal
-            with self._in_journal(journal):
+            with self._record_torch_functions(journal):
                 return forward(), True
         first = memo.journal
         assert first is not None
@@ -421,7 +421,7 @@ class Repeats:
             return forward(), True
         beside, self._beside = self._beside, True
         try:
-            with run_without_tracing(call.operands), self._in_journal(journal):
+            with run_without_tracing(call.operands), self._record_torch_functions(journal):
                 output = forward()
         finally:
             self._beside = beside
@@ -430,7 +430,7 @@ class Repeats:
         return output, False
 
     @contextlib.contextmanager
-    def _in_journal(self, journal: Journal) -> Iterator[None]:
+    def _record_torch_functions(self, journal: Journal) -> Iterator[None]:
         """Return a context in which ``journal`` records the torch functions that are called, so that two calls of equal
         modules can be compared.
         """

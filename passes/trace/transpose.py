@@ -396,7 +396,7 @@ def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
-        if torch.Tag.nondeterministic_seeded in node.target.tags and not _drops_nothing(node):
+        if torch.Tag.nondeterministic_seeded in node.target.tags and not _is_inactive_dropout(node):
             raise NotAffine(f"draws random numbers ({node.target})", "draw them in forward and save them for backward")
         if node.target._schema.is_mutable:  # functional graphs write back to what they were given, last
             if node.args[0] not in seeds:
@@ -404,7 +404,7 @@ def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
             graph.erase_node(node)
 
 
-def _drops_nothing(node: fx.Node) -> bool:
+def _is_inactive_dropout(node: fx.Node) -> bool:
     """Return whether the random operator ``node`` draws no random numbers, because it is a dropout that is switched
     off: its probability is 0, or it is not in training."""
     given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]

@@ -226,7 +226,7 @@ class Executor:
             for slot in slots_read(instruction, self.rank.stage):
                 if slot in open_:
                     finish(open_[slot])
-            if self.hosted is not None and (names := self._hosted_read(instruction, self.hosted)):
+            if self.hosted is not None and (names := self._list_host_parameter_reads(instruction, self.hosted)):
                 actions.append((index, partial(self.hosted.wait, names)))
             actions += [(index, self.gathered[b].wait) for b in self._list_awaited_buckets(instruction)]
             if index in receives:
@@ -252,7 +252,7 @@ class Executor:
         read = set(states_read(instruction, self.rank.stage))
         return [b for b, bucket in self.gathered.items() if not read.isdisjoint(bucket.whole)]
 
-    def _hosted_read(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
+    def _list_host_parameter_reads(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
         """Return the names of the parameters whose copy from host memory to the device must end before ``instruction``
         runs. ``hosted``: manages the parameters in host memory.
         """

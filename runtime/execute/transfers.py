@@ -134,7 +134,7 @@ def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, i
     for peer in {i.peer for i in rank.instructions if i.op in SENDING and i.peer not in (None, me)}:
         assert peer is not None
         theirs = keep_first_microbatches(stages[peer].instructions, rank.program, len(rank.share))
-        reads = _first_reads(stages[peer], theirs, me)
+        reads = _list_stage_receives(stages[peer], theirs, me)
         answers = {
             c: [j for j, i in enumerate(theirs) if i.op == f"SEND_{c}" and i.peer == me for _ in i.values]
             for c in ("F", "B")
@@ -153,7 +153,7 @@ def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, i
     return found
 
 
-def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[str, list[tuple[int, int]]]:
+def _list_stage_receives(stage: Stage, instructions: Instructions, source: int) -> dict[str, list[tuple[int, int]]]:
     """Return what ``stage`` receives from the pipeline stage with the index ``source``, as channel ("F" for values, "B"
     for gradients) -> list of pairs, in the order in which they are received.
 

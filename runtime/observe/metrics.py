@@ -103,7 +103,7 @@ class StepLog:
     ) -> None:
         self.engine = engine
         self.watch = None if watch is None else Path(watch)
-        self.full_speed_s = _full_speed(plan)
+        self.full_speed_s = _compute_peak_step_seconds(plan)
         self._lines = None if folder is None else _Lines(Path(folder))
         self._counts = self._read_counts()
         self._last = time.perf_counter()
@@ -246,7 +246,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _full_speed(plan: Any) -> float | None:
+def _compute_peak_step_seconds(plan: Any) -> float | None:
     """Return the seconds that a step would take at the peak FLOPs of all devices; ``None`` if ``plan`` has no estimate.
 
     ``plan``: a plan or the path of its file. The result is the estimated step time, multiplied by the estimated MFU.

@@ -137,7 +137,7 @@ class _NonFiniteFinder:
         if any(nan for nan, _ in made):
             if not any(nan for nan, _ in given):
                 self.nan = self._make_origin(operation, True, had_infinity)
-        elif self.infinity is None and not had_infinity and not _asked_for(operation):
+        elif self.infinity is None and not had_infinity and not _operation_creates_nonfinite(operation):
             self.infinity = self._make_origin(operation, False, False)
 
     def _make_origin(self, operation: ProbedOperation, is_nan: bool, from_infinity: bool) -> NonFiniteOrigin:
@@ -169,7 +169,7 @@ def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
     return bool(torch.isnan(x).any()), bool(torch.isinf(x).any())
 
 
-def _asked_for(operation: ProbedOperation) -> bool:
+def _operation_creates_nonfinite(operation: ProbedOperation) -> bool:
     """Return whether an argument of the operator in ``operation`` is an infinite number, as in ``masked_fill(mask,
     -inf)``. The user then wants the infinity in its result, and it is not reported.
     """

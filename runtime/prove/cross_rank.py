@@ -32,7 +32,7 @@ def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple
     ranks. ``traces``: the events of each rank, as pairs (instruction index, event). ``program``: the program of all
     ranks.
     """
-    colors = _by_events(program, traces)
+    colors = _match_ranks_by_events(program, traces)
     if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
         return tuple(colors)
     axes = {
@@ -53,7 +53,7 @@ def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple
             along = tuple(colors[r] for r in pipeline)
             for r in pipeline:
                 seen[r].append(along)
-        colors = _first_of_each([tuple(s) for s in seen])
+        colors = _index_first_occurrence_of_keys([tuple(s) for s in seen])
         if len(set(colors)) == number:
             return tuple(colors)
         number = len(set(colors))
@@ -73,7 +73,7 @@ def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
     return found
 
 
-def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
+def _match_ranks_by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
     """Return, for each rank, the rank of the same pipeline stage with the lowest number that has equal communication
     events (collectives, sends and receives).
 
@@ -90,14 +90,14 @@ def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
             alike[id(trace)] = id(trace) if first is None else first
             if first is None:
                 others.append(id(trace))
-    return _first_of_each([(r // stride, alike[id(traces[r])]) for r in range(program.world_size)])
+    return _index_first_occurrence_of_keys([(r // stride, alike[id(traces[r])]) for r in range(program.world_size)])
 
 
 def _deduplicate_traces(traces: Mapping[int, Trace]) -> dict[int, Trace]:
     return {id(t): t for t in traces.values()}
 
 
-def _first_of_each(keys: Sequence[Hashable]) -> list[int]:
+def _index_first_occurrence_of_keys(keys: Sequence[Hashable]) -> list[int]:
     """Return, for each position in ``keys`` (from 0), the first position whose key is equal."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(key, k) for k, key in enumerate(keys)]

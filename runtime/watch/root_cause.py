@@ -48,7 +48,7 @@ def cause_of(
         ]
         silent = [s for s in away if s.silent_s > SILENT_S]
         if silent:
-            return _host_lost(_most_blamed(silent, states), told)
+            return _report_lost_host(_most_blamed(silent, states), told)
         if away and now - told[0].failed_at < HOST_SETTLE_S:
             return None  # its host may have ended, or it may still report why
         return _blame_left_rank(told, states) or _blame_lost_rank(told)
@@ -165,7 +165,7 @@ def _find_lost_ranks(told: Sequence[RankState], states: Sequence[RankState]) -> 
     return [s for s in states if s.rank in lost]
 
 
-def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
+def _report_lost_host(state: RankState, told: Sequence[RankState]) -> Failure:
     """Return the failure of a rank on another host that sends no heartbeats any more, and to which ranks have lost
     their connection. ``state``: the last known state of that rank. ``told``: ranks that reported a failure; the text of
     the failure names those of them that lost the connection.

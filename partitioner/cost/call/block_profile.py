@@ -343,7 +343,7 @@ class _BlockProfiler:
         if collective_name(node.target) in CONTEXT:
             place = len(self.rings)
             self.rings.append((node, backward))
-        self._add_kernel_rows(0, node, self._in_fp8(0, node, kernels, operands, results), operands, place)
+        self._add_kernel_rows(0, node, self._build_fp8_kernels(0, node, kernels, operands, results), operands, place)
         self._add_exchanges(node, backward)
         name = collective_name(node.target)
         issued = self.each if self._runs_each(node) else self.issued
@@ -358,7 +358,7 @@ class _BlockProfiler:
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             if node in self.fused:
                 kernels = _fuse_kernels(kernels, self._count_fused_bytes(node, operands, results, way=1))
-            kernels = self._in_fp8(1, node, kernels, operands, results)
+            kernels = self._build_fp8_kernels(1, node, kernels, operands, results)
             self._add_kernel_rows(1, node, kernels, operands, place)
             later = sum(kernel.learned for kernel in kernels)
             besides = not kernels if name is None else _transpose_collective(node) is not None
@@ -366,7 +366,7 @@ class _BlockProfiler:
                 issued[1] += besides + len(kernels) - later
                 issued[2] += later
 
-    def _in_fp8(
+    def _build_fp8_kernels(
         self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand], results: list[Operand]
     ) -> list[Kernel]:
         """Return the kernels that run ``node`` if it is a product in fp8: ``kernels`` with fp8 operands, followed by
@@ -378,7 +378,7 @@ class _BlockProfiler:
         """
         if node not in self.short:
             return kernels
-        apart = node in self.region.products and self._casts_apart(node)
+        apart = node in self.region.products and self._cast_needs_own_kernel(node)
         how = self.fused_casts, node in self.first, apart, self.current_scaling
         made, casts = in_fp8(kernels, operands, results, way == 1, *how)
         issued = self.each if self._runs_each(node) else self.issued
@@ -422,7 +422,7 @@ class _BlockProfiler:
             return False
         return node not in self.fused and (not self._runs_each(node) or node in self.first)
 
-    def _casts_apart(self, node: fx.Node) -> bool:
+    def _cast_needs_own_kernel(self, node: fx.Node) -> bool:
         """Return whether a separate kernel casts an operand of ``node``, a matrix product of experts, to fp8, because
         the kernel before it cannot. This holds for rows (tokens) that a collective has just delivered and, if each
         expert's product is launched separately, for every operand.

@@ -73,7 +73,7 @@ def in_fp8(
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
     matrices = [o for o in operands if len(o.shape) > 1]
-    made = [_in_a_byte(k, matrices, results[0], backward) for k in kernels]
+    made = [_convert_kernel_to_fp8(k, matrices, results[0], backward) for k in kernels]
     if made == kernels:
         return kernels, []
     if not fused:
@@ -90,7 +90,7 @@ def in_fp8(
     return made, [Kernel("quantize" if apart else "pointwise", written * (1 + apart), launches=int(apart))]
 
 
-def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
+def _convert_kernel_to_fp8(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
     """Return ``kernel`` as an fp8 kernel: it reads one byte for each element of its operands, and the dtype of its
     results stays. A kernel that is no product of 16-bit numbers is returned unchanged. ``matrices``: the two operands
     of the forward product. ``result``: its result. ``backward``: the kernel is one of the backward.

@@ -174,12 +174,12 @@ def _find_regions(graph: fx.Graph) -> dict[fx.Node, int]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        levels[node] = max((levels.get(i, 0) + _ends_region(i) for i in node.all_input_nodes), default=0)
+        levels[node] = max((levels.get(i, 0) + _reader_ends_region(i) for i in node.all_input_nodes), default=0)
         if not can_merge(node):
             continue
         parent[node] = node
         for source in map(_find_source, _tensors_of(node)):
-            if source in parent and not _ends_region(source) and levels[source] == levels[node]:
+            if source in parent and not _reader_ends_region(source) and levels[source] == levels[node]:
                 parent[find(source)] = find(node)
     numbers: dict[fx.Node, int] = {}
     return {node: numbers.setdefault(find(node), len(numbers)) for node in parent}
@@ -201,7 +201,7 @@ def can_merge(node: fx.Node) -> bool:
     return kind_of(node, name) in _KINDS or name in _COPIES or name in VIEWS  # views that copy
 
 
-def _ends_region(node: fx.Node) -> bool:
+def _reader_ends_region(node: fx.Node) -> bool:
     """Return whether operators that read the result of ``node`` cannot run in the same kernel as ``node``: it is
     neither a view nor an operator that can be merged, or it reduces over rows.
     """

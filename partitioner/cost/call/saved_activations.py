@@ -177,7 +177,7 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
     kept_names = {value[0].name for value in saved if value[0].op == "placeholder"}
     inside = sum(made.values()) + extra
     working, outputs = _forward_peak(block, made)
-    backward = _backward_peak(block) if train else 0
+    backward = _compute_backward_peak_bytes(block) if train else 0
     inputs = tuple(name in kept_names for name in block.inputs)
     return SavedBytes(inside, inputs, max(working, backward), max(working - outputs, backward))
 
@@ -302,7 +302,7 @@ def _compute_scratch_bytes(node: fx.Node) -> int:
     return logits.numel() * accumulated_in(logits.dtype).itemsize // MOST_PIECES
 
 
-def _backward_peak(block: Block) -> int:
+def _compute_backward_peak_bytes(block: Block) -> int:
     """Return the largest number of bytes of gradients that exist at the same time in a backward of ``block`` (a piece
     of the model, such as a layer).
 

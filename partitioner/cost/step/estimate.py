@@ -507,7 +507,9 @@ def how_reduced(
     owned = [_count_shared_states(of_stage, states) for of_stage in names] if machine.profile.gather == "owner" else []
     if problem.chunks > 1 and problem.train and machine.profile.overlap and not owned and not problem.overlap_steps:
         each = list_reduction_schemes(machine, constraints)
-        found = [(_followed_tail(problem, split, states, held, machine, how, schedule, chunks), how) for how in each]
+        found = [
+            (_compute_tail_seconds(problem, split, states, held, machine, how, schedule, chunks), how) for how in each
+        ]
     else:
         found = [
             (_reduction_tail(problem, split, states, held, machine, how, owned), how)
@@ -524,7 +526,7 @@ def _count_shared_states(names: Sequence[str], states: Mapping[str, StateCost]) 
     return Counter(states[n].scatter_axes for n in names if states[n].gradient and states[n].scatter_axes)
 
 
-def _followed_tail(
+def _compute_tail_seconds(
     problem: StageProblem,
     split: StageSplit,
     states: Mapping[str, StateCost],

@@ -44,14 +44,14 @@ def add_offload_transfers(
     for pace, host in zip(paces, hosts, strict=True):
         if (host, SameObject(pace)) not in made:
             made[host, SameObject(pace)] = replace(
-                pace, costs=tuple(_hosted_calls(calls, pace.costs, host, offload, states, train))
+                pace, costs=tuple(_offload_call_costs(calls, pace.costs, host, offload, states, train))
             )
-    first = _hosted_calls(calls, [call.cost for call in calls], hosts[0], offload, states, train)
+    first = _offload_call_costs(calls, [call.cost for call in calls], hosts[0], offload, states, train)
     moved = tuple(replace(call, cost=cost) for call, cost in zip(calls, first, strict=True))
     return moved, tuple(made[host, SameObject(pace)] for pace, host in zip(paces, hosts, strict=True))
 
 
-def _hosted_calls(
+def _offload_call_costs(
     calls: Sequence[StageCall],
     costs: Sequence[CallCost],
     host: HostShare,

@@ -136,7 +136,7 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
     """
     if size == 1:
         return Group(1)
-    hops = _best_hops(topology, size)
+    hops = _compute_best_hops(topology, size)
     return select_slowest_group(replace(group, hops=hops) for group in _best_groups(topology, size, everywhere))
 
 
@@ -164,7 +164,7 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
     return found
 
 
-def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
+def _compute_best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
     """Return, for each distance 1, 2, ... ``size // 2`` between two ranks of a ring of ``size`` devices, the link of a
     message over this distance. No ring of that many devices on ``topology`` has a faster link at that distance.
 
@@ -235,7 +235,7 @@ def _enumerate_groups(
     """
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
-    fewest = [max(_fewest_parts(storey, size), 1 + (parted and _must_part(storey, size))) for storey in storeys]
+    fewest = [max(_compute_fewest_parts(storey, size), 1 + (parted and _must_part(storey, size))) for storey in storeys]
     most = [len(np.unique(storey.joined)) for storey in storeys]
     largest = [int(np.unique(storey.joined, return_counts=True)[1].max()) for storey in storeys]
     ways = [_most_ways(*pair) for pair in pairwise(parts_below)]
@@ -297,7 +297,7 @@ def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: in
     return min(float(shares.max()), float(of_part[far].max()) / devices)
 
 
-def _fewest_parts(storey: Storey, size: int) -> int:
+def _compute_fewest_parts(storey: Storey, size: int) -> int:
     """Return the least number of parts in which ``size`` devices can be. ``storey``: a level of links, which joins
     devices into parts, such as nodes.
     """

@@ -248,7 +248,7 @@ def reduction_delays(
         work = {place: costs[place].later_s for place in range(run.start, run.stop)}
         window = sum(work.values())
     else:
-        work, window = _backward_seconds(problem, plan, run), run.backward_s + run.recompute_s
+        work, window = _list_backward_seconds(problem, plan, run), run.backward_s + run.recompute_s
     scale = window / total if (total := sum(work.values())) else 0.0
     at: dict[int, list[GradientBucket]] = {}
     for bucket in buckets:
@@ -273,7 +273,7 @@ def reduction_delays(
     return Delays(delayed, clock.clock - window)
 
 
-def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
+def _list_backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
     """Return, for each block call (such as a layer) of the virtual stage ``run`` (index of the call -> seconds), the
     seconds of its backward with recomputation. ``plan``: the stage to which ``run`` belongs. ``problem``: the block
     calls of the model with their costs, to be cut into pipeline stages.

@@ -233,7 +233,7 @@ class ModelBounds:
             bound = np.maximum(
                 bound, self._shared_out(candidates, seconds) + self._bound_seconds_after_pipeline(candidates, hides)
             )
-        found: Vector = np.maximum(bound, self._drained(candidates, ahead, back)) * _ROUNDING
+        found: Vector = np.maximum(bound, self._bound_drain_seconds(candidates, ahead, back)) * _ROUNDING
         return found
 
     def _bound_pipeline_seconds(
@@ -326,7 +326,7 @@ class ModelBounds:
         )
         return update + np.maximum(0.0, reduced - backward)
 
-    def _drained(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
+    def _bound_drain_seconds(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
         """Return a lower bound in seconds on the step of each candidate, shape ``[candidates]``, from the mean work of
         its stages: all computation, and the part of the gradient reduction that the last backward cannot hide, divided
         evenly over the stages. A stage can begin to reduce its gradients at the start of its last backward.
@@ -627,4 +627,4 @@ class ModelBounds:
             hides = float((both @ np.array(list(often.values()))).max())
             after = float(self._bound_seconds_after_pipeline(candidates, np.full(len(candidates), hides)).min())
             bound = max(bound, after + min(self._shared_out(apart, np.dstack([both] * len(apart)))))
-        return max(bound, float(self._drained(candidates, *of_point[:2]).min())) * _ROUNDING
+        return max(bound, float(self._bound_drain_seconds(candidates, *of_point[:2]).min())) * _ROUNDING

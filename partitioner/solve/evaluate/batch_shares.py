@@ -93,7 +93,7 @@ class BatchSharing:
         """
         key = SameObject(machine)
         if key not in self._first:
-            self._first[key] = self._found_first(machine)
+            self._first[key] = self._compute_first_divisions(machine)
         return self._first[key]
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
@@ -142,10 +142,10 @@ class BatchSharing:
         """
         key = SameObject(machine)
         if key not in self._least:
-            self._least[key] = self._found_least(machine)
+            self._least[key] = self._compute_division_lower_bound(machine)
         return self._least[key]
 
-    def _found_first(self, machine: PlacedMesh) -> Sequence[Shares]:
+    def _compute_first_divisions(self, machine: PlacedMesh) -> Sequence[Shares]:
         """Compute the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
         over it), and return each as a tuple with the number of microbatches of every rank of ``dp``.
         """
@@ -165,7 +165,7 @@ class BatchSharing:
         ``seconds``: for each pipeline, the time of one microbatch on its slowest stage."""
         return share_out(self.candidate.parts(self.job.global_batch), seconds, float(self.candidate.pp - 1))
 
-    def _found_least(self, machine: PlacedMesh) -> float:
+    def _compute_division_lower_bound(self, machine: PlacedMesh) -> float:
         """Compute, without the cache, a lower bound in seconds on the step of every plan on the placement ``machine``
         (a topology with the mesh laid over it), for any division of the batch among pipelines and any cut into stages;
         return it.

@@ -160,7 +160,7 @@ class PlacementEvaluator:
         machine = self.dressed(machine)
         step, best, least = math.inf, None, math.inf
         errors: list[PlanError] = []
-        asked = self._by_least(machine)
+        asked = self._order_divisions_by_lower_bound(machine)
         tried = {shares for _, shares in asked}
         steps: dict[Shares, float] = {}
         asked.sort(key=lambda pair: self.record.is_poor(pair[1]))  # poor ones last
@@ -192,7 +192,7 @@ class PlacementEvaluator:
         )
         return step, best
 
-    def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
+    def _order_divisions_by_lower_bound(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
         """Return the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
         over it), the most promising first, as pairs (quick lower bound on the step in seconds, number of microbatches
         of each rank of ``dp``). The bound is 0 where it is not needed, because there is one division, or where it

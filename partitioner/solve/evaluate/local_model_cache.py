@@ -164,11 +164,13 @@ class LocalModels:
 
     def _build_local_model(self, key: LocalKey, num_microbatches: int) -> LocalModel:
         start = time.process_time()
-        model, context, solution = self._solve_local_sharding(key, num_microbatches, self._done_ahead(key))
+        model, context, solution = self._solve_local_sharding(
+            key, num_microbatches, self._take_solutions_of_helper(key)
+        )
         self._spent_s += time.process_time() - start
         return build_local_model(model, solution, context, self._blocks)
 
-    def _done_ahead(self, key: LocalKey) -> Solutions | None:
+    def _take_solutions_of_helper(self, key: LocalKey) -> Solutions | None:
         """Return the sharding solutions, over ``cp`` and over ``tp``, of the local model (sharded graphs of one rank)
         with the cache key ``key`` if the second process has found them, or else ``None``. If that process is still
         working on them, this process solves other announced problems in the meantime."""

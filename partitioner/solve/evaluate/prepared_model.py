@@ -130,13 +130,13 @@ class PreparedModel:
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
-        with _explaining_groups(size):
+        with _explain_input_errors(size):
             group = self.normalize_capture(size, device)
         found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
         return *of_groups(self._fold_normal_graph(found.captured), found, batch // size), batch
 
     def _capture_group(self, size: int, device: str) -> Captured:
-        with _explaining_groups(size):
+        with _explain_input_errors(size):
             return self._capture_model(size, device)
 
     def normalize_capture(self, global_batch: int | None, device: str) -> Captured:
@@ -179,7 +179,7 @@ class PreparedModel:
         packed = self._set_document_lengths(normal)
         folded = fold(freeze_unreached(normal) if train else normal)
         check_work(folded, train)
-        modes = _in_evaluation(self.model) if train else _list_inference_warnings(folded, self.model)
+        modes = _warn_about_evaluation_mode(self.model) if train else _list_inference_warnings(folded, self.model)
         folded = folded.with_(notes=(*self.notes, *folded.notes, *packed, *modes))
         mark_gradients(folded, train)
         return folded.with_(initial=initial_values(self.model, folded))
@@ -213,7 +213,7 @@ class PreparedModel:
 
 
 @contextmanager
-def _explaining_groups(size: int) -> Iterator[None]:
+def _explain_input_errors(size: int) -> Iterator[None]:
     """Return a context in which errors about inputs also say that the model is captured with ``size`` samples."""
     try:
         yield
@@ -223,7 +223,7 @@ def _explaining_groups(size: int) -> Iterator[None]:
         ) from error
 
 
-def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
+def _warn_about_evaluation_mode(asked: nn.Module | ExportedProgram) -> Iterator[str]:
     """Yield one warning, a text for the user, if the model is in evaluation mode although it is to be trained, and some
     of its modules (such as dropout) depend on the mode; otherwise nothing. ``asked``: the model.
     """

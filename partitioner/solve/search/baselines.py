@@ -84,7 +84,7 @@ class LayoutFamily:
             mesh = candidate.pp, candidate.tp, candidate.cp
             if times[i] >= most_s:
                 break
-            if fitting[mesh] == most or asked[mesh] == _MOST_BOUNDED or not self._holds_states(candidate):
+            if fitting[mesh] == most or asked[mesh] == _MOST_BOUNDED or not self._baseline_holds_states(candidate):
                 continue
             asked[mesh] += 1
             with suppress(PartitionError):
@@ -99,7 +99,7 @@ class LayoutFamily:
             candidate for candidate in ranked if first[candidate.pp, candidate.tp, candidate.cp] != candidate
         ]
 
-    def _holds_states(self, candidate: MeshCandidate) -> bool:
+    def _baseline_holds_states(self, candidate: MeshCandidate) -> bool:
         try:
             self.bounds.check_states(candidate)
         except PartitionError:
@@ -154,7 +154,7 @@ def list_standard_layouts(
     megatron = best["megatron"] or own["megatron"]
     found = [(DATA_PARALLEL, plain)]
     if space.train and space.world_size > 1:
-        found.append((FULLY_SHARDED, _fully_sharded(space, free)))
+        found.append((FULLY_SHARDED, _select_fully_sharded_baseline(space, free)))
     if megatron is None or megatron.tp > 1:
         found.append((MEGATRON, megatron))
     several = _find_layout_families(wide, others, free)
@@ -485,7 +485,7 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
     return fits
 
 
-def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
+def _select_fully_sharded_baseline(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
     """Return the best candidate of ``space`` (cluster, batch, constraints and sizes of the model) in which all ranks
     are data-parallel and parameters, gradients and optimizer states are sharded over all of them (ZeRO-3): the one with
     the least lower bound by ``bounds``. ``None`` if the batch does not divide over the ranks.

@@ -125,7 +125,7 @@ class BoundCascade:
         into stages, the next one searches the best stages in the memory of the member that needs least. The last two do
         the same with the sharding solved for the family's own microbatch size.
         """
-        return self._even, self._bound_least_memory_stages, self._own_even, self._own_lean
+        return self._bound_even_split, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
@@ -139,7 +139,7 @@ class BoundCascade:
         those that differ only in ZeRO is tried before the candidate's own memory. The last function evaluates
         placements (assignments of ranks to devices) on a cluster of equal devices, if not all placements are tried.
         """
-        relaxed = self._held, self._gathered, self._bound_candidate_stages, self._bound_stages_thoroughly
+        relaxed = self._held, self._bound_with_gathers, self._bound_candidate_stages, self._bound_stages_thoroughly
         return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
 
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:
@@ -171,7 +171,7 @@ class BoundCascade:
             return None
         return None
 
-    def _even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
+    def _bound_even_split(self, candidates: Sequence[MeshCandidate], _: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
         divided evenly into stages. The cost of the work is that of the sharding solved for the largest microbatch with
         these mesh sizes. The result is 0 if there is no bound. ``candidates``: combinations of mesh sizes, microbatch
@@ -242,7 +242,7 @@ class BoundCascade:
         self.bounds.check_states(candidate)
         return 0.0
 
-    def _gathered(self, candidate: MeshCandidate, _: float) -> float:
+    def _bound_with_gathers(self, candidate: MeshCandidate, _: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` with the collectives of ZeRO-2 or ZeRO-3; 0 for
         other stages of ZeRO, or if there is no bound. The second argument is not used. ``candidate``: mesh sizes,
         microbatch size, schedule and ZeRO stage.

@@ -134,7 +134,7 @@ def plan_to_fit(
             lacking = lacking or error
             break
         with explored.baselines, nullcontext() if explored.ahead is None else explored.ahead[1]:
-            found = _finished(job, explored, estimate_only)
+            found = _emit_found_plan(job, explored, estimate_only)
             lacks = (
                 None
                 if found.program is None
@@ -228,7 +228,7 @@ def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, trie
     return replace(job, reserves={**job.reserves, candidate: more})
 
 
-def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
+def _emit_found_plan(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
     """Return the plan in ``explored``, the result of the search for ``job`` (model, batch, cluster and constraints), as
     a planned program. The program itself is left out if ``estimate_only`` is set or this version cannot execute the
     plan.

@@ -86,17 +86,19 @@ def schedules_of_several(
     ]
     for _, candidate in sorted(waiting[mesh] for mesh in waiting.keys() - best.keys())[:_BEST]:
         sharing = candidate.sharing(1)
-        groups.append(sorted(several_stages(space, sharing if sharing in rows else candidate), key=_far_from_few))
+        groups.append(
+            sorted(several_stages(space, sharing if sharing in rows else candidate), key=_rank_by_distance_from_few)
+        )
     for candidate in _list_promising_candidates(space, rows.values(), {*map(mesh_of, solved)}, enough, bounds):
         if len(best) >= _BEST + _PROBED:
             break
         if mesh_of(candidate) not in best:
             best[mesh_of(candidate)] = candidate
-            groups.append(sorted(several_stages(space, candidate), key=_far_from_few))
+            groups.append(sorted(several_stages(space, candidate), key=_rank_by_distance_from_few))
     return groups
 
 
-def _far_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
+def _rank_by_distance_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
     """Return a sort key of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage), by which interleaved
     schedules with about 8 virtual stages on a rank come first: the pair (whether its schedule is not interleaved,
     difference of its number of virtual stages from 8).

@@ -64,7 +64,7 @@ def why_none(space: SearchSpace) -> PlanError | ConstraintError:
         + (f", dp is {len(asked.data_shares)}, as many as data_shares" if asked.data_shares else "")
         + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
         + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
-        + (_asked_by(schedule) if schedule else "")
+        + (_describe_allowed_rank_counts(schedule) if schedule else "")
     )
 
 
@@ -105,7 +105,7 @@ def _describe_tensor_limit(space: SearchSpace) -> str:
     return f" and be at most {space.widest}" if forbids else ""
 
 
-def _asked_by(schedule: str | ScheduleTable) -> str:
+def _describe_allowed_rank_counts(schedule: str | ScheduleTable) -> str:
     """Return the part of an error message that says for which numbers of ranks, microbatches or virtual stages
     ``schedule`` is made; empty if it is not made for particular numbers."""
     table = table_of(schedule)

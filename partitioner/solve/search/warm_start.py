@@ -61,7 +61,7 @@ class WarmStart:
         search itself is slow to find good plans for them.
         """
         for standard in self.standards:
-            yield from self._first_that_fits(standard)
+            yield from self._yield_until_one_fits(standard)
         if not self.space.experts:  # without experts the search itself finds good plans quickly
             return
         yield from self._list_expert_layouts()
@@ -73,7 +73,7 @@ class WarmStart:
     def _best_s(self) -> float:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.cutoff_s)
 
-    def _first_that_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
+    def _yield_until_one_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
         """Yield candidates (mesh sizes, microbatch size, schedule and ZeRO stage) that have the well-known layout
         ``standard``, such as ZeRO-3, one after the other, until the caller reports a plan for one. The first is always
         yielded, because the report shows it; the others only if they may be better than the best plan so far.

@@ -76,7 +76,7 @@ def better_cuts(
         seconds, _ = longest_path(timetable, costs.phases(cuts), **how)
         return RankedCuts(((seconds, cuts),), 0.0)
     if math.comb(calls - 1, stages - 1) * actions <= _ALL:
-        return _best_of_all(costs, timetable, how, calls, stages)
+        return _simulate_all_cuts(costs, timetable, how, calls, stages)
     bands = costs.bands(compute_makespan(timetable, costs.phases(cuts), **how) / _count_microbatches(timetable))
     turns = max(4, min(_MOST_TURNS, _ACTIONS // actions) // (4 if quick else 1))
     for turn in range(1, turns + 1):
@@ -126,7 +126,9 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                     yield moved
 
 
-def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> RankedCuts:
+def _simulate_all_cuts(
+    costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int
+) -> RankedCuts:
     """Simulate all possible cuts of the block calls (such as layers) into stages and return the fastest ones. The bound
     is the step time of the best.
 

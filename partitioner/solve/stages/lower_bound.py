@@ -153,7 +153,7 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
             if SameObject(pace) not in of_pace:
                 of_pace[SameObject(pace)] = _bound_other_stages(problem, pace)
             others = of_pace[SameObject(pace)]
-            np.maximum(before[2], _after_others(problem, stage, others, start, stop, time), out=values[2])
+            np.maximum(before[2], _bound_step_after_stage(problem, stage, others, start, stop, time), out=values[2])
         least.fill(np.inf)
         least[:, ends] = np.minimum.reduceat(values, firsts, axis=1)
     most, total, *step = least[:, -1].tolist()
@@ -171,7 +171,7 @@ class OtherStageTimes(NamedTuple):
     weights: Vector
 
 
-def _after_others(
+def _bound_step_after_stage(
     problem: StageProblem, stage: int, others: OtherStageTimes, start: Places, stop: Places, times: Vector
 ) -> Vector:
     """Return lower bounds in seconds on the step if the stage with index ``stage`` runs the block calls (such as

@@ -56,7 +56,7 @@ class StageTables:
         whole = [[c.recompute_s for c in pace.costs] for pace in different]
         self._whole_again = np.stack([np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in whole])
         self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
-        self.allowed = self._allowed_segments()
+        self.allowed = self._mask_allowed_segments()
         self.slim = StageTables(problem.slim) if problem.slim is not None else None
 
     @property
@@ -200,7 +200,7 @@ class StageTables:
         least: Table = (self._forward + self._backward if self.problem.train else self._forward).min(axis=0)
         return least
 
-    def _allowed_segments(self) -> list[NDArray[np.bool_]]:
+    def _mask_allowed_segments(self) -> list[NDArray[np.bool_]]:
         """Return, for each stage, a mask whose entry ``[start, stop]`` says whether the stage may consist of the block
         calls ``start:stop``. They are not empty (unless the problem allows that) and not forbidden, and contain every
         call that is fixed to the stage and no call that is fixed to another.

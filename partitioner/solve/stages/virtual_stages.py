@@ -53,7 +53,11 @@ def fit_virtual_stages(
     ``tables``: seconds and bytes of all possible stages. ``plans``: the virtual stages; their calls stay as they are.
     ``taken``: function of a list of plans that returns the peak bytes of these virtual stages on one rank together.
     """
-    every = _by_calls(tables, plans), _in_part(tables, plans), _by_calls(tables, plans, in_part=True)
+    every = (
+        _yield_variants_by_calls(tables, plans),
+        _in_part(tables, plans),
+        _yield_variants_by_calls(tables, plans, in_part=True),
+    )
     found = [ways for ways in map(list, every) if ways]
     fits = [best for ways in found if (best := _find_least_recompute_fit(ways, taken, capacity)) is not None]
     return min(fits, key=lambda plans: sum(plan.time_s for plan in plans), default=None)
@@ -73,7 +77,9 @@ def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, cap
     return ways[high]
 
 
-def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False) -> Iterator[list[StagePlan]]:
+def _yield_variants_by_calls(
+    tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False
+) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then each time
     with one more such call, which is the one that frees the most bytes per second of recomputation.
 

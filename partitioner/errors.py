@@ -91,7 +91,8 @@ class InfeasibleError(PartitionError):
         return self.suggest().conflict
 
     def __str__(self) -> str:
-        """Return the message, followed by the conflict and the nearest changes if :meth:`suggest` has found them."""
+        """Return the message. If :meth:`suggest` was called, it is followed by the constraints that conflict, and by
+        the smallest changes of constraints with which there is a plan."""
         text, advice = self.message, self._advice
         if advice is None:
             return text if self.advise is None else f"{text}; error.suggest() looks for the nearest change that fits"

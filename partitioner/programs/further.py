@@ -111,8 +111,8 @@ class FirstProgram:
 
     def with_layout(self, found: PlannedProgram) -> FirstProgram:
         """Return a copy with the plan ``found`` in place of the present one. ``found`` is slower for the largest batch
-        shape, but faster on average over all shapes. The certificate keeps its table of candidates, in which ``found``
-        is marked as chosen, and ``note`` explains the choice."""
+        shape, but faster on average over all shapes. The certificate of the copy has the same table of candidates, with
+        ``found`` marked as chosen; the attribute ``note`` of the copy has a sentence that explains the choice."""
         row = next(c for c in found.certificate.candidates if c.status == "chosen")
         before = self.found.certificate
         rows = [

@@ -71,10 +71,10 @@ def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numb
 
 
 def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
-    """Return two texts for messages, what kind of tensor ``tensor`` is and what to do, if it is not a plain array; two
-    empty texts if it is one.
+    """Return two texts for an error message, what kind of tensor ``tensor`` is and what to do, if it is nested, a
+    DTensor, sparse, quantized or a subclass that holds other tensors. Return two empty texts for an ordinary tensor.
 
-    ``numbers``: also refuse tensors without values.
+    ``numbers``: also return texts for a tensor on the meta device or a fake tensor, which have no values.
     """
     if tensor.is_nested:
         return "a nested tensor", "pad it (torch.nested.to_padded_tensor) and mask what is padded"

@@ -498,8 +498,9 @@ def sample_bernoulli(s: Sampler) -> Any:
 def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (lowest integer, number of integers) of the range from which a call of a random integer operator draws.
 
-    Return ``None`` if the bounds are not known, or if the range is too large for uniform numbers. ``given``: the call's
-    arguments by name. ``random_`` without bounds draws all non-negative integers of its integer type.
+    Return ``None`` if the bounds are not known, or if the range is too large: integers are made from uniform floats,
+    whose precision limits the range. ``given``: the call's arguments by name. ``random_`` without bounds draws all
+    non-negative integers of its integer type.
     """
     low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
     if high is None and "self" in given and "from" not in given:

@@ -324,7 +324,8 @@ class _CodeWriter:
         return node
 
     def find_sinks(self) -> dict[fx.Node, list[int]]:
-        """Return each node whose value is an accumulated gradient -> the indices of the accumulators that add it up."""
+        """Return node -> indices in :attr:`sunk`, for each node whose value is the gradient of one microbatch: the rank
+        adds it to the sums over microbatches (accumulators) with these indices."""
         sinks: dict[fx.Node, list[int]] = {}
         for i, result in enumerate(self.sunk):
             if result is not None:

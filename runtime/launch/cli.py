@@ -282,7 +282,8 @@ def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
 
 
 def _smallest_table(program: Program) -> int:
-    """Return the smallest number of rows of an embedding table of ``program``; 2 if it has none."""
+    """Return the smallest number of rows of an embedding table of ``program``, below which random token ids are drawn;
+    2 if it has no table."""
     rows = []
     for stage in program.stages:
         for call in stage.calls:

@@ -167,7 +167,7 @@ class Reducer:
     def _find_scatter_time(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
         """Compute the time (seconds of communication and of compression) of a reduce-scatter of ``num_bytes`` of
         gradients over the mesh axes ``axes``. ``last``: no other data-parallel reduction follows, so gradients are
-        compressed if the scheme says so.
+        compressed if the reduction scheme of this object (``self.how``) says so.
         """
         group = self.group(axes)
         if self.how.compression is None or not last or group.size == 1:

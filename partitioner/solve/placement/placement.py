@@ -259,12 +259,14 @@ class Placements:
         likely: Callable[[PlacedMesh], float] | None,
     ) -> BestPlacement[Result]:
         """Return the best placement (device of each rank) that is found by exchanging devices between ranks, starting
-        from ``best``; ``best`` itself if no exchange makes it cheaper. Exchanges are tried once for each mesh.
+        from ``best``. Return ``best`` itself if no exchange makes it cheaper, or if an earlier call has tried exchanges
+        for the same mesh sizes.
 
         ``placement_evaluator``: returns (cost, result) of a placement; its errors are appended to ``errors``.
-        ``least``: a quick lower bound on the cost of a placement, given a cutoff. ``enough``: placements that cost at
-        least this are of no interest. ``exchanges``: the largest number of placements to evaluate. ``likely``: a cheap
-        estimate of the cost; if given, exchanges first minimize this estimate, and then the evaluated cost.
+        ``least``: a quick lower bound on the cost of a placement, given a cutoff; ``None``: there is none. ``enough``:
+        placements that cost at least this are of no interest. ``exchanges``: the largest number of placements to
+        evaluate. ``likely``: a cheap estimate of the cost; if given, exchanges first minimize this estimate, and then
+        the evaluated cost.
         """
         key = _mesh_to_key(best.machine.mesh)
         if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):

@@ -38,6 +38,7 @@ SMALL_MODULES = {  # module -> why it is one of its own although a single module
     "partitioner/cli/train.py": "loads PyTorch, which the other commands start without",
     "partitioner/draw/scaling.py": "a picture: what measures sizes draws nothing",
     "partitioner/report/notebook.py": "what a notebook displays is no part of the page",
+    "partitioner/solve/pairwise/alike.py": "colour refinement, an algorithm of its own",
     "partitioner/solve/pairwise/improve.py": "a search of its own: the exact solver calls it where time is short",
     "partitioner/solve/stages/split_for_step.py": "an integer program of its own",
     "partitioner/topology/network_cards.py": "one kind of link",

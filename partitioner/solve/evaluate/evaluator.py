@@ -48,9 +48,9 @@ class SolvedCandidate:
 
     ``num_microbatches``: number of microbatches of a rank; if ranks of ``dp`` have different numbers, the greatest.
     ``local``: the graphs of one rank. ``stages``: the cut into stages. ``estimate``: time and memory of a step.
-    ``context_model``: the model before its sequence is sharded over ``cp``, or ``None``. ``stage_of_call``: the stage
-    index of each call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices of the
-    block calls (such as layers) that are recomputed in full. ``selective``: indices of those that recompute
+    ``context_model``: the model before its sequence is sharded over ``cp``; ``None`` if ``cp`` is 1. ``stage_of_call``:
+    the stage index of each call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices
+    of the block calls (such as layers) that are recomputed in full. ``selective``: indices of those that recompute
     selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how gradients are reduced, such as
     all at the end of the step. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have
     equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the

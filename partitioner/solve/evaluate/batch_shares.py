@@ -88,9 +88,10 @@ class BatchSharing:
         """Return the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
         over it), each as a tuple with the number of microbatches of every rank of ``dp``.
 
-        If the numbers may differ, there are up to three: for pipelines whose stages are cut in proportion to their
-        speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one, which a
-        constraint fixes or which is even; an empty tuple means an even one.
+        If the numbers may differ, up to three divisions are returned. The first suits pipelines whose stages are cut in
+        proportion to the speeds of their devices. The second suits pipelines with equal stages, which wait for the
+        slowest. The third is even. If the numbers may not differ, there is one division, which a constraint fixes or
+        which is even. An empty tuple stands for an even division.
         """
         key = SameObject(machine)
         if key not in self._first:

@@ -229,9 +229,9 @@ def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, trie
 
 
 def _emit_found_plan(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
-    """Return the plan in ``explored``, the result of the search for ``job`` (model, batch, cluster and constraints), as
-    a planned program. The program itself is left out if ``estimate_only`` is set or this version cannot execute the
-    plan.
+    """Write the program of the plan in ``explored``, the result of the search for ``job`` (model, batch, cluster and
+    constraints). Return the plan with its program and estimate. The program is ``None`` if ``estimate_only`` is true or
+    if this version cannot execute the plan.
     """
     chosen = explored.chosen
     beyond = planned_only(job, chosen.candidate, job.constraints)
@@ -252,7 +252,8 @@ def _emit_found_plan(job: Job, explored: PlanSearchResult, estimate_only: bool) 
 
 def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
     """Return three values for the plan ``chosen`` of ``job``: its program, its estimate, and the step times under other
-    attention algorithms (``None`` if a background process cannot compute them)."""
+    attention algorithms (``None`` if their computation fails with a ``RuntimeError``, as it may in a background
+    process)."""
     program, estimate = emit_program(job, chosen)
     try:
         return program, estimate, context_ways(job, chosen)
@@ -264,7 +265,7 @@ def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
 class _MemoryShortfall:
     """Memory shortage of a program that does not fit on its devices. ``error``: the shortage of the pipeline stage that
     lacks the most bytes. ``room``: usable bytes of a device of that stage. ``untold``: by how many bytes the search
-    underestimated the memory of a stage; the greatest number of any stage that does not fit.
+    underestimated the memory of a stage that does not fit; the greatest such number of all stages.
     """
 
     error: CapacityError
@@ -313,8 +314,9 @@ class PlannedProgram:
 
     ``chosen``: the plan before its program was written. ``certificate``: the bound and the outcomes of all candidates.
     ``estimate``: time and memory of a step. ``beyond``: the features of the plan that this version cannot execute;
-    ``program`` is ``None`` if there are any. ``context``: step times with other algorithms of attention. ``lacking``:
-    the memory shortage that made the search choose offload; empty if there was none.
+    ``program`` is ``None`` if there are any. ``context``: step times with each algorithm of context-parallel attention;
+    empty without context parallelism. ``lacking``: the memory shortage that made the search choose offload; empty if
+    there was none.
     """
 
     chosen: SolvedCandidate

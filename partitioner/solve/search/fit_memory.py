@@ -175,9 +175,10 @@ def _is_slower(estimate: Estimate) -> bool:
 
 
 def _rivals_s(explored: PlanSearchResult) -> float:
-    """Return the least step time in seconds that a candidate other than the chosen one may have, to tell whether the
-    chosen one is still the best if its program is slower than estimated; infinite if there is no other. For solved
-    candidates it is their estimated step time, for others a lower bound on it. ``explored``: the result of the search.
+    """Return a lower bound in seconds on the step times of all candidates except the chosen one; infinite if there is
+    no other. If the program of the chosen plan is slower than estimated, this bound tells whether the plan is still the
+    best. A solved candidate counts with its estimated step time, another one with its lower bound. ``explored``: the
+    result of the search.
     """
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.lower_bound_s for row in rows), default=math.inf)
@@ -285,9 +286,9 @@ def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
 
 
 def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate) -> _MemoryShortfall | None:
-    """Return the memory shortage of the program of the plan ``chosen``; ``None`` if the program fits. ``estimate``: its
-    memory is the peak bytes of each rank under the program. ``job``: the planning problem, with the devices and their
-    memory.
+    """Return the memory shortage of the program of the plan ``chosen``; ``None`` if the program fits. ``estimate``: the
+    estimate of a step, in which the memory is the peak bytes of each rank while it runs the program. ``job``: the
+    planning problem, with the devices and their memory.
     """
     mesh = chosen.candidate.grid
     rooms = stage_capacity(job.topology, mesh, chosen.devices)
@@ -313,8 +314,9 @@ class PlannedProgram:
     optimum.
 
     ``chosen``: the plan before its program was written. ``certificate``: the bound and the outcomes of all candidates.
-    ``estimate``: time and memory of a step. ``beyond``: the features of the plan that this version cannot execute;
-    ``program`` is ``None`` if there are any. ``context``: step times with each algorithm of context-parallel attention;
+    ``estimate``: time and memory of a step. ``program``: the program of all ranks; ``None`` if this version cannot
+    execute the plan, or if only an estimate was requested. ``beyond``: the features of the plan that this version
+    cannot execute; empty if there are none. ``context``: step times with each algorithm of context-parallel attention;
     empty without context parallelism. ``lacking``: the memory shortage that made the search choose offload; empty if
     there was none.
     """
@@ -365,8 +367,8 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None
 
 def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     """Write and prove the program of all ranks for the plan ``chosen`` of ``job`` (model, batch, cluster and
-    constraints). Return the program, and the estimate of time and memory, in which memory and simulated step time are
-    those of the program.
+    constraints). Return the program, and the plan's estimate of time and memory, in which the memory and the simulated
+    step time are replaced by those of the program.
     """
     candidate = chosen.candidate
     local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)
@@ -410,8 +412,8 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
 
 def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
     """Return the simulated seconds of one step of ``program``, plus the estimated seconds that ranks lose by sharing
-    processor cores. ``chosen``: the plan, which has the device of each rank and this estimate. ``facts``: sizes of the
-    program's states. ``job``: has the topology, constraints, precision and optimizer."""
+    processor cores. ``chosen``: the plan, which has the device of each rank and the estimate of these lost seconds.
+    ``facts``: sizes of the program's states. ``job``: has the topology, constraints, precision and optimizer."""
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
     return simulate_plan_seconds(laid, facts) + contention

@@ -24,7 +24,7 @@ _ROUNDING = 1e-12  # relative gap that counts as none
 class EvaluatedCandidate:
     """The best plan of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage). ``step_time``: seconds of a
     step. ``memory``: bytes on the fullest rank. ``payload``: data of the caller, such as the plan. ``breakdown``: kind
-    of work, such as ``"compute"`` -> seconds of a step.
+    of work, such as ``"compute"`` -> seconds of a step; ``None``: not known.
 
     ``least``: lower bound in seconds on the step times of the candidate's plans (``None``: equal to ``step_time``).
     ``partly``: whether this bound covers only the placements (assignments of ranks to devices) that were tried.

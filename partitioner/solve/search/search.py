@@ -154,12 +154,12 @@ def search_for_plan(
     and more kinds of data offloaded to host memory, and last with optimizer states on disk if host memory is too small.
 
     Args:
-    - time_limit_s: time limit of the search in seconds.
+    - time_limit_s: time limit of the search in seconds; ``None``: no limit.
     - progress: called with the state of the search, or ``None``.
     - compare: whether to plan the standard layouts for comparison.
     - cutoff_s: plans with at least this step time in seconds are not of interest and may be missed.
-    - before: result of an earlier search of the job, in which ranks had more free memory.
-    - emit: function that writes the program of a plan. It may run in the background.
+    - before: result of an earlier search of the job, in which ranks had more free memory, or ``None``.
+    - emit: function that writes the program of a plan, or ``None``. It may run in the background.
     - other_batch: function that returns the job with another global batch, for the report, or ``None``.
 
     Raises:

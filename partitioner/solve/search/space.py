@@ -140,9 +140,9 @@ _OVERLAPPING = {"zb-2p": (1,)}  # tried in addition if steps overlap: the next s
 class SearchSpace:
     """The data from which the candidates of a search are listed.
 
-    - ``global_batch``: number of samples of a step. ``length``: tokens of a sample; 0 if the model has no sequence to
-      share. ``tokens``: tokens of a sample by which the throughput is computed; unlike ``length``, it is also known for
-      models whose attention was not recognized; 0 if the model reads no token ids.
+    - ``global_batch``: number of samples of a step. ``length``: tokens of a sample; 0 if the model has no sequence that
+      ranks of ``cp`` can share. ``tokens``: tokens of a sample by which the throughput is computed; unlike ``length``,
+      it is also known for models whose attention was not recognized; 0 if the model reads no token ids.
     - ``num_calls``: number of block calls that can be distributed over pipeline stages. ``repeated``: how many of these
       calls are of blocks that are called several times, such as decoder layers; 0 stands for all.
     - ``dims``: all dim sizes of the parameters. ``tp`` must divide one of them.
@@ -150,7 +150,8 @@ class SearchSpace:
       may be sharded over other numbers of ranks than 1 and ``tp``.
     - ``even``: whether all ranks of ``dp`` must have equally many microbatches.
     - ``further_samples``, ``further_positions``: numbers of samples in a batch, and of positions in a sample, of the
-      further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples.
+      further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples, and 2
+      ``cp`` all of these numbers of positions.
 
     ``topology``: the cluster. ``constraints``: what the user fixed. ``train``: whether plans are for training.
     """
@@ -199,7 +200,8 @@ class SearchSpace:
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     def splits_positions(self, cp: int) -> bool:
-        """Return whether each of ``cp`` ranks can have two equal pieces of a sample, in all programs of the plan."""
+        """Return whether the samples of all programs of the plan can be cut into ``2 * cp`` pieces of equal length, two
+        for each of ``cp`` ranks."""
         return cp == 1 or all(positions % (2 * cp) == 0 for positions in (self.length, *self.further_positions))
 
     @property
@@ -357,9 +359,9 @@ def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]
 
 
 def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, int]]:
-    """Return pairs of a schedule to try with ``pp`` pipeline ranks and its number of virtual stages on a rank. GPipe
-    takes as long as 1F1B and at least as much memory, so it is included only if it is fixed. ``space``: the search
-    space (cluster, batch, constraints and sizes of the model).
+    """Return pairs (schedule, number of virtual stages on a rank) to try with ``pp`` pipeline ranks. GPipe takes as
+    long as 1F1B and at least as much memory, so it is included only if it is fixed. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model).
     """
     pinned = space.constraints
     table = None if pinned.schedule is None else table_of(pinned.schedule)

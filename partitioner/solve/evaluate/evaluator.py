@@ -217,8 +217,9 @@ class CandidateEvaluator:
         self, candidate: MeshCandidate, proven: bool = True, cutoff_s: float = math.inf
     ) -> PlacementEvaluator:
         """Return the object that finds the best plan of ``candidate`` on single placements (assignments of ranks to
-        devices). ``proven``: it also computes tight lower bounds. ``cutoff_s``: plans that take at least this many
-        seconds per step are of no interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        devices). ``proven``: whether that object also computes tight lower bounds. ``cutoff_s``: plans that take at
+        least this many seconds per step are of no interest. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage.
         """
         self._check_experts(candidate)
         local, costs, states = self.own(candidate)
@@ -250,10 +251,10 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce which results the search will request, so that a second process can compute them ahead. ``floors``:
-        for which the lower bounds on the seconds of blocks (such as layers) will be requested. ``shardings``: for which
-        a sharding problem will be solved. Both consist of pairs of a candidate (mesh sizes, microbatch size, schedule
-        and ZeRO stage) and a microbatch size in samples, approximately in order of use.
+        """Announce which results the search will request, so that a second process can compute them ahead. Both
+        arguments have pairs of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size
+        in samples, approximately in order of use. ``floors``: the pairs for which lower bounds on the seconds of blocks
+        (such as layers) will be requested. ``shardings``: the pairs for which sharded graphs will be requested.
         """
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))

@@ -106,9 +106,9 @@ class AssignmentProblem:
 @dataclass(frozen=True)
 class Assignment:
     """A solution of an assignment problem (one choice per node, at the least total cost). ``choice[i]``: index of the
-    choice of node i. ``objective``: its cost. ``bound``: no assignment costs less. ``seconds``: time that the solution
-    took. ``num_variables``: number of variables of the mixed-integer programs that were solved. ``gap``: ``objective -
-    bound`` relative to ``objective``.
+    choice of node i. ``objective``: the total cost of these choices. ``bound``: a lower bound on the cost of every
+    assignment. ``seconds``: time that the solver took. ``num_variables``: number of variables of the mixed-integer
+    programs that were solved. ``gap``: ``objective - bound`` relative to ``objective``.
     """
 
     choice: list[int]

@@ -366,9 +366,9 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None
 
 
 def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
-    """Write and prove the program of all ranks for the plan ``chosen`` of ``job`` (model, batch, cluster and
-    constraints). Return the program, and the plan's estimate of time and memory, in which the memory and the simulated
-    step time are replaced by those of the program.
+    """Write the program of all ranks for the plan ``chosen`` of ``job`` (model, batch, cluster and constraints), and
+    prove that its ranks cannot deadlock and that every value exists when it is used. Return the program, and the plan's
+    estimate of time and memory, in which the memory and the simulated step time are replaced by those of the program.
     """
     candidate = chosen.candidate
     local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)

@@ -53,8 +53,9 @@ class BlockCallTime:
 
     ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
     reading and writing weights. ``flops``: FLOPs of matrix products. ``issued``: seconds in which the host launches the
-    operators; the call takes at least as long. ``spared``: pair of seconds (launches, part that grows with the batch)
-    of copies and sums that a graph that is sharded, or is for a single sample, may not need.
+    operators; the call takes at least as long. ``spared``: seconds of copies and sums, as a pair (kernel launches, part
+    that grows with the batch). They are counted separately because a sharded graph, or a graph for a single sample, may
+    have none of them.
     """
 
     launches: float = 0.0
@@ -68,9 +69,9 @@ class BlockCallTime:
         """Return a lower bound in seconds on one call of a block (such as a layer) on one rank, for the fraction
         ``share`` of the batch and with the work divided over ``tp`` ranks.
 
-        ``several``: 1 if the microbatch has more than one sample, else 0; with one sample some copies may not be
-        needed. ``ep``: number of ranks that share the experts. All weights are counted as if they were divided over
-        ``ep`` ranks as well as over ``tp``, because some may belong to experts.
+        ``several``: 1 if the microbatch has more than one sample, else 0. The seconds in ``spared`` count only if it is
+        1 and ``tp`` is 1. ``ep``: number of ranks that share the experts. All weights are counted as if they were
+        divided over ``ep`` ranks as well as over ``tp``, because some may belong to experts.
         """
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
@@ -84,9 +85,10 @@ class BlockWork:
 
     ``forward``, ``backward``: seconds in parts. ``inputs``: the part of the backward that computes gradients of inputs.
     ``kept``: the least bytes that are saved for the backward. ``carried``: bytes held between the two halves of a split
-    backward. ``input_bytes``, ``output_bytes``: bytes of each input and output. ``output_grads``: for each output,
-    whether it receives a gradient. ``over_ranks``: the work under context parallelism (``cp`` > 1), if it is less there
-    because repeated key and value heads are read only once.
+    backward (gradients of inputs, then gradients of weights). ``input_bytes``, ``output_bytes``: bytes of each input
+    and output. ``output_grads``: for each output, whether it receives a gradient. ``over_ranks``: the work under
+    context parallelism (``cp`` > 1), where repeated key and value heads are read only once; ``None``: the same as
+    without it.
     """
 
     forward: BlockCallTime
@@ -127,16 +129,17 @@ class BlockWork:
 
 @dataclass
 class Works:
-    """The work of all blocks of a model (a block is a repeated piece, such as a decoder layer), on the best device type
-    and on each device type of the topology. It is computed when first needed.
+    """The work (lower bounds on seconds and bytes of one call) of all blocks of a model, on the best device type and on
+    each device type of the topology. A block is a repeated piece, such as a decoder layer. The work is computed when
+    first needed.
 
     ``blocks``: block name -> its graph for the whole batch. ``device``: the best device type. ``types``: all device
     types with their speed factors, or empty if there is only one. ``train``: whether calls have a backward. ``fp8``:
     whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
     product's operand in fp8, so that no separate cast is needed. ``how``: what selective recomputation may run again in
     the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take little time) or
-    ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: a compiler merges
-    operators; of those that it can merge, only the traffic that is certain counts.
+    ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: whether a compiler merges
+    operators. If so, an operator that it can merge counts only with the memory traffic that no merging avoids.
     """
 
     blocks: Mapping[str, Block]
@@ -179,8 +182,8 @@ def block_work(
     """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
     graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
     weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8,
-    so that no separate cast is needed. ``fused_kernels``: a compiler merges operators; of those that it can merge,
-    only the traffic that is certain counts, because it depends on the sharding what is merged.
+    so that no separate cast is needed. ``fused_kernels``: whether a compiler merges operators. If so, an operator that
+    it can merge counts only with the memory traffic that no merging avoids.
 
     ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
@@ -207,7 +210,8 @@ def _block_work(
     """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
     graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
     weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8.
-    ``fused_kernels``: of operators that a compiler can merge, only the traffic that is certain counts.
+    ``fused_kernels``: whether a compiler merges operators. If so, an operator that it can merge counts only with the
+    memory traffic that no merging avoids.
 
     ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
@@ -269,10 +273,11 @@ def _block_work(
 
 
 def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
-    """Return a lower bound on the memory traffic of ``kernels``, the kernels of one operator that a compiler merges
-    with others, as a list of at most one kernel. Its bytes are ``num_bytes``, or the bytes of ``kernels`` without
-    weights if these are fewer, moved at the rate of the fastest kind of kernel. Launches are not counted, because
-    merged operators share them. The list is empty if no bytes are left.
+    """Return a lower bound on the memory traffic of one operator that a compiler merges with others, as a list of at
+    most one kernel. ``kernels``: the operator's kernels if it is not merged. ``num_bytes``: the bytes that it moves at
+    least if it is merged. The returned kernel moves ``num_bytes``, or the bytes of ``kernels`` without weights if these
+    are fewer, at the rate of the fastest kind of kernel. Launches are not counted, because merged operators share them.
+    The list is empty if no bytes are left.
     """
     moved = min(num_bytes, sum(k.num_bytes - k.state_bytes for k in kernels))
     return [Kernel(_MERGED, moved, launches=0, learned=all(k.learned for k in kernels))] if moved else []
@@ -280,20 +285,20 @@ def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
     """Return ``kernels`` without FLOPs and launches, and with fewer bytes: from each, the bytes of the kernel at the
-    same position in ``least`` are subtracted. What is left is memory traffic that may not occur. ``least``: the same
-    kernels, with the bytes that they read if a tensor that only repeats the elements of a smaller one is read without
-    repetition.
+    same position in ``least`` are subtracted. The result is the memory traffic that occurs only if repeated elements
+    are read repeatedly. ``least``: the same kernels, if a tensor that only repeats the elements of a smaller one is
+    read without repetition.
     """
     pairs = zip(kernels, least, strict=True)
     return [k._replace(num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
-    """Return a lower bound on the bytes that one call of ``block`` (a piece of the model, such as a layer) keeps for
-    backward, whether or not it recomputes selectively: for each kind of bytes the smaller number of both cases.
-    ``how``: what selective recomputation runs again in the backward: ``"scores"`` (attention scores), ``"selective"``
-    (also other large results that take little time) or ``"alternate"`` (also every second matrix product); ``None``: it
-    is excluded, so all activations are kept. ``train``: whether the call has a backward.
+    """Return lower bounds on the memory of one call of ``block`` (a piece of the model, such as a layer), which hold
+    with and without selective recomputation: each field of the result has the smaller value of the two cases. ``how``:
+    what selective recomputation runs again in the backward: ``"scores"`` (attention scores), ``"selective"`` (also
+    other large results that take little time) or ``"alternate"`` (also every second matrix product); ``None``:
+    selective recomputation is excluded. ``train``: whether the call has a backward.
     """
     kept = kept_by(block, train)
     if how is None or not train:
@@ -347,7 +352,7 @@ class DeviceKinds:
     mesh candidates at once.
 
     ``works``: the work of each block on each device type. ``often``: block name -> number of calls in the model.
-    ``samples``: the number of samples that the block graphs are for. ``counts``: the number of devices of each type.
+    ``samples``: the number of samples in the block graphs. ``counts``: the number of devices of each type.
     """
 
     works: Works
@@ -380,18 +385,18 @@ class DeviceKinds:
         return found[0], found[1]
 
     def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Return lower bounds on the forward plus backward seconds of one microbatch in each block (such as a layer) on
-        every device type, shape ``[kinds, blocks, candidates]``. Blocks are in the order of ``self.often``, device
-        types in the order of the topology. ``candidates``: combinations of mesh sizes, microbatch size, schedule and
-        ZeRO stage.
+        """Return lower bounds on the forward plus backward seconds of one call of each block (such as a layer) with one
+        microbatch on every device type, shape ``[kinds, blocks, candidates]``. Blocks are in the order of
+        ``self.often``, device types in the order of the topology. ``candidates``: combinations of mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
         """Return the backward seconds of one microbatch through all block calls (such as layers) on the slowest device
-        type, for each of the mesh candidates, shape ``[candidates]``. No backward takes longer, so no more of the
-        gradient reduction can be hidden behind it. ``candidates``: combinations of mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        type, for each of the mesh candidates, shape ``[candidates]``. The gradient reduction can be hidden behind a
+        backward for at most this time. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO
+        stage.
         """
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
@@ -399,9 +404,10 @@ class DeviceKinds:
         return longest
 
     def speeds(self, candidates: Sequence[MeshCandidate]) -> Matrix:
-        """Return the relative speed of each device type, shape ``[kinds, candidates]``. The best type has speed 1.
-        Speeds are upper bounds: the greatest over all blocks (such as layers), forward and backward. ``candidates``:
-        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the relative speed of each device type, shape ``[kinds, candidates]``. The best type has speed 1. A
+        type may be faster in some blocks (such as layers) than in others; its greatest speed over all blocks, forward
+        and backward, is returned, so speeds are upper bounds. ``candidates``: combinations of mesh sizes, microbatch
+        size, schedule and ZeRO stage.
         """
         best = np.maximum(np.concatenate(self.seconds(self.works.best, candidates)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, candidates)), _TINY_S) for paced in self.works.paced]

@@ -96,7 +96,7 @@ Vector = NDArray[np.float64]
 class BoundOptions(TypedDict, total=False):
     """Options of the computation of lower bounds on stage times. ``cutoff_s``: the computation may stop when the bound
     reaches this many seconds. ``quick``: whether to save time by leaving out stages that take much longer than an even
-    share of the work; for cuts with such a stage, the result then has separate bounds, which are less tight.
+    share of the work; cuts with such a stage then get bounds of their own, which are less tight.
     """
 
     cutoff_s: float
@@ -121,8 +121,8 @@ def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -
 class ModelBounds:
     """Computes lower bounds on the time and memory of mesh candidates for one model on one topology. The bounds hold
     for every sharding, placement (assignment of ranks to devices) and cut into stages. ``samples``: the number of
-    samples that the model's graphs are for. ``job``: the model, batch, cluster and constraints. ``placements``: finds
-    the placements of a mesh.
+    samples in the model's graphs. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
+    placements of a mesh; ``None``: a new object is made for the job's topology.
     """
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
@@ -178,8 +178,8 @@ class ModelBounds:
 
     @cached_property
     def dims(self) -> frozenset[int]:
-        """Return the set of all dim sizes of the model's parameters. Sizes of the axis ``tp`` that divide none of them
-        are not searched."""
+        """Return the sizes of all dims of the model's parameters, as a set. A size of the mesh axis ``tp`` that divides
+        none of them is not searched."""
         return frozenset(d for s in self.model.states.values() if s.kind == "parameter" for d in s.spec.shape)
 
     @cached_property
@@ -210,11 +210,11 @@ class ModelBounds:
     def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
         """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``.
 
-        It is the sum of three terms: the pipeline, whose busiest rank takes at least an even share of the work and
-        runs whole calls of blocks (such as layers); the part of the gradient reduction that the backward cannot hide
-        (with a single stage); and the optimizer's update. ``shared``: whether to assume the even share alone. The bound
-        is then lower, but a caller may add times that need not fall on the busiest rank. ``candidates``: combinations
-        of mesh sizes, microbatch size, schedule and ZeRO stage.
+        It is the sum of three terms: the pipeline; the part of the gradient reduction that the backward cannot hide
+        (with a single stage); and the optimizer's update. The busiest rank of the pipeline takes at least an even share
+        of the work, and it runs whole calls of blocks (such as layers), which may take longer. ``shared``: whether to
+        use the even share alone. The bound is then lower, but a caller may add to it times that can fall on any rank.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
@@ -242,10 +242,10 @@ class ModelBounds:
         """Return a lower bound in seconds on the time of the pipeline in a step of each candidate, shape
         ``[candidates]``; gradient reduction and update come on top.
 
-        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers), by
-        candidate. ``busiest``: another lower bound on the seconds of a microbatch on the busiest rank, such as that of
-        :func:`bound_busiest_rank`, by candidate; the busiest rank has at least an even share of the work.
-        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers),
+        shape ``[candidates]``. The busiest rank takes at least an even share of them. ``busiest``: another lower bound
+        on the seconds of one microbatch on the busiest rank, shape ``[candidates]``. ``candidates``: combinations of
+        mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
@@ -457,11 +457,10 @@ class ModelBounds:
     def refine(self, candidate: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
         """Return a lower bound in seconds on the step time of ``candidate``. Unlike the quicker bound of :meth:`times`,
         it considers memory and how block calls (such as layers) can be cut into stages, so it is at least as tight.
-        ``floor``: known lower bounds on each block's seconds, such as those of an actual sharding; ``None``: those of
-        unsharded blocks. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``floor``: known lower bounds on the seconds of each block, such as those of an actual sharding; ``None``: those
+        of unsharded blocks are used. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
 
-        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist, since even a problem without
-        collectives has no solution.
+        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
         """
         bound = float(self.times([candidate])[0])
         if not is_plain(candidate.schedule, candidate.virtual_stages):  # a rank's calls are not consecutive
@@ -478,11 +477,11 @@ class ModelBounds:
         """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. They assume that
         ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding.
 
-        ``floor``: known lower bounds on the seconds of each block (such as a layer), or ``None``. ``speed``: the speed
-        of the fastest stage relative to the best device type; ``None``: it is computed for the candidate. ``how``:
-        ``cutoff_s`` (stop when the bound reaches this many seconds) and ``quick`` (leave out very long stages).
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`CapacityError` or
-        :class:`PlanError` if no plan can exist.
+        ``floor``: known lower bounds on the seconds of each block (such as a layer); ``None``: only those of the
+        unsharded blocks are known. ``speed``: the speed of the fastest stage relative to the best device type;
+        ``None``: it is computed for the candidate. ``how``: ``cutoff_s`` (stop when the bound reaches this many
+        seconds) and ``quick`` (leave out very long stages). ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
         """
         fastest = self.speeds(candidate)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}
@@ -571,9 +570,10 @@ class ModelBounds:
 
     def staged(self, candidates: Sequence[MeshCandidate], least: LeastTime) -> float:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
-        stage and therefore share one bound on their stage times. ``least``: this bound, in seconds per microbatch. The
-        pipeline, gradient reduction and update are computed from it. ``candidates``: combinations of mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        stage and therefore share one bound on their stage times. ``least``: lower bounds on the stage times, in seconds
+        per microbatch. The result adds up lower bounds on the pipeline, which follows from ``least``, on the gradient
+        reduction and on the optimizer's update. ``candidates``: combinations of mesh sizes, microbatch size, schedule
+        and ZeRO stage.
         """
         candidate, m = candidates[0], candidates[0].num_microbatches(self.global_batch)
         pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.job.constraints.overlap_steps)
@@ -606,8 +606,8 @@ class ModelBounds:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
         stage. ``floor``: lower bounds on the seconds of each block (such as a layer) in them. ``shared``: whether to
         drop the assumption that every block call runs as a whole on one rank. The bound is then lower, but a caller may
-        add times that need not fall on the busiest rank. ``candidates``: combinations of mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        add to it times that can fall on any rank. ``candidates``: combinations of mesh sizes, microbatch size, schedule
+        and ZeRO stage.
         """
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())

@@ -16,11 +16,12 @@ class PlannedJob(Protocol):
     """The attributes of a planning job (model, batch, cluster and constraints) that the lower bounds read.
 
     ``samples``: the number of samples in the graphs of ``model``: those of the global batch, or of one group if samples
-    interact within groups. ``goes_apart``: function of a candidate (mesh sizes, microbatch size, schedule and ZeRO
-    stage) that returns whether faster ranks of ``dp`` may compute more microbatches. ``made_again``: what selective
-    recomputation may run again in the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large
-    results that take little time) or ``"alternate"`` (also every second matrix product); ``None``: it is excluded.
-    ``experts``: names of the experts' parameters.
+    interact within groups. ``profile``: how the plan is executed, such as the framework and its kernels.
+    ``goes_apart``: function of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) that returns whether
+    faster ranks of ``dp`` may compute more microbatches. ``made_again``: what selective recomputation may run again in
+    the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take little time) or
+    ``"alternate"`` (also every second matrix product); ``None``: it is excluded. ``experts``: names of the experts'
+    parameters.
     """
 
     @property

@@ -50,9 +50,9 @@ class MicrobatchMemory:
     """Lower bounds on the activation bytes of one microbatch through all block calls (such as layers).
 
     ``whole``: bytes of each call without recomputation. ``inputs``: bytes of each call with full recomputation, which
-    saves only inputs of calls. ``again``: how bytes can be freed by recomputing calls: pairs (seconds of recomputation
-    per byte that is then not saved, number of these bytes), one for each call, those with the least seconds per byte
-    first.
+    saves only inputs of calls. ``again``: how many bytes can be freed by recomputing calls: pairs (seconds of
+    recomputation per byte that is then not saved, number of these bytes), one for each call, those with the least
+    seconds per byte first.
     """
 
     whole: ActivationBytes
@@ -65,8 +65,8 @@ class MicrobatchMemory:
         this many seconds per microbatch. ``recompute``: the kind of recomputation that a constraint fixes (such as
         ``"full"``), or ``None``.
 
-        The result is infinite if nothing fits within ``limit_s``. Raises :class:`CapacityError` if nothing fits even
-        without a limit.
+        The result is infinite if no recomputation makes the activations fit within ``limit_s``. Raises
+        :class:`CapacityError` if none does even without a time limit.
         """
         needed = self.inputs if recompute in (None, "full") else self.whole
         room = ranks.room(needed, math.inf)
@@ -152,9 +152,9 @@ def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> N
 
 
 def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
-    """Return a lower bound on an unknown number, found by bisection between ``low``, a known lower bound on it, and
-    ``high``, at which the result is cut off. ``bound(t)``: a lower bound on the number that is valid if the number is
-    at most ``t``; it must not increase with ``t``."""
+    """Return a lower bound on an unknown number, such as the seconds of a step, found by bisection between ``low`` and
+    ``high``. ``low``: a known lower bound on the number. ``high``: the greatest value that is returned. ``bound(t)``: a
+    lower bound on the number that is valid if the number is at most ``t``; it must not increase with ``t``."""
     if math.isinf(high) or bound(low) <= low:
         return bound(high)
     if bound(high) >= high:
@@ -166,10 +166,10 @@ def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _least_mean(counts: Sequence[Sequence[int]]) -> float:
-    """Return a lower bound on the greatest possible minimum component of a weighted mean of the vectors ``counts``.
-    Each vector has, for one moment of a step, the number of microbatches in flight in each virtual stage of a rank; the
-    result limits how much memory a microbatch may take there. It is the value of a matrix game, approximated by
-    multiplicative weights.
+    """Return a lower bound on the greatest minimum component that a weighted mean of the vectors ``counts`` can have.
+    Each vector has, for one moment of a step, the number of microbatches in flight in each virtual stage of a rank. The
+    memory of the rank divided by the result is an upper bound on the memory of one microbatch. It is the value of a
+    matrix game, approximated by multiplicative weights.
     """
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0

@@ -41,8 +41,8 @@ _TINY = 1e-12
 @dataclass(frozen=True)
 class BlockLowerBound:
     """Lower bounds on the seconds of each block (such as a decoder layer), on any placement (assignment of ranks to
-    devices). ``seconds``: block name -> pair of forward and backward seconds of one microbatch. ``of_kind``: the same
-    dict for each device type; empty if the topology has only one.
+    devices). ``seconds``: block name -> pair of forward and backward seconds of one microbatch, on the best devices.
+    ``of_kind``: one such dict for each device type; empty if the topology has only one type.
     """
 
     seconds: Seconds
@@ -58,8 +58,9 @@ class BlockLowerBound:
 
 @dataclass(frozen=True)
 class _WeightReads:
-    """Bytes of weights that a call of a block (such as a layer) reads. ``experts``: a pair for the weights of experts:
-    bytes of the weights, bytes of their gradients. ``others``: the same pair for all other weights.
+    """Bytes of the weights that a call of a block (such as a layer) reads, and of their gradients. ``experts``: for the
+    weights of experts, the pair (bytes of the weights, bytes of their gradients). ``others``: the same pair for all
+    other weights.
     """
 
     experts: tuple[float, float]
@@ -115,8 +116,8 @@ class Gathers:
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
         """Return the seconds of a block (such as a layer) together with the part of its ZeRO-3 collectives that
         computation does not hide. ``seconds``: those of the block alone. ``gathers_s``: those of the collectives. If
-        ``seconds`` contains other communication, this is treated as if it could hide collectives, too, so the result is
-        a lower bound.
+        ``seconds`` contains other communication, it counts as computation that can hide collectives, so the result is a
+        lower bound.
         """
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
@@ -159,10 +160,10 @@ class Gathers:
         size, schedule and ZeRO stage.
 
         ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
-        through all stages. The backwards of a stage hide as many seconds of scatters as they take, so the shorter the
-        step, the less is hidden. The bound is computed for a stage with the mean work of all stages. The slowest stage
-        takes at least as long, because the seconds that stay exposed are a convex function of the work, and no stage
-        waits for the exposed seconds of an earlier one.
+        through all stages. A backward can hide scatters for as long as it takes itself, so the shorter the step, the
+        less is hidden. The bound is computed for a stage with the mean work of all stages. The slowest stage takes at
+        least as long, because the seconds that stay exposed are a convex function of the work, and no stage waits for
+        the exposed seconds of an earlier one.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
@@ -292,13 +293,13 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Return the bytes of gradients that a step has to reduce over the ranks with equal weights, which are treated as
-    one mesh axis ``dp``, as two dicts.
+    """Return how many bytes of gradients a step reduces in which collectives, as two dicts. All ranks with equal
+    weights are treated as one mesh axis ``dp``.
 
     The first maps (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes of
-    gradients that this collective reduces. The second maps the axes of a reduce-scatter to whether no other reduction
-    of the gradients follows. ``states``: costs of parameters, one entry for each parameter; equal parameters share one
-    object.
+    gradients that this collective reduces. The second maps the mesh axes of a reduce-scatter to whether it is the last
+    reduction of its gradients. ``states``: costs of parameters, one entry for each parameter; equal parameters share
+    one object.
     """
     costs = list(states)
     often = Counter(map(id, costs))

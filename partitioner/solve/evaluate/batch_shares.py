@@ -26,8 +26,9 @@ from partitioner.solve.sharding.local_model import LocalModel
 
 def share_out(parts: int, seconds: Sequence[float], fill: float = 0.0) -> tuple[int, ...]:
     """Divide ``parts`` microbatches among replicas. Return the number of microbatches of each, at least one, such that
-    the last replica ends as early as possible. ``seconds``: the time of one microbatch on each replica. A replica with
-    ``n`` microbatches takes ``n + fill`` times its seconds.
+    the last replica ends as early as possible. ``seconds``: the time of one microbatch on each replica. ``fill``: how
+    many further microbatch times each replica needs, such as to fill its pipeline: one with ``n`` microbatches takes
+    ``n + fill`` times its seconds.
 
     The result is optimal: each microbatch goes to the replica where it ends first, and adding microbatches only delays
     ends (Fox 1966).
@@ -60,12 +61,12 @@ Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty
 @dataclass
 class BatchSharing:
     """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate`` (mesh sizes,
-    microbatch size, schedule and ZeRO stage), so that ranks on faster devices may get more. ``job``: the model, batch,
+    microbatch size, schedule and ZeRO stage), so that ranks on faster devices can get more. ``job``: the model, batch,
     cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their block calls (such as
     layers) by device.
 
     The methods take a placement: a topology with the mesh laid over it and the settings of the candidate. Results are
-    cached by the identity of this object.
+    cached by the identity of the placement object.
     """
 
     job: Job
@@ -87,9 +88,10 @@ class BatchSharing:
         """Return the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
         over it), each as a tuple with the number of microbatches of every rank of ``dp``.
 
-        If the numbers may differ, there are up to three: for pipelines whose stages are cut in proportion to their
-        speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one, which a
-        constraint fixes or which is even; an empty tuple means an even one.
+        If the numbers may differ, up to three divisions are returned. The first suits pipelines whose stages are cut in
+        proportion to the speeds of their devices. The second suits pipelines with equal stages, which wait for the
+        slowest. The third is even. If the numbers may not differ, there is one division, which a constraint fixes or
+        which is even. An empty tuple stands for an even division.
         """
         key = SameObject(machine)
         if key not in self._first:
@@ -97,9 +99,10 @@ class BatchSharing:
         return self._first[key]
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
-        """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines on the
-        placement ``machine`` (a topology with the mesh laid over it) with a given cut into stages. ``calls``: for each
-        stage, the indices of its block calls (such as layers) in the model of one rank.
+        """Return the number of microbatches of each rank of ``dp`` for a given cut into stages on the placement
+        ``machine`` (a topology with the mesh laid over it). Faster pipelines get more microbatches, so that the last
+        pipeline ends as early as possible. ``calls``: for each stage, the indices of its block calls (such as layers)
+        in the model of one rank.
         """
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
@@ -113,13 +116,13 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return, for each pipeline stage, a dict from the name of each block (such as a layer) to the cost of a call
-        on the placement ``machine`` (a topology with the mesh laid over it), by which the cut into stages is chosen.
-        ``shares``: the number of microbatches of each rank of ``dp``.
+        """Return the costs by which the cut into stages is chosen on the placement ``machine`` (a topology with the
+        mesh laid over it): for each pipeline stage, a dict from the name of each block (such as a layer) to the cost of
+        a call. ``shares``: the number of microbatches of each rank of ``dp``.
 
-        All pipelines get the same cut. If they differ in speed, the costs of a pipeline with fewer microbatches are
-        scaled down, as if it had spread the same total time over as many microbatches as the pipeline with the most.
-        Each stage has the greatest of these costs over the pipelines.
+        All pipelines get the same cut. If they differ in speed, costs are compared per microbatch of the pipeline that
+        has the most. The costs of a pipeline with fewer microbatches are therefore scaled down in proportion. Each
+        stage gets the greatest scaled costs of all pipelines.
         """
         candidate, pipelines = self.candidate, machine.pipelines
         if len(machine.distinct_pipelines) == 1 or not self.job.goes_apart(candidate):
@@ -189,8 +192,8 @@ class BatchSharing:
         self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
     ) -> float:
         """Return a lower bound in seconds on running ``num_microbatches`` microbatches in total on all pipelines (one
-        for each rank of ``dp``). Pipelines are of one kind if their stages have equal devices and links. Pipelines that
-        wait for each other in every microbatch are passed as a single one.
+        for each rank of ``dp``). Pipelines are of one kind if their stages have equal devices and links. If all
+        pipelines wait for each other in every microbatch, the arguments describe a single pipeline.
 
         ``of_stages``: for each stage of the first kind of pipeline, then for each stage of the second kind, and so on,
         the cost of a call by name of the block (such as a layer). ``different``: the distinct dicts in ``of_stages``,

@@ -77,10 +77,11 @@ def split_of(
     """Return the best cut of the block calls (such as layers) of ``problem`` into stages under the candidate's
     schedule.
 
-    ``proven``: whether to compute a tight lower bound too. ``improved``: whether to search also for cuts that fill the
-    pipeline better. Both matter only for schedules without a formula for the step time, which are simulated.
+    ``proven``: whether to compute a tight lower bound too. ``improved``: whether to search also for cuts with less idle
+    time in the pipeline. Both matter only for schedules without a formula for the step time, which are simulated.
     ``cutoff_s``: cuts that take at least this many seconds are of no interest. ``candidate``: mesh sizes, microbatch
-    size, schedule and ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if there is no cut.
+    size, schedule and ZeRO stage. Raises :class:`CapacityError` if no cut fits in memory, and :class:`PlanError` if
+    there is none for another reason.
     """
     if is_formula(candidate.schedule):
         return solve_stages(problem)
@@ -123,14 +124,15 @@ class PlacementEvaluator:
     - ``job``: the model, batch, cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of
       their block calls (such as layers) by device. ``states``: the costs of its parameters and buffers, by name.
     - ``reference``: the profile of a rank (device, speed and groups) that the sharding was optimized for.
-    - ``check``: raises :class:`CapacityError` if hosts lack memory for offloaded data.
-    - ``proven``: whether to compute tight lower bounds too. ``improved``: whether to search cuts that fill the pipeline
-      better. ``cutoff_s``: plans that take at least this many seconds per step are of no interest; each plan that is
-      found lowers it.
-    - ``record``: the divisions of the batch that were fast on other placements, also of other candidates with the same
-      pipelines.
+    - ``check``: function of an estimate and a placement, which raises :class:`CapacityError` if hosts lack memory for
+      offloaded data.
+    - ``proven``: whether to compute tight lower bounds too. ``improved``: whether to search also for cuts with less
+      idle time in the pipeline. ``cutoff_s``: plans that take at least this many seconds per step are of no interest;
+      each plan that is found lowers it.
+    - ``record``: which divisions of the batch were fast on other placements, also on those of other candidates that
+      share it.
     - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
-      ``asked``: the placements that were evaluated, by identity.
+      ``asked``: the placements that were evaluated so far, by identity.
     """
 
     job: Job
@@ -283,8 +285,9 @@ class PlacementEvaluator:
 
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
         """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
-        mesh laid over it); infinite if no cut into stages fits in memory. A tighter bound is computed only if that is
-        quick and the simple bound is below ``cutoff_s`` seconds, which is all that the caller wants to know.
+        mesh laid over it); infinite if no cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is
+        tight enough. A tighter bound than the simple one is computed only if the simple one is smaller than that and
+        the computation is quick.
         """
         dressed = self.dressed(machine)
         return (
@@ -294,10 +297,10 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a lower bound in seconds on the step on the placement ``machine`` (a topology with the mesh laid over
-        it) that is probable, but not proven, and at least as high as the proven one. It assumes that no division of the
-        batch among the ranks of ``dp`` is much faster than the divisions that are tried first. ``cutoff_s``: a bound of
-        this many seconds is tight enough.
+        """Return a probable lower bound in seconds on the step on the placement ``machine`` (a topology with the mesh
+        laid over it). It is not proven, but at least as high as the proven bound that :meth:`least` returns. It assumes
+        that no division of the batch among the ranks of ``dp`` is much faster than the divisions that are tried first.
+        ``cutoff_s``: a bound of this many seconds is tight enough.
         """
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
@@ -332,8 +335,9 @@ class PlacementEvaluator:
         return self._dressed[key]
 
     def _set_microbatches_in_flight(self, problem: StageProblem) -> StageProblem:
-        """Return a copy of ``problem``, the problem of cutting block calls (such as layers) into pipeline stages, with
-        the numbers of microbatches whose activations each stage holds under a schedule that is simulated.
+        """Return a copy of ``problem``, the problem of cutting block calls (such as layers) into pipeline stages, in
+        which each stage has the number of microbatches whose activations it holds at a time. If the schedule has a
+        formula for its step time, and is therefore not simulated, ``problem`` itself is returned.
         """
         candidate = self.candidate
         if is_formula(candidate.schedule):

@@ -48,12 +48,13 @@ class SolvedCandidate:
 
     ``num_microbatches``: number of microbatches of a rank; if ranks of ``dp`` have different numbers, the greatest.
     ``local``: the graphs of one rank. ``stages``: the cut into stages. ``estimate``: time and memory of a step.
-    ``context_model``: the model before its sequence is sharded over ``cp``. ``stage_of_call``: the stage index of each
-    call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices of the block calls (such
-    as layers) that are recomputed in full. ``selective``: indices of those that recompute selectively. ``offload``: the
-    kinds of data kept in host memory. ``reducing``: how gradients are reduced. ``data_shares``: the number of
-    microbatches of each rank of ``dp``; empty if all have equally many. ``lower_bound_s``: every plan of the candidate
-    takes at least this many seconds, or at least the cutoff of the search if that is smaller.
+    ``context_model``: the model before its sequence is sharded over ``cp``; ``None`` if ``cp`` is 1. ``stage_of_call``:
+    the stage index of each call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices
+    of the block calls (such as layers) that are recomputed in full. ``selective``: indices of those that recompute
+    selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how gradients are reduced, such as
+    all at the end of the step. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have
+    equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the
+    cutoff of the search if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -107,8 +108,8 @@ class CandidateEvaluator:
 
         ``proven``: whether to compute a tight lower bound on the cut into stages too, which doubles the time for
         schedules without a formula for the step time, which are simulated. ``improved``: whether, for these schedules,
-        to search also for cuts that fill the pipeline better. ``cutoff_s``: plans that take at least this many seconds
-        per step are of no interest, and bounds need not be tighter.
+        to search also for cuts with less idle time in the pipeline. ``cutoff_s``: plans that take at least this many
+        seconds per step are of no interest, and bounds need not be tighter.
 
         Raises :class:`PlanError` (:class:`CapacityError` if memory does not suffice) or
         :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.
@@ -189,18 +190,18 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Return whether :meth:`solve` tries all placements (assignments of ranks to devices) of ``candidate`` on
-        devices and all divisions of the batch among the ranks of ``dp``, so that its plan is the best one and not only
-        the best of those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return whether :meth:`solve` tries all placements (assignments of ranks to devices) of ``candidate`` and all
+        divisions of the batch among the ranks of ``dp``. Its plan is then the best of all, and not only the best of
+        those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
         return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
         """Return whether every placement (assignment of ranks to devices) of ``candidate`` that :meth:`solve` would try
-        is expected to take at least ``cutoff_s`` seconds per step, so that solving it is useless. Return ``False`` if
-        these are all possible placements, since other bounds are tight there. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        is expected to take at least ``cutoff_s`` seconds per step, so that solving the candidate is useless. Return
+        ``False`` if :meth:`solve` would try all possible placements, since other bounds are tight then. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
         """
@@ -216,8 +217,9 @@ class CandidateEvaluator:
         self, candidate: MeshCandidate, proven: bool = True, cutoff_s: float = math.inf
     ) -> PlacementEvaluator:
         """Return the object that finds the best plan of ``candidate`` on single placements (assignments of ranks to
-        devices). ``proven``: it also computes tight lower bounds. ``cutoff_s``: plans that take at least this many
-        seconds per step are of no interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        devices). ``proven``: whether that object also computes tight lower bounds. ``cutoff_s``: plans that take at
+        least this many seconds per step are of no interest. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage.
         """
         self._check_experts(candidate)
         local, costs, states = self.own(candidate)
@@ -249,18 +251,19 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce which results the search will request, so that a second process can compute them ahead. ``floors``:
-        the lower bounds on the seconds of blocks (such as layers). ``shardings``: the solutions of sharding problems.
-        Both are pairs of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size in
-        samples, approximately in order of use.
+        """Announce which results the search will request, so that a second process can compute them ahead. Both
+        arguments have pairs of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) and a microbatch size
+        in samples, approximately in order of use. ``floors``: the pairs for which lower bounds on the seconds of blocks
+        (such as layers) will be requested. ``shardings``: the pairs for which sharded graphs will be requested.
         """
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
     def wish(self, candidate: MeshCandidate, size: int) -> None:
         """Announce that the lower bound on the blocks (such as layers) of ``candidate`` will be needed soon, so that
-        the second process computes it before other announced results. ``size``: samples of the microbatch for which the
-        bound is computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        the second process, which computes announced results ahead, computes it before the others. ``size``: samples of
+        the microbatch for which the bound is computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
         """
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
@@ -303,11 +306,11 @@ class CandidateEvaluator:
         return local.model, combine_fastest_costs(self._list_stage_costs(candidate, costs)), states
 
     def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """Return costs that hold as lower bounds for ``candidate`` and for all candidates which differ from it only in
-        their ZeRO stage and need at least as much memory: the graphs of one rank, a dict from the name of each block
-        (such as a layer) to a lower bound on the cost of a call without ZeRO, and a dict from the name of each
-        parameter or buffer to its cost. Return ``None`` if devices differ in speed, because the ZeRO stage then also
-        decides how the batch may be divided. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return three values from which lower bounds follow for ``candidate``, and for all candidates which differ
+        from it only in their ZeRO stage and need at least as much memory: the graphs of one rank; a dict from the name
+        of each block (such as a layer) to a lower bound on the cost of a call without ZeRO; and a dict from the name of
+        each parameter or buffer to its cost. Return ``None`` if devices differ in speed, because the ZeRO stage then
+        also decides how the batch may be divided. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if self._has_mixed_speeds:
             return None
@@ -315,7 +318,7 @@ class CandidateEvaluator:
         return model, costs, self.own(candidate)[2]
 
     def own(self, candidate: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
-        """Return three values for the sharding that was optimized for ``candidate`` itself: the graphs of one rank, a
+        """Return three values for the sharding with the least cost for ``candidate`` itself: the graphs of one rank, a
         cache of the costs of their block calls (such as layers) by device, and the costs of a rank's parameters and
         buffers by name. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
@@ -346,7 +349,7 @@ class CandidateEvaluator:
             check_disks(topology, devices, [stage.disk for stage in held])
 
     def _split_of(self, candidate: MeshCandidate) -> FoldedModel:
-        """Return the model of one microbatch of ``candidate`` as it is before its sequence is sharded over ``cp``.
+        """Return the model of ``candidate`` for one microbatch, before the sequence is sharded over ``cp``.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
@@ -416,9 +419,10 @@ class CandidateEvaluator:
         return BlockLowerBound(best, tuple(self._bound_block_seconds(local, of_kind) for of_kind in kinds))
 
     def _bound_block_seconds(self, local: LocalModel, costs: Costs) -> Seconds:
-        """Return a dict: name of a block (such as a layer) -> least forward and backward seconds of a call, for the
-        blocks of the whole model. ``costs``: the costs of the blocks of ``local``, the model of one rank. Calls are
-        matched by module path, because the two models may have different blocks.
+        """Return, for each block (such as a layer) of the job's unsharded model, name -> least (forward seconds,
+        backward seconds) of a call. ``local``: the graphs of one rank. ``costs``: the costs of the blocks of ``local``.
+        These blocks may differ from those of the unsharded model, so calls of the two models are matched by their
+        module path.
         """
         least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}

@@ -25,8 +25,8 @@ from partitioner.topology import Topology
 
 @dataclass(frozen=True)
 class CompanionProgram:
-    """A further program of a plan, such as an evaluation, that restricts the layout of the parameters and buffers: the
-    layout of the first program has to be one in which this program exists, too.
+    """A further program of a plan, such as an evaluation, that uses the parameters and buffers in the layout of the
+    first program. It cannot run in every layout, so a layout is searched in which both programs can run.
 
     ``job``: its planning problem. ``weight``: how often it is executed for each execution of the first program.
     ``inputs``: name of an input -> layouts over ``tp`` that it may have; others are replicated.
@@ -48,15 +48,15 @@ class Job:
       data-parallel parts. ``profile``: how the plan is executed, such as the framework and its kernels.
     - ``reserve``: bytes of every rank's memory that stay free. ``reserves``: mesh candidate -> further reserved bytes.
       ``refused``: mesh candidate -> error to raise, for candidates whose emitted programs are known not to fit.
-      ``unfollowed``: mesh candidate, or :attr:`MeshCandidate.axes` of several -> error to raise, for those in whose
-      layout a further program has no plan.
+      ``unfollowed``: mesh candidate -> error to raise, for candidates in whose layout a further program has no plan; a
+      key may also be :attr:`MeshCandidate.axes`, the mesh sizes, which excludes all candidates with them.
       ``simulated``: mesh candidate -> simulated seconds of a step, for candidates whose programs take longer than their
       estimates.
     - ``layout``: if another program of the same plan exists already, the layout of its parameters and buffers, which
       has to be kept; else ``None``.
     - ``further_samples``, ``further_positions``: numbers of samples in a batch, and of positions in a sample, of the
-      further programs that will have the layout of this one. ``companions``: those of them that are sharded together
-      with this one, because they cannot follow every layout of it.
+      further programs that will have the layout of this one. ``companions``: the further programs that are sharded
+      together with this one, because they cannot run in every layout of it.
 
     ``topology``: the cluster. ``constraints``: what the user fixed. ``optimizer``: its name, such as ``"adam"``.
     """
@@ -83,8 +83,9 @@ class Job:
     )
 
     def check_refused(self, candidate: MeshCandidate) -> None:
-        """Raise the error of ``refused`` or ``unfollowed`` if ``candidate`` is excluded by one of them. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Raise the error that ``refused`` (candidates whose programs do not fit in memory) or ``unfollowed``
+        (candidates in whose layout a further program has no plan) has for ``candidate``, if any. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         for error in (
             self.refused.get(candidate),
@@ -150,8 +151,8 @@ class Job:
     @cached_property
     def expert_batch(self) -> ShardingSolution:
         """Return the layouts that split the batch into microbatches and data-parallel parts if experts are distributed
-        over ranks, which requires that the work of experts is sharded by rows (tokens). This is :attr:`batch` if it
-        does so, and otherwise another solution that does."""
+        over ranks, which requires that the work of experts is sharded by rows (tokens). Return :attr:`batch` itself if
+        it shards that work by rows, and otherwise another solution that does."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)

@@ -117,8 +117,8 @@ class LocalModels:
                 self._aside.wish(problem)
 
     def read_ahead(self, name: Hashable) -> Any | None:
-        """Return the announced result called ``name`` if a second process has computed it. ``None`` means that the
-        caller has to compute it.
+        """Return the announced result with the key ``name`` if a second process has computed it. ``None`` means that
+        the caller has to compute it.
         """
         return None if self._aside is None else self._aside.take(name)
 
@@ -130,8 +130,8 @@ class LocalModels:
             self._aside.end()
 
     def split(self, candidate: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
-        """Return the model of one microbatch of ``candidate`` as it is before its sequence is sharded over ``cp``. It
-        is stored when the sharded graphs of the candidate are computed, so these must have been requested before.
+        """Return the model of ``candidate`` for one microbatch, before the sequence is sharded over ``cp``. It is
+        stored when the sharded graphs of the candidate are computed, so these must have been requested before.
         ``parts``: the number of microbatches in the global batch. ``whole``: whether each rank has a single microbatch.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
@@ -227,8 +227,8 @@ class LocalModels:
     ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
         """Return three values: the model of one microbatch with the shapes of one rank of ``cp``, its sharding over
         ``cp`` (``None`` if ``cp`` is 1), and its sharding over ``tp``. ``key``: the cache key of the local model
-        (sharded graphs of one rank). ``num_microbatches``: those of one rank. ``known``: the two shardings if they were
-        found before; then no problem is solved."""
+        (sharded graphs of one rank). ``num_microbatches``: the number of microbatches of a rank. ``known``: the two
+        shardings, if they were found before; ``None``: the sharding problems are solved."""
         tp, *_, experts = key
         model, context = self.find_model(key, num_microbatches, known and known[0])
         if known is not None:
@@ -263,10 +263,11 @@ class LocalModels:
         return self._problems[key[:5]]
 
     def _list_companion_models(self, key: LocalKey, dp: int) -> list[CompanionModel]:
-        """Return the models on one microbatch of the job's companions, the further programs with which it is sharded
-        together. ``key``: the cache key of the local model (the sharded graphs of one rank) of the job; the microbatch
-        of a companion is at most as large as that of the job. ``dp``: number of ranks over which the batch is
-        distributed. Raise :class:`PartitionError` if the samples of a companion, or its sequence, cannot be divided.
+        """Return the models of the job's companions for one microbatch. Companions are further programs of the plan,
+        such as an evaluation, that are sharded together with the job's model. ``key``: the cache key of the local model
+        (the sharded graphs of one rank) of the job; the microbatch of a companion is at most as large as that of the
+        job. ``dp``: number of ranks over which the batch is distributed. Raise :class:`PartitionError` if the samples
+        of a companion, or its sequence, cannot be divided.
         """
         found, most = [], self.job.global_batch // key[2]
         for number, companion in enumerate(self.job.companions):
@@ -291,8 +292,8 @@ class LocalModels:
     ) -> tuple[FoldedModel, ShardingSolution | None]:
         """Return the model of one microbatch with the shapes of one rank of ``cp``, before it is sharded over ``tp``,
         and its sharding over ``cp`` (``None`` if ``cp`` is 1). ``key``: the cache key of the local model (the sharded
-        graphs of one rank). ``num_microbatches``: those of one rank. ``known``: the sharding over ``cp`` if it was
-        found before.
+        graphs of one rank). ``num_microbatches``: the number of microbatches of a rank. ``known``: the sharding over
+        ``cp``, if it was found before; ``None``: it is computed.
         """
         batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:
@@ -329,7 +330,8 @@ class LocalModels:
         sharding does not depend on which of these candidates is solved first.
 
         It is at least two, also where a rank may have one microbatch. With one, a gradient reduction inside the graph
-        would seem as cheap as one at the end of a step, which however can be merged with others in a bucket.
+        would seem as cheap as a reduction at the end of a step. But the latter is cheaper, because it can be merged
+        with others in a bucket.
         """
         tp, cp, parts, *_ = key
         return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)

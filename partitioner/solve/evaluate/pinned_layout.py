@@ -36,9 +36,9 @@ class PinnedLayout:
 
     @staticmethod
     def of(local: LocalModel, stage_of_call: Sequence[int], program: Program) -> PinnedLayout:
-        """Return the layout that further programs have to keep, that of ``program``, the first program of a plan.
-        ``local``: the graphs of one rank from which it was written. ``stage_of_call``: the stage index of each of their
-        block calls (such as layers).
+        """Return the layout of ``program``, the first program of a plan, which further programs of the plan have to
+        keep. ``local``: the graphs of one rank from which ``program`` was written. ``stage_of_call``: the stage index
+        of each block call (such as a layer) of ``local``.
         """
         stages: dict[str, list[int]] = defaultdict(list)
         readers: dict[str, set[int]] = defaultdict(set)
@@ -52,9 +52,9 @@ class PinnedLayout:
         return PinnedLayout(kept, {path: tuple(found) for path, found in stages.items()}, home, program)
 
     def rules(self, model: FoldedModel, train: bool) -> LayoutRules:
-        """Return the layouts of parameters and buffers that the sharding of ``model`` over ``tp`` has to keep.
-        ``train``: whether they receive gradients. ``model``: the model as calls of blocks; equal layers share one
-        block.
+        """Return the layouts of parameters and buffers that the sharding of ``model`` over ``tp`` has to keep, because
+        the first program of the plan has them. ``train``: whether parameters receive gradients. ``model``: the model as
+        calls of blocks; equal layers share one block.
         """
         found = {n: layout for n, layout in self.states.items() if n in model.states}
         if not train:
@@ -64,8 +64,8 @@ class PinnedLayout:
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
         """Return index among ``calls`` -> stage index, for each call of a block (such as a layer) whose stage follows
-        from the first program: by its module path, else by its parameters and buffers. Empty if these stages are not in
-        the order of the calls.
+        from the first program: by its module path, else by its parameters and buffers. The result is empty if these
+        stage indices do not ascend in the order of ``calls``.
         """
         seen: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)

@@ -64,9 +64,9 @@ class PreparedModel:
     ``bf16``; ``None``: that of the parameters. ``notes``: sentences about parts of the given module that are left out.
     ``given``: function that returns the captured graph for ``inputs`` without a capture, such as from the graphs for
     other batch shapes; ``None``: the model has to be captured. ``given_folded``: function that returns the model as
-    calls of blocks for ``inputs``, made from the blocks for other batch shapes; it returns ``None`` if that is not
-    possible, and ``None`` in its place means that there are no other shapes. ``documents``: the typical lengths of
-    packed documents in positions, which the cost model reads; empty: those in ``inputs``, if these have values.
+    calls of blocks for ``inputs``, made from the blocks for other batch shapes, or ``None`` if that is not possible.
+    The field itself is ``None`` if there are no other batch shapes. ``documents``: the typical lengths of packed
+    documents in positions, which the cost model reads; empty: those in ``inputs``, if these have values.
     """
 
     model: nn.Module | ExportedProgram
@@ -140,10 +140,10 @@ class PreparedModel:
             return self._capture_model(size, device)
 
     def normalize_capture(self, global_batch: int | None, device: str) -> Captured:
-        """Capture the model and return its graph in normal form: rewritten so that each computation has a single form,
-        which planning knows. Numbers among the inputs become tensors in the graph; if that graph has no normal form,
-        the numbers are constants instead. ``global_batch``: number of samples in the graph; ``None``: as many as the
-        inputs have. ``device``: the device type to capture for, such as ``"cpu"``."""
+        """Capture the model and return its graph in normal form: operators are rewritten into a smaller set, which
+        planning knows. Numbers among the inputs become tensors in the graph. If that graph cannot be rewritten, it is
+        captured again with the numbers as constants. ``global_batch``: number of samples in the graph; ``None``: as
+        many as the inputs have. ``device``: the device type to capture for, such as ``"cpu"``."""
         if self.given is not None and global_batch is None:
             return self.given()
         captured = self._capture_model(global_batch, device)
@@ -156,8 +156,8 @@ class PreparedModel:
 
     def _capture_model(self, global_batch: int | None, device: str, lift_numbers: bool = True) -> Captured:
         """Capture the model as a graph. ``global_batch``: number of samples in the graph; ``None``: as many as the
-        inputs have. ``device``: the device type to capture for. ``lift_numbers``: numbers among the inputs become
-        tensors.
+        inputs have. ``device``: the device type to capture for. ``lift_numbers``: whether numbers among the inputs
+        become tensors; else they are constants.
         """
         return capture(
             self.model,
@@ -185,8 +185,8 @@ class PreparedModel:
         return folded.with_(initial=initial_values(self.model, folded))
 
     def _set_document_lengths(self, normal: Captured) -> tuple[str, ...]:
-        """Store the typical lengths of packed documents in the attentions of the graph ``normal``, in place, and return
-        a note about them; no note if attention is not within documents.
+        """Store the typical lengths of packed documents in the attention nodes of the graph ``normal``, in place.
+        Return one note for the user about these lengths, or an empty tuple if no attention is within documents.
 
         Raises :class:`InputsError` if lengths were given and no attention is within documents.
         """
@@ -214,7 +214,8 @@ class PreparedModel:
 
 @contextmanager
 def _explain_input_errors(size: int) -> Iterator[None]:
-    """Return a context in which errors about inputs also say that the model is captured with ``size`` samples."""
+    """Return a context in which errors about inputs also say that the model is captured with ``size`` samples, the size
+    of a group of interacting samples."""
     try:
         yield
     except InputsError as error:
@@ -283,8 +284,8 @@ def prepare(
     documents: Sequence[int] = (),
 ) -> PreparedModel:
     """Prepare ``model`` to be planned many times: for several clusters, batches or constraints. The model is captured
-    once, which takes most of the time of a small plan. If layers, types, or the choice of trained parameters change
-    afterwards, prepare the module again; its weights may change.
+    once, which takes most of the time of a small plan. The values of the weights may change afterwards. If layers,
+    types, or the choice of trained parameters change, prepare the module again.
 
     Args:
         model: a module, an exported program, or a model that is prepared already, which is returned.

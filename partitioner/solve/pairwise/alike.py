@@ -24,11 +24,12 @@ _ROUNDS = 2  # edges by which the surroundings reach: further, the first and las
 
 @dataclass(frozen=True)
 class MergedProblem:
-    """A pairwise assignment problem (one choice per node, at the least total cost) in which nodes share choices.
+    """A pairwise assignment problem (one choice per node, at the least total cost) that was made smaller: each of its
+    nodes stands for one or several nodes of the original problem, which all get the same choice.
 
-    ``costs``: for each merged node, the cost of each choice. ``edges``: tuples (i, j, table) of merged nodes, at most
-    one for each pair; ``table[p, q]`` is the cost of choice p of i and q of j. ``merged_of``: for each node of the
-    original problem, the index of its merged node.
+    ``costs``: for each merged node, the cost of each choice. ``edges``: tuples (i, j, table) for merged nodes i and j,
+    at most one for each pair; ``table[p, q]`` is the cost of choice p of i and q of j. ``merged_of``: for each node of
+    the original problem, the index of its merged node.
     """
 
     costs: list[Vector]
@@ -36,14 +37,17 @@ class MergedProblem:
     merged_of: list[int]
 
     def restore(self, choice: Sequence[int]) -> list[int]:
-        """Return the choice of each node of the original problem. ``choice``: that of each merged node."""
+        """Return the choice of each node of the original problem, before nodes were merged. ``choice``: the choice of
+        each merged node."""
         return [choice[merged] for merged in self.merged_of]
 
 
 def merge_alike_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, Table]]) -> MergedProblem:
-    """Return the assignment problem (one choice per node, at the least total cost) in which nodes in equal surroundings
-    are one node. ``costs``: for each node, the cost of each choice. ``edges``: tuples (i, j, table), where
-    ``table[p, q]`` is the cost of choice p of node i and choice q of node j.
+    """Make an assignment problem (one choice per node, at the least total cost) smaller, and return the result: nodes
+    in equal surroundings become one node, whose costs are the sums of theirs. The surroundings of nodes are equal if
+    the nodes have the same choices, and if their edges allow the same pairs and lead to nodes in equal surroundings.
+    ``costs``: for each node, the cost of each choice. ``edges``: tuples (i, j, table), where ``table[p, q]`` is the
+    cost of choice p of node i and choice q of node j.
     """
     merged_of = _number(_colour_nodes(costs, edges))
     sums: list[Vector | None] = [None] * (max(merged_of, default=-1) + 1)
@@ -68,9 +72,10 @@ def merge_alike_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, T
 
 
 def _colour_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, Table]]) -> list[Hashable]:
-    """Return a colour for each node of an assignment problem (one choice per node, at the least total cost); nodes in
-    equal surroundings have the same one. ``costs``: for each node, the cost of each choice. ``edges``: tuples (i, j,
-    table of the costs of pairs of choices).
+    """Return a colour (a key) for each node of an assignment problem (one choice per node, at the least total cost).
+    Nodes have equal colours if they have the same choices, and if their edges allow the same pairs and lead to nodes of
+    equal colours. ``costs``: for each node, the cost of each choice. ``edges``: tuples (i, j, table of the costs of
+    pairs of choices).
     """
     near: list[list[tuple[int, int]]] = [[] for _ in costs]  # per node: kind of the edge, other node
     kinds: dict[Hashable, int] = {}
@@ -89,7 +94,7 @@ def _colour_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, Table
 
 
 def _number(items: Sequence[Hashable]) -> list[int]:
-    """Return for each of ``items`` the number of distinct items before its first appearance: equal items have the same
-    number."""
+    """Return a number for each of ``items``. Equal items have equal numbers, counted from 0 in the order of first
+    appearance: ``[0, 1, 0]`` for ``["a", "b", "a"]``."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(item, len(numbers)) for item in items]

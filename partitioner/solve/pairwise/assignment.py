@@ -60,9 +60,9 @@ class AssignmentTimeLimitError(PartitionError):
 
 @dataclass(frozen=True)
 class ResourceConstraint:
-    """A limit on a resource. ``usage``: index of a node that uses it -> array of the amounts that each of the node's
-    choices takes. The amounts of the chosen choices must not add up to more than ``limit``. In the assignment problem,
-    each node gets one choice, at the least total cost.
+    """A limit on a resource of an assignment problem, in which each node gets one choice, at the least total cost.
+    ``usage``: index of a node that uses the resource -> array with the amount that each of the node's choices takes.
+    The amounts of the chosen choices must not add up to more than ``limit``.
     """
 
     usage: dict[int, Vector]
@@ -75,8 +75,8 @@ class AssignmentProblem:
 
     ``costs[i][p]``: the cost of choice p of node i. ``edges``: tuples (i, j, table), where ``table[p, q]`` is the cost
     of choosing p for node i and q for node j; a pair may have several edges. ``rows``: resource limits. ``memory``: a
-    limit on the memory of nodes that are in memory at the same time, which is more compact than one row per time. An
-    infinite cost forbids a choice or a pair.
+    limit on the memory of nodes that are in memory at the same time, or ``None``; it is more compact than one resource
+    limit for each time. An infinite cost forbids a choice or a pair.
     """
 
     costs: Sequence[Vector]
@@ -106,9 +106,9 @@ class AssignmentProblem:
 @dataclass(frozen=True)
 class Assignment:
     """A solution of an assignment problem (one choice per node, at the least total cost). ``choice[i]``: index of the
-    choice of node i. ``objective``: its cost. ``bound``: no assignment costs less. ``seconds``: time that the solution
-    took. ``num_variables``: number of variables of the mixed-integer programs that were solved. ``gap``: ``objective -
-    bound`` relative to ``objective``.
+    choice of node i. ``objective``: the total cost of these choices. ``bound``: a lower bound on the cost of every
+    assignment. ``seconds``: time that the solver took. ``num_variables``: number of variables of the mixed-integer
+    programs that were solved. ``gap``: ``objective - bound`` relative to ``objective``.
     """
 
     choice: list[int]
@@ -162,11 +162,12 @@ def solve_assignment(
     """Return the cheapest assignment of ``problem`` to within ``relative_gap`` (a fraction of its cost), or the best
     one found in ``time_limit_s`` seconds.
 
-    ``settle``: whether to accept a merely good assignment instead of an error. It comes from a smaller problem, or from
-    a dual ascent with local improvement, and is returned with the lower bound of an ascent if the solver finds nothing
-    in time, or if the mixed-integer program has more than ``most_variables``, and no resource limit restricts the
-    choices. Raises :class:`InfeasibleAssignmentError` if no assignment is allowed, and
-    :class:`AssignmentTimeLimitError` if none was found in time.
+    ``settle``: whether to accept a good assignment that is not proven to be optimal. It is returned if the
+    mixed-integer program has more than ``most_variables`` variables, or if the solver finds nothing in time. Such an
+    assignment comes from a smaller problem or from a dual ascent with local improvement, and its lower bound from a
+    dual ascent. It is not available if a resource limit restricts the choices. Raises
+    :class:`InfeasibleAssignmentError` if no assignment is allowed, and :class:`AssignmentTimeLimitError` if none was
+    found in time.
     """
     start = time.perf_counter()
     rows = list(problem.rows)
@@ -226,9 +227,10 @@ def _bound_below(reduction: ReducedProblem) -> float:
 
 
 def _assign_alike_nodes(problem: AssignmentProblem, time_limit_s: float) -> list[int] | None:
-    """Return a good assignment of ``problem``, one choice per node at little total cost, in which nodes in equal
-    surroundings have the same choice. Return ``None`` if few nodes have equal surroundings, or if no such assignment
-    is allowed. ``problem`` has no resource limits. ``time_limit_s``: seconds for the solver.
+    """Return a good assignment of ``problem``, one choice per node at little total cost, in which alike nodes have the
+    same choice. Nodes are alike if they have the same choices, and if their edges allow the same pairs and lead to
+    alike nodes. Return ``None`` if few nodes are alike, or if no such assignment is found. ``problem`` has no resource
+    limits. ``time_limit_s``: seconds for the solver.
     """
     merged = merge_alike_nodes(problem.costs, problem.edges)
     if len(merged.costs) > _FEW_LEFT * len(problem.costs):
@@ -259,9 +261,9 @@ def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], mos
 
 
 def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float]:
-    """Remove, from the assignment problem ``reduction``, choices that no optimal assignment has. This is done in
-    connected components that are too large for dynamic programming, whose tables would have more than ``most_work``
-    entries.
+    """Remove, from the assignment problem ``reduction`` (one choice per node, at the least total cost), choices that no
+    optimal assignment has. Only connected components are treated for which dynamic programming would need tables of
+    more than ``most_work`` entries.
 
     Return a good choice for each node of these components (node index -> index among the node's original choices), and
     a lower bound on the cost of every assignment of the whole problem.
@@ -284,10 +286,10 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
 def _find_known_choices(
     reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
 ) -> dict[int, int] | None:
-    """Return the choices that ``nodes`` have in the known assignment ``near``: node index -> index among the choices
-    that are left to the node in the reduced problem ``reduction``. ``near``: node index -> index among the node's
-    original choices. Return ``None`` if a choice of ``near`` was removed from the reduced problem, so that this
-    assignment cannot be the result. In the assignment problem, each node gets one choice, at the least total cost.
+    """Return the choices that ``nodes`` have in the known assignment ``near``, as node index -> index among the choices
+    that the node has left in the reduced problem ``reduction`` (one choice per node, at the least total cost).
+    ``near``: node index -> index among the node's original choices. Return ``None`` if the reduced problem does not
+    have the choice of one of ``nodes`` any more.
     """
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
@@ -316,7 +318,8 @@ def _extract_component_costs(
 
 def _find_components(reduction: ReducedProblem) -> list[list[int]]:
     """Return the undecided nodes of the assignment problem ``reduction`` (one choice per node, at the least total cost)
-    as lists of node indices, one for each group that no edge and no resource limit connects with other nodes.
+    as lists of node indices, one list for each connected component: no edge and no resource limit connects its nodes
+    with others.
     """
     seen, groups = set[int](), []
     for root in reduction.nodes:

@@ -50,9 +50,9 @@ class Reparametrization:
 
     def sweep(self, forward: bool) -> None:
         """Raise the lower bound by moving costs between nodes and edge tables, through all nodes in order (``forward``)
-        or in reverse. Each node collects the minima of its tables and distributes its excess cost to the tables of the
-        nodes that come later in this direction. The total cost of each assignment (one choice for each node) stays
-        unchanged.
+        or in reverse. Each node collects the minima of its edge tables, and then moves cost to those of its tables that
+        it shares with nodes that come later in this direction. The total cost of each assignment (one choice for each
+        node) stays unchanged.
         """
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)
@@ -93,8 +93,9 @@ class Reparametrization:
         return choice
 
     def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
-        """Return the cost of each choice of ``node``, given the choices of other nodes. ``choice``: node -> index of
-        its choice. A neighbour that is not in ``choice`` takes the choice that is cheapest on its edge to ``node``."""
+        """Return the cost of each choice of ``node`` with its edges, given the choices of other nodes. ``choice``: node
+        -> index of its choice. A neighbour that is not in ``choice`` takes the choice that is cheapest on its edge to
+        ``node``."""
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])

@@ -33,8 +33,8 @@ def elimination_order(
     node, at the least total cost), or ``None`` if the order found needs too large tables.
 
     All tables together have at most ``most_work`` entries, and each has at most 16 million. ``sizes``: node -> number
-    of its choices. ``neighbours``: node -> nodes with which it shares a cost table. The order is greedy; the better
-    result of two criteria is used.
+    of its choices. ``neighbours``: node -> nodes with which it shares a cost table. The order is greedy: it is found
+    twice, by two criteria, and the better one is returned.
     """
     orders = [_order_nodes_greedily(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
     allowed = [order for order in orders if order is not None]
@@ -52,10 +52,9 @@ def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[
 def _order_nodes_greedily(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score, most_work: int
 ) -> tuple[int, list[int]] | None:
-    """Return an order in which dynamic programming can eliminate the nodes of an assignment problem (one choice per
-    node, at the least total cost), as a pair: the number of entries of all cost tables together, and the nodes in this
-    order. The node with the least ``score`` is always taken next. Return ``None`` if the tables would have more than
-    ``most_work`` entries.
+    """Return a pair: the number of entries of all cost tables together, and the nodes of an assignment problem (one
+    choice per node, at the least total cost) in an order in which dynamic programming can eliminate them. The node with
+    the least ``score`` is always taken next. Return ``None`` if the tables would have more than ``most_work`` entries.
 
     ``sizes``: node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table.
     ``score``: function of a node, the sizes and the neighbours.
@@ -125,8 +124,8 @@ def _sum_cost_tables(cost: Vector, terms: Sequence[_Term], scope: Sequence[int])
     """Return the costs of a node of an assignment problem (one choice per node, at the least total cost) as one array
     with the dims (node, *scope): the sum of the costs of its choices and of all its tables.
 
-    ``cost``: the cost of each choice of the node. ``terms``: pairs of the other nodes of a table, and the table with
-    the dims (node, *others). ``scope``: the other nodes of all tables.
+    ``cost``: the cost of each choice of the node. ``terms``: pairs (others, table): the other nodes of a table, and the
+    table with the dims (node, *others). ``scope``: the other nodes of all tables.
     """
     joined = cost.reshape(-1, *[1] * len(scope))
     for others, table in sorted(terms, key=lambda term: term[1].size):

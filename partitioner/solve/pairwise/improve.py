@@ -60,10 +60,10 @@ def _choose_elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], kept: Counter[int]
 ) -> list[int]:
     """Return the nodes of an assignment problem (one choice per node, at the least total cost) whose choices are to be
-    optimised, in an order in which dynamic programming can eliminate them with small tables. All other nodes keep their
-    choices; nodes that have rarely kept theirs so far are preferred for that. ``sizes``: node -> number of its choices.
-    ``neighbours``: node -> nodes with which it shares a cost table. ``kept``: node -> how often it has kept its choice
-    so far.
+    optimised, in an order in which dynamic programming can eliminate them with small tables. All nodes that are not
+    returned keep their choices; for these, nodes are preferred that have rarely kept their choices so far. ``sizes``:
+    node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table. ``kept``: node ->
+    how often it has kept its choice so far.
     """
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: _count_table_entries(node, sizes, near) for node in near}

@@ -56,9 +56,9 @@ class Stretch:
         return np.diff(self.breaks)
 
     def worst(self, profile: Vector) -> Vector:
-        """Return the maximum of ``profile`` within each segment of rows, one number per segment. ``profile``: a number
-        for each row (a set of nodes that are in memory together). A segment is consecutive rows in which this node
-        takes constant memory."""
+        """Return the maximum of ``profile`` within each segment, one number per segment. ``profile``: a number for each
+        row, such as its price or total memory; a row is a set of nodes that are in memory together. A segment is a
+        range of consecutive rows in which this node takes constant memory."""
         first, last = int(self.breaks[0]), int(self.breaks[-1])
         worst: Vector = np.maximum.reduceat(profile[first:last], self.breaks[:-1] - first)
         return worst
@@ -131,10 +131,10 @@ class Usage:
 def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
-    """Return the memory of an assignment problem (one choice for each node) by row, as three values: root node -> its
-    memory; the limit that is left in each row; and the memory that is used in each row under every assignment. A row is
-    a maximal set of nodes that are in memory together. A root is a node whose choice decides the choices of other
-    nodes; its memory includes theirs.
+    """Return the memory of an assignment problem (one choice for each node) by row, as three values: a dict from each
+    root node to the part of its memory that depends on its choice; the bytes of the limit that are left in each row;
+    and the bytes that are used in each row under every assignment. A row is a maximal set of nodes that are in memory
+    together. A root is a node whose choice decides the choices of other nodes; its memory includes theirs.
 
     ``memory``: the limit, and the memory of each choice. ``roots[i]``: the root of node i. ``maps[i]``: the choice of
     node i for each choice of ``roots[i]``.

@@ -111,8 +111,8 @@ class ReducedProblem:
         """Reduce this assignment problem (choose one of several choices for each node at least cost) until no reduction
         step applies. Raise :class:`InfeasibleAssignmentError` if a node has no choice left.
 
-        ``dominance``: whether also to remove choices that are never better than another one, which is the most
-        expensive step. A call with it may follow a call without it, and continues from there.
+        ``dominance``: whether also to remove choices that are never better than another one, which is the slowest step.
+        A call with ``dominance=True`` may follow a call with ``False``, and continues with its result.
         """
         for node in self.nodes:
             self._drop_choices(node, np.isfinite(self.costs[node]))
@@ -238,9 +238,9 @@ class ReducedProblem:
         return True
 
     def _follow(self, node: int) -> bool:
-        """Merge ``node`` of the assignment problem into a neighbour of which each choice allows only one choice of
-        ``node``: costs and resource usage are added to those of the neighbour's choices. Return whether there is such a
-        neighbour."""
+        """Merge ``node`` of the assignment problem (one choice per node, at the least total cost) into a neighbour if
+        each choice of the neighbour allows only one choice of ``node``. The costs and the resource usage of ``node``
+        are then added to those of the neighbour's choices. Return whether there is such a neighbour."""
         leader = next((j for j, t in self.tables[node].items() if (np.isfinite(t).sum(axis=0) == 1).all()), None)
         if leader is None:
             return False

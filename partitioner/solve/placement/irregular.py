@@ -71,10 +71,10 @@ def has_all_arrangements(topology: Topology) -> bool:
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
     """Yield one placement, an array of shape ``[ranks]`` with device indices of ``topology``, for every way to divide
-    the sizes of the mesh axes between "inside a node" and "between nodes". Nothing is yielded if nodes have different
-    numbers of devices, or if each node divides into groups of ``size`` devices without remainder; other functions list
-    the placements of these cases. ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp``
-    and one of ``dp``.
+    the sizes of the mesh axes between "inside a node" and "between nodes". It serves equal nodes that do not divide
+    into groups of ``size`` devices without remainder; in all other cases nothing is yielded, because other functions
+    list the placements. ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp`` and one
+    of ``dp``.
     """
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
@@ -86,7 +86,7 @@ def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iter
     """Yield placements that put as many whole pipeline stages as possible inside single nodes of ``topology``, each an
     array of shape ``[ranks]`` with device indices. ``mesh``: axis -> number of ranks.
 
-    A stage inside one node has similar devices of one node. The other stages get the remaining devices. With few
+    A stage inside one node gets similar devices of that node. The other stages get the devices that remain. With few
     stages, one placement is yielded for every order of the stages; otherwise one for each of two orders. Nothing is
     yielded if a stage is one device, if every node can be divided into whole stages, or if no node is large enough for
     a stage.
@@ -140,9 +140,9 @@ def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Int
 
 
 def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
-    """Yield arrays of all device indices of ``topology``, in which each ``size`` consecutive devices form a group.
-    Devices that are similar, or near each other in the network, are beside each other. There are several orders, which
-    sort by different features (speed, memory, bandwidth) and directions.
+    """Yield arrays of all device indices of ``topology``, in several orders. Each ``size`` consecutive devices of an
+    order form a group. Devices that are similar, or near each other in the network, are beside each other. The orders
+    sort by different features (speed, memory, bandwidth), ascending or descending.
     """
     features = _measure_device_features(topology)
     by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])

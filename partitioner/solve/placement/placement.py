@@ -123,8 +123,8 @@ class Placements:
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
-        """Return whether the placements (devices of the ranks) that are tried for ``mesh`` include a best one of all
-        that are allowed, so that no other one need be considered. ``mesh``: axis -> number of ranks.
+        """Return whether one of the placements (devices of the ranks) that are tried for ``mesh`` is certainly optimal
+        among all allowed placements, so that no other placement need be considered. ``mesh``: axis -> number of ranks.
         """
         return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
@@ -156,9 +156,10 @@ class Placements:
         return bool(self.topology.own_links or self.topology.pattern_kinds)
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
-        """Return an optimistic group of ``size`` devices: no collective over any real group of this size is faster.
-        ``everywhere``: all devices belong to groups of ``size`` that run at the same time and wait for the slowest;
-        then no collective over that slowest group is faster than over the returned one."""
+        """Return an invented group of ``size`` devices for lower bounds: no collective over any real group of this size
+        is faster. ``everywhere``: whether all devices belong to groups of ``size`` that run collectives at the same
+        time and wait for the slowest group. If so, only the slowest group is bounded: no collective over it is faster
+        than over the returned group."""
         if (size, everywhere) not in self._best_groups:
             self._best_groups[size, everywhere] = best_group(self.topology, size, everywhere)
         return self._best_groups[size, everywhere]
@@ -235,10 +236,10 @@ class Placements:
 
     def _keep_best_candidates(self, mesh: Mapping[str, int], costs: Collection[tuple[float, int]]) -> None:
         """Reduce the list of placements to try for ``mesh`` to the cheapest few and the placement of rank ``i`` on
-        device ``i``. Other candidates with this mesh, such as those with another microbatch size, then evaluate fewer
-        placements. This is done once for each mesh.
+        device ``i``. When other candidates with this mesh are planned, such as candidates with another microbatch size,
+        fewer placements are then evaluated. A second call for the same mesh changes nothing.
 
-        ``costs``: pairs of the cost of a placement, or a lower bound on it, and its index in the list.
+        ``costs``: pairs (cost of a placement or a lower bound on that cost, index of the placement in the list).
         """
         key = _mesh_to_key(mesh)
         if key in self._narrowed:
@@ -264,9 +265,9 @@ class Placements:
 
         ``placement_evaluator``: returns (cost, result) of a placement; its errors are appended to ``errors``.
         ``least``: a quick lower bound on the cost of a placement, given a cutoff; ``None``: there is none. ``enough``:
-        placements that cost at least this are of no interest. ``exchanges``: the largest number of placements to
-        evaluate. ``likely``: a cheap estimate of the cost; if given, exchanges first minimize this estimate, and then
-        the evaluated cost.
+        the best cost that was found for another mesh; placements that cost at least this are of no interest.
+        ``exchanges``: the largest number of placements to evaluate. ``likely``: a cheap estimate of the cost; if given,
+        exchanges first minimize this estimate, and then the evaluated cost.
         """
         key = _mesh_to_key(best.machine.mesh)
         if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):
@@ -300,8 +301,9 @@ class Placements:
 
         ``best``: the placement to start from. ``placement_evaluator``: returns the cost and the result of a placement;
         its errors are appended to ``errors``. ``least``: returns a lower bound on the cost of a placement; its second
-        argument is the cost above which the bound does not matter. Placements whose bound reaches the best cost or
-        ``enough`` are not evaluated. ``left``: the maximum number of placements that are evaluated.
+        argument is the cost above which the bound does not matter. ``enough``: the best cost that was found for another
+        mesh. Placements whose bound reaches ``enough`` or the best cost so far are not evaluated. ``left``: the maximum
+        number of placements that are evaluated.
         """
         mesh = best.machine.mesh
         seen = {self._identify_placement(machine) for machine in self.candidates(mesh)}
@@ -328,9 +330,9 @@ class Placements:
         return best
 
     def _is_better(self, found: BestPlacement[Result], best: BestPlacement[Result]) -> bool:
-        """Return whether the placement ``found`` costs less than the placement ``best``. If both cost the same and
+        """Return whether the placement ``found`` costs less than the placement ``best``. If both cost the same, and if
         single pairs of devices have links of their own, ``found`` is also better if its groups communicate faster in
-        total. This helps if several groups are equally slow, so that making one faster does not change the cost yet.
+        total. This helps if several groups are equally slow: making one of them faster does not change the cost yet.
         """
         if found.cost < best.cost * (1 - _BETTER):
             return True

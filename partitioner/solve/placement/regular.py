@@ -120,8 +120,8 @@ def _count_parts_per_level(levels: Sequence[int]) -> tuple[int, ...]:
 def _list_axis_factors(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterator[Factors]:
     """Yield every way to divide the sizes of the mesh axes into factors, one for each level of links (inside a node,
     between nodes, ...), so that an axis is the product of its factors. ``sizes``: size of each axis. ``ways``: for each
-    level, from the inside out, the number to which the factors of all axes must multiply. A result is indexed
-    ``[level][axis]``."""
+    level, from the inside out, the number to which the factors of all axes must multiply. Each yielded result is
+    indexed ``[level][axis]``."""
     if not ways:
         if all(size == 1 for size in sizes):
             yield ()
@@ -159,9 +159,9 @@ def _factors_to_devices(factors: Factors) -> Ints:
 
 
 def _factors_to_steps(factors: Factors) -> Steps:
-    """Return the strides of a placement, by which one can tell which groups of ranks have equal links: the products of
-    the factors from the innermost axis outwards, and within an axis from the innermost level outwards. They are
-    ascending, start with 1, and have no repetition. Each is a number of consecutive ranks. ``factors``: indexed
+    """Return the strides of a placement in ranks, such as ``(1, 8, 64)``, by which one can tell which groups of ranks
+    have equal links. They are the distinct products of the factors, multiplied from the innermost axis outwards and
+    within an axis from the innermost level outwards, in ascending order, and start with 1. ``factors``: indexed
     ``[level of links][mesh axis]``, levels from the inside out.
     """
     steps = [1]
@@ -173,8 +173,8 @@ def _factors_to_steps(factors: Factors) -> Steps:
 
 def _measure_nesting_costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:
     """Return the costs of a placement on ``topology`` as an array, in which smaller values are never worse. They are
-    the seconds of collectives over each mesh axis and over axes together, and the latency and inverse bandwidth of the
-    links between stages. ``grid``: the device index of each rank, with one dim for each mesh axis.
+    the seconds of collectives over each mesh axis and over several axes together, and the latency and inverse bandwidth
+    of the links between stages. ``grid``: the device index of each rank, with one dim for each mesh axis.
 
     All groups of an axis are alike, so only the first one is measured.
     """

@@ -131,8 +131,8 @@ def _solve_set_partition(
 
 def match_widest_links(bandwidth: Floats) -> list[int]:
     """Assign a different column to each row of ``bandwidth``, a square matrix of bandwidths, and return the column of
-    each row. The least of the chosen bandwidths is as great as possible; among such assignments the second least is,
-    and so on."""
+    each row. The least of the chosen bandwidths is as great as possible. Among assignments with this least bandwidth,
+    the second least is as great as possible, and so on."""
     levels = np.unique(bandwidth)[::-1]
     rank = np.searchsorted(-levels, -bandwidth)
     costs = (len(bandwidth) + 1) ** np.minimum(rank, 12)  # one narrower link outweighs all wider ones

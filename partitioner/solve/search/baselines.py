@@ -60,8 +60,8 @@ _NONE: Mapping[str, Baseline] = {}
 @dataclass(frozen=True)
 class LayoutFamily:
     """The layouts of one kind, such as ZeRO-3, among which an expert would choose the best; the report compares the
-    plan with it. ``candidates``: these layouts, each with mesh sizes, microbatch size, schedule and ZeRO stage.
-    ``bounds``: computes lower bounds on their step times. ``space``: the search space from which they were listed.
+    plan with it. ``candidates``: the layouts (mesh sizes, microbatch size, schedule and ZeRO stage). ``bounds``:
+    computes lower bounds on their step times. ``space``: the search space from which they were listed.
     """
 
     candidates: tuple[MeshCandidate, ...]
@@ -139,8 +139,8 @@ def list_standard_layouts(
     """Return the well-known layouts with which the report compares the plan (plain data parallelism, ZeRO-3,
     Megatron-LM's). ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``:
     its candidates. If a layout is not among them because of the user's constraints, it is taken from the space without
-    constraints on the layout and marked as excluded. ``bounds``: lower bounds for the job. ``free``: lower bounds for
-    the job without these constraints.
+    constraints on the layout and marked as excluded. ``bounds``: computes lower bounds for the job. ``free``: lower
+    bounds for the job without the user's constraints on the layout.
     """
     wide = replace(space, constraints=unpin_constraints(space.constraints))
     own = best = _find_textbook_layouts(space, candidates, bounds)
@@ -193,10 +193,11 @@ def _find_textbook_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, MeshCandidate | None]:
     """Return the layouts that every report compares with: ``"data parallel"`` (plain data parallelism, without expert
-    parallelism) and ``"megatron"`` (the layout that Megatron-LM's authors recommend). The value is that one of
-    ``candidates`` of this kind which fits in memory and has the least lower bound on its step time; ``None`` if there
-    is none. ``space``: the search space (cluster, batch, constraints and sizes of the model). ``bounds``: computes
-    lower bounds on candidates. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+    parallelism) and ``"megatron"`` (the layout that Megatron-LM's authors recommend). The value for each name is the
+    best of ``candidates`` with this layout: among those that fit in memory, or among all if none fits, the one with the
+    least lower bound on its step time. It is ``None`` if no candidate has the layout. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model). ``bounds``: computes lower bounds on candidates.
+    ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     found = find_baseline_candidates(space, candidates, bounds.times, _build_fit_check(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
@@ -208,8 +209,8 @@ def _list_leaner_candidates(
 ) -> Iterator[MeshCandidate]:
     """Yield variants of ``candidate`` that need less memory, to be tried if it does not fit: smaller microbatches, then
     (if it uses ``tp``) also more pipeline stages. ``space``: the search space (cluster, batch, constraints and sizes of
-    the model). ``known``: the candidates of the search; only variants that belong to them are yielded, except variants
-    with ZeRO, which the space has to allow. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    the model). ``known``: the candidates of the search; a variant is yielded only if it is one of them or, if it uses
+    ZeRO, if ``space`` allows it. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
@@ -224,10 +225,10 @@ def _list_leaner_candidates(
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
     """Return whether the report can show the well-known layout ``standard``, such as ZeRO-3, without planning it,
-    because the search has planned it. If ``standard.family`` (the layouts of this kind among which the best is shown)
-    is given, this requires that the plan of the search is one of them. ``rows``: the outcomes of the search, one for
-    each candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with the step time or the reason why there is
-    none.
+    because the search has planned it. If ``standard.family`` (the variants of the layout, of which the report shows the
+    best) is given, the plan that the search chose also has to be one of these variants. ``rows``: the outcomes of the
+    search, one for each candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with the step time or the
+    reason why there is none.
     """
     if standard.family is not None:
         best = _best_row(standard, rows)
@@ -249,14 +250,14 @@ def compare_standard_layouts(
     """Return, for the report, each of the well-known layouts ``found``, such as ZeRO-3, with its outcome: the step time
     and memory of its plan, or the reason why there is none.
 
-    If ``unhosted`` has a plan of the layout, which keeps no data in host memory, that is taken, otherwise the row that
-    the search has of the layout, otherwise a plan made now. If a layout does not fit, smaller microbatches and more
-    stages are tried. For a layout with several variants (its field ``family``), the best one is shown that is found
-    until ``until`` (:func:`time.monotonic`).
+    The outcome of a layout is taken from ``unhosted`` if it has a plan there, otherwise from ``rows``, and otherwise
+    the layout is planned now. If a layout does not fit, smaller microbatches and more stages are tried. For a layout
+    with several variants (its field ``family``), the best one is shown that is found until ``until``
+    (:func:`time.monotonic`).
 
     ``rows``: the outcomes of the search, one for each candidate. ``evaluate``: plans a candidate, given the step time
-    in seconds that it has to beat. ``offload``: the kinds of data that the search keeps in host memory. ``unhosted``:
-    layout name -> outcome without data in host memory.
+    in seconds that it has to beat. ``offload``: the kinds of data that plans of the search keep in host memory; empty:
+    none. ``unhosted``: layout name -> outcome with all data in device memory.
     """
     made = []
     for standard in found:
@@ -388,13 +389,14 @@ def _plan_interleaved_layouts(
     best_s: Callable[[], float],
     plan: Callable[[MeshCandidate], Candidate | None],
 ) -> None:
-    """Plan the layouts of ``tried`` again under the interleaved schedule, with several virtual stages on each rank.
-    These leave about an eighth of the pipeline bubble, so the layouts that would be fastest with such a bubble come
-    first. The total effort is limited. The function ``plan`` stores the outcomes.
+    """Plan the layouts of ``tried`` again under the interleaved schedule, with several virtual stages on each rank. The
+    interleaved schedule leaves about an eighth of the pipeline bubble, so the layouts that would be fastest with so
+    small a bubble come first. Planning stops when a limit of the total effort is reached. The function ``plan`` stores
+    the outcomes.
 
-    ``family``: the variants of one well-known layout, with the search space. ``tried``: pairs of an outcome (step time
-    and its parts) and its candidate. ``best_s``: returns the seconds of the best plan so far. ``plan``: plans one
-    candidate; returns ``None`` if it need not be planned.
+    ``family``: the variants of one well-known layout, with the search space. ``tried``: layouts that were planned
+    already, as pairs of the outcome (step time and its parts) and the candidate. ``best_s``: returns the seconds of the
+    best plan so far. ``plan``: plans one candidate; returns ``None`` if it need not be planned.
     """
     filled = sorted(
         (_read_step_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried
@@ -428,7 +430,7 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
 
 def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
     """Return those of the well-known layouts ``found`` whose name is in ``names``. Each is marked as excluded from the
-    search by the user's constraints, unless it has another reason already."""
+    search by the user's constraints, unless it is already marked with another reason."""
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 
@@ -446,7 +448,7 @@ def _plan_candidate_report(
 
 
 def unpin_constraints(constraints: Constraints) -> Constraints:
-    """Return a copy of ``constraints`` in which mesh, microbatch size, schedule and stages are free. Constraints that
+    """Return a copy of ``constraints`` that does not fix mesh, microbatch size, schedule and stages. Constraints that
     change the computation itself are kept."""
     free: dict[str, Any] = {
         **dict.fromkeys(OF_POINT),

@@ -51,7 +51,7 @@ class Bounds(Protocol):
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
         """Return all candidates of the family of ``candidates``: those that share their first lower bounds with them. A
         candidate is a combination of mesh sizes, microbatch size, schedule and ZeRO stage. ``candidates``: some members
-        of one family. The result may have candidates that the search has not met before.
+        of one family. The result may contain candidates that are new to the search.
         """
 
     @property
@@ -86,9 +86,9 @@ class SearchProgress:
     """The state of a running search for the best plan, for progress reports.
 
     ``num_evaluated``: candidates evaluated so far. ``num_open``: entries of the search's queue (candidates, or families
-    of them) that may still be better than the best plan. ``best``: step time in seconds of the best plan so far, or
-    ``None``. ``candidate``: the candidate that is processed now, and ``bound``: the lower bound on it in seconds.
-    ``num_bounded``: how many bounds were tightened.
+    of them) that may still be better than the best plan. ``best``: step time in seconds of the best plan so far;
+    ``None`` if there is no plan yet. ``candidate``: the candidate that is processed now. ``bound``: the lower bound in
+    seconds on its step time. ``num_bounded``: how many bounds were tightened so far.
     """
 
     num_evaluated: int
@@ -169,12 +169,12 @@ class BestFirstSearch:
     certificate says how near the plan is to the optimum.
 
     ``tolerance``: stop when no bound is better than the best plan by more than this fraction. ``patience``: number of
-    consecutive groups of candidates with several virtual stages on a rank that may bring no better plan; then the
-    search skips such groups, and their bounds stay as they are. ``cutoff_s``: plans that take at least this many
-    seconds are of no interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the best plan so far is
-    returned with its gap. ``progress``: called before each evaluation, and from time to time between evaluations.
-    ``bounds``, ``planner``: compute lower bounds and plans of candidates. ``outcomes``: candidate -> what became of it.
-    ``incumbent``: the candidate with the best plan so far.
+    consecutive groups of candidates with several virtual stages on a rank that may bring no better plan; after that,
+    the search skips such groups, and their bounds stay as they are; ``None``: no limit. ``cutoff_s``: plans that take
+    at least this many seconds are of no interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the
+    best plan so far is returned with its gap. ``progress``: called before each evaluation, and from time to time
+    between evaluations. ``bounds``, ``planner``: compute lower bounds and plans of candidates. ``outcomes``: candidate
+    -> what became of it. ``incumbent``: the candidate with the best plan so far.
     """
 
     bounds: Bounds
@@ -221,9 +221,10 @@ class BestFirstSearch:
         Args:
             candidates: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
             always: candidates that are evaluated first, whatever their bounds. Each is evaluated before the next one is
-                taken from the iterable, which may choose it by the result.
+                taken from the iterable, which may choose it by the result. ``None`` is ignored, and so is a candidate
+                that is not one of ``candidates``.
             left_out: candidates that are reported but not searched, and the reasons.
-            before: the outcomes of an earlier search with fewer constraints, whose bounds hold here, too.
+            before: candidate -> its outcome in an earlier search with fewer constraints, whose bounds hold here, too.
 
         Raises :class:`CapacityError` if no candidate fits in memory, the one of the candidate with the least shortage;
         and :class:`PlanError` if no candidate has a plan for other reasons, or none takes less than ``cutoff_s``.
@@ -390,9 +391,10 @@ class BestFirstSearch:
             self._spent = 0.0
 
     def _were_pruned_before(self, members: Sequence[MeshCandidate]) -> bool:
-        """Return whether an earlier search found that none of ``members`` can be better than the best plan, because
-        their lower bounds are at least its step time. If so, their outcomes record this, and their own bounds are not
-        computed. ``members``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return whether an earlier search found, for each of ``members``, that it has no plan or takes at least the
+        step time of the best plan so far. If so, the times that the earlier search found are stored in the outcomes of
+        ``members``, and no new bounds need be computed. ``members``: combinations of mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         found = [self._before.get(candidate) for candidate in members] if self._before else [None]
         if not all(row is not None and row.lower_bound_s >= self.upper_bound_s for row in found):
@@ -509,9 +511,10 @@ class ZeroInfeasibility:
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
         """Return ``solve(candidate)``, the plan of ``candidate``. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage. Raises the :class:`CapacityError` of ``solve`` if the plan does not fit in memory. Raises it
-        without a call of ``solve`` if an earlier candidate did not fit that differs only in ZeRO and needs no more
-        memory.
+        and ZeRO stage. Raises the :class:`CapacityError` of ``solve`` if the plan does not fit in memory. If an earlier
+        candidate that differs only in ZeRO and needs no more memory did not fit, its error is raised again, without a
+        call of ``solve``; this is checked only for schedules with several stages on a rank or without a formula for the
+        step time.
         """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)

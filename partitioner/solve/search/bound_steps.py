@@ -29,12 +29,13 @@ _activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size") 
 
 
 class BoundCascade:
-    """The sequence of lower bounds that the search computes for ``candidates`` and their families. A family is the
-    candidates of ``space`` that differ only in ZeRO (its stage, and the number of ranks that shard).
+    """The sequence of lower bounds that the search computes for ``candidates`` and their families, from the quickest to
+    the tightest. A family is the candidates of ``space`` that differ only in ZeRO (its stage, and the number of ranks
+    that shard).
 
     The first bounds come from the unsharded model without collectives (``bounds``). Then a sharding is solved
-    (``evaluator``) for the largest microbatch; it bounds the collectives of smaller microbatches too, so one sharding
-    bounds all candidates with one size of ``tp``. Last, the candidate's own sharding gives the tightest bound.
+    (``evaluator``) for the largest microbatch; its collectives also bound those of smaller microbatches, so one
+    sharding bounds all candidates with one size of ``tp``. Last, the candidate's own sharding gives the tightest bound.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class BoundCascade:
         """Return the functions that compute a lower bound in seconds on the step times of a family, in the order in
         which they are called. A family is candidates (mesh sizes, microbatch size, schedule) that differ only in ZeRO.
         The first two use the sharding solved for the largest microbatch: one assumes that the work is divided evenly
-        into stages, the next one searches the best stages in the memory of the member that needs least. The last two do
-        the same with the sharding solved for the family's own microbatch size.
+        into stages, the next one searches the best stages with which the member that needs the least memory fits. The
+        last two do the same with the sharding solved for the family's own microbatch size.
         """
         return self._bound_even_split, self._bound_least_memory_stages, self._own_even, self._own_lean
 
@@ -187,8 +188,8 @@ class BoundCascade:
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
-        stages that fit in the memory of the candidate that needs least; 0 for a single candidate, which other bounds
-        cover.
+        stages with which at least the candidate that needs the least memory fits; 0 for a single candidate, which other
+        bounds cover.
 
         Costs are those of the sharding solved for the largest microbatch with these mesh sizes. For schedules with
         several stages on a rank no cuts are examined; the bound is then the work plus the recomputation that memory
@@ -229,9 +230,9 @@ class BoundCascade:
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
-        stages that fit in the memory of the candidate that needs least; 0 if there is no such bound. Costs are those of
-        the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight enough.
-        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        stages with which at least the candidate that needs the least memory fits; 0 if there is no such bound. Costs
+        are those of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight
+        enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
@@ -283,10 +284,10 @@ class BoundCascade:
         return self.bounds.staged([candidate], least)
 
     def _has_room(self, candidate: MeshCandidate) -> bool:
-        """Return whether the bound of ``candidate`` on its best stages need not be computed, because memory does not
-        limit it: with an even division into stages all activations fit without recomputation, so the bound of its
-        family (candidates that differ only in ZeRO) is the same. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        """Return whether memory does not limit ``candidate``: with an even division into stages, all activations fit
+        without recomputation. The lower bound over all its cuts into stages is then that of its family (candidates that
+        differ only in ZeRO), and need not be computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
         """
         if candidate.zero == 3 or not isinstance(self._shared.get(self.family(candidate)), LeastTime):
             return False
@@ -384,18 +385,19 @@ class BoundCascade:
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
-        """Return whether the candidate's own microbatch size is the largest one with its mesh sizes, for which a
-        sharding is solved first. If so, bounds from the candidate's own sharding are the same as the earlier ones and
-        need not be computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return whether the earlier bounds of ``candidate`` already come from its own sharding. This is the case if
+        its microbatch size is the largest one with its mesh sizes, since a sharding is solved for that size first.
+        Bounds from the candidate's own sharding then need not be computed. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         return self._scales and candidate.microbatch_size == self._find_largest_microbatch(candidate)
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages that fit in the memory
-        of the candidate that needs least among those that differ only in ZeRO. Return 0 if this is ``candidate``
-        itself, since a later bound covers that case. Costs are those of the sharding solved for these candidates.
-        ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages with which the leanest
+        candidate fits: the one that needs the least memory among those that differ from ``candidate`` only in ZeRO.
+        Return 0 if ``candidate`` itself is the leanest, since a later bound covers that case, or if a rank has several
+        stages. Costs are those of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds
+        is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):
@@ -404,10 +406,11 @@ class BoundCascade:
         return self.bounds.staged([candidate], found) if found else 0.0
 
     def _of_leanest(self, leanest: MeshCandidate, cutoff_s: float) -> LeastTime | None:
-        """Return lower bounds on the stage times of candidates that differ only in ZeRO, in the memory of ``leanest``,
-        the one of them that needs least. ``None`` means that there is no bound. ``cutoff_s``: the computation may stop
-        when the bounds make a step this many seconds long. ``leanest``: mesh sizes, microbatch size, schedule and ZeRO
-        stage. Raises :class:`PartitionError` if ``leanest`` has no plan.
+        """Return lower bounds on the stage times of candidates that differ only in ZeRO, over all cuts into stages that
+        fit in memory for ``leanest``, the candidate among them that needs the least memory. ``None`` means that there
+        is no bound. ``cutoff_s``: the computation may stop when the bounds imply a step of this many seconds.
+        ``leanest``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if ``leanest``
+        has no plan.
         """
         if leanest not in self._own_shared:
             try:

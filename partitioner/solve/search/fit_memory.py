@@ -175,9 +175,10 @@ def _is_slower(estimate: Estimate) -> bool:
 
 
 def _rivals_s(explored: PlanSearchResult) -> float:
-    """Return the least step time in seconds that a candidate other than the chosen one may have, to tell whether the
-    chosen one is still the best if its program is slower than estimated; infinite if there is no other. For solved
-    candidates it is their estimated step time, for others a lower bound on it. ``explored``: the result of the search.
+    """Return a lower bound in seconds on the step times of all candidates except the chosen one; infinite if there is
+    no other. If the program of the chosen plan is slower than estimated, this bound tells whether the plan is still the
+    best. A solved candidate counts with its estimated step time, another one with its lower bound. ``explored``: the
+    result of the search.
     """
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.lower_bound_s for row in rows), default=math.inf)
@@ -229,9 +230,9 @@ def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, trie
 
 
 def _emit_found_plan(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
-    """Return the plan in ``explored``, the result of the search for ``job`` (model, batch, cluster and constraints), as
-    a planned program. The program itself is left out if ``estimate_only`` is set or this version cannot execute the
-    plan.
+    """Write the program of the plan in ``explored``, the result of the search for ``job`` (model, batch, cluster and
+    constraints). Return the plan with its program and estimate. The program is ``None`` if ``estimate_only`` is true or
+    if this version cannot execute the plan.
     """
     chosen = explored.chosen
     beyond = planned_only(job, chosen.candidate, job.constraints)
@@ -252,7 +253,8 @@ def _emit_found_plan(job: Job, explored: PlanSearchResult, estimate_only: bool) 
 
 def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
     """Return three values for the plan ``chosen`` of ``job``: its program, its estimate, and the step times under other
-    attention algorithms (``None`` if a background process cannot compute them)."""
+    attention algorithms (``None`` if their computation fails with a ``RuntimeError``, as it may in a background
+    process)."""
     program, estimate = emit_program(job, chosen)
     try:
         return program, estimate, context_ways(job, chosen)
@@ -264,7 +266,7 @@ def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
 class _MemoryShortfall:
     """Memory shortage of a program that does not fit on its devices. ``error``: the shortage of the pipeline stage that
     lacks the most bytes. ``room``: usable bytes of a device of that stage. ``untold``: by how many bytes the search
-    underestimated the memory of a stage; the greatest number of any stage that does not fit.
+    underestimated the memory of a stage that does not fit; the greatest such number of all stages.
     """
 
     error: CapacityError
@@ -284,9 +286,9 @@ def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
 
 
 def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate) -> _MemoryShortfall | None:
-    """Return the memory shortage of the program of the plan ``chosen``; ``None`` if the program fits. ``estimate``: its
-    memory is the peak bytes of each rank under the program. ``job``: the planning problem, with the devices and their
-    memory.
+    """Return the memory shortage of the program of the plan ``chosen``; ``None`` if the program fits. ``estimate``: the
+    estimate of a step, in which the memory is the peak bytes of each rank while it runs the program. ``job``: the
+    planning problem, with the devices and their memory.
     """
     mesh = chosen.candidate.grid
     rooms = stage_capacity(job.topology, mesh, chosen.devices)
@@ -312,9 +314,11 @@ class PlannedProgram:
     optimum.
 
     ``chosen``: the plan before its program was written. ``certificate``: the bound and the outcomes of all candidates.
-    ``estimate``: time and memory of a step. ``beyond``: the features of the plan that this version cannot execute;
-    ``program`` is ``None`` if there are any. ``context``: step times with other algorithms of attention. ``lacking``:
-    the memory shortage that made the search choose offload; empty if there was none.
+    ``estimate``: time and memory of a step. ``program``: the program of all ranks; ``None`` if this version cannot
+    execute the plan, or if only an estimate was requested. ``beyond``: the features of the plan that this version
+    cannot execute; empty if there are none. ``context``: step times with each algorithm of context-parallel attention;
+    empty without context parallelism. ``lacking``: the memory shortage that made the search choose offload; empty if
+    there was none.
     """
 
     chosen: SolvedCandidate
@@ -362,9 +366,9 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None
 
 
 def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
-    """Write and prove the program of all ranks for the plan ``chosen`` of ``job`` (model, batch, cluster and
-    constraints). Return the program, and the estimate of time and memory, in which memory and simulated step time are
-    those of the program.
+    """Write the program of all ranks for the plan ``chosen`` of ``job`` (model, batch, cluster and constraints), and
+    prove that its ranks cannot deadlock and that every value exists when it is used. Return the program, and the plan's
+    estimate of time and memory, in which the memory and the simulated step time are replaced by those of the program.
     """
     candidate = chosen.candidate
     local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)
@@ -408,8 +412,8 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
 
 def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
     """Return the simulated seconds of one step of ``program``, plus the estimated seconds that ranks lose by sharing
-    processor cores. ``chosen``: the plan, which has the device of each rank and this estimate. ``facts``: sizes of the
-    program's states. ``job``: has the topology, constraints, precision and optimizer."""
+    processor cores. ``chosen``: the plan, which has the device of each rank and the estimate of these lost seconds.
+    ``facts``: sizes of the program's states. ``job``: has the topology, constraints, precision and optimizer."""
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
     return simulate_plan_seconds(laid, facts) + contention

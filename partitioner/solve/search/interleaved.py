@@ -65,10 +65,11 @@ def schedules_of_several(
     In each group, the first candidate shows whether the others are worth trying.
 
     The groups are variants of the best candidates in ``solved`` (candidate -> its plan with step time), of solved
-    pipelines that lose much time to bubbles and recomputation, and of candidates whose bounds suggest a faster plan.
-    ``found``: the best candidate so far. ``rows``: candidate -> its outcome in the search: its plan, a lower bound on
-    its step time, or the reason why it has no plan. ``bounds``: computes lower bounds on the step times of candidates.
-    ``space``: the search space (cluster, batch, constraints and sizes of the model).
+    pipelines that lose much time to bubbles and recomputation, and of unsolved candidates whose bounds suggest a plan
+    faster than that of ``found``. ``found``: the best candidate so far. ``rows``: candidate -> its outcome in the
+    search: its plan, a lower bound on its step time, or the reason why it has no plan. ``bounds``: computes lower
+    bounds on the step times of candidates. ``space``: the search space (cluster, batch, constraints and sizes of the
+    model).
     """
     enough = solved[found].step_time
     best: dict[MeshCandidate, MeshCandidate] = {}
@@ -110,9 +111,9 @@ def contexts_of_best(
     space: SearchSpace, tried: Mapping[MeshCandidate, float], known: Collection[MeshCandidate]
 ) -> list[Sequence[MeshCandidate]]:
     """Return variants of the best candidates in which twice as many ranks share each sequence (the axis ``cp``), in the
-    order in which they should be tried, each as a group of one. ``tried``: candidate -> seconds of its step, for the
-    candidates that were solved. ``known``: candidates to leave out, because they were searched already. ``space``: the
-    search space (cluster, batch, constraints and sizes of the model).
+    order in which they should be tried. Each is returned as a list with one element. ``tried``: candidate -> seconds of
+    its step, for the candidates that were solved. ``known``: candidates to leave out, because they were searched
+    already. ``space``: the search space (cluster, batch, constraints and sizes of the model).
     """
     enough = min(tried.values()) * _NEAR_CONTEXT
     near: dict[MeshCandidate, MeshCandidate] = {}
@@ -131,10 +132,9 @@ def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
 
 
 def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
-    """Yield keys of meshes whose known placement (assignment of ranks to devices) can also be used for ``candidate``:
-    its own mesh, and meshes with half of its ``cp`` and twice its ``tp`` or ``dp``, from which it is made by sharing
-    each sequence among more ranks. A key is a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) with
-    fixed schedule, virtual stages and ZeRO.
+    """Yield keys of meshes whose placement (assignment of ranks to devices), if it is known, can also be used for
+    ``candidate``: its own mesh, then meshes with half of its ``cp`` and twice its ``tp`` or ``dp``. A key is a
+    candidate (mesh sizes, microbatch size, schedule and ZeRO stage) with fixed schedule, virtual stages and ZeRO.
     """
     yield mesh_of(candidate)
     if candidate.cp % 2 == 0:
@@ -151,11 +151,12 @@ def _list_promising_candidates(
 ) -> Iterator[MeshCandidate]:
     """Yield unsolved 1F1B candidates that would take clearly less than ``cutoff_s`` seconds with interleaved stages,
     fastest first. ``rows``: the outcomes of the search. ``bounds``: computes lower bounds on candidates. ``solved``:
-    combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+    keys of the meshes and microbatch sizes that were solved already, which are skipped; a key is a candidate with fixed
+    schedule, virtual stages and ZeRO.
 
-    The estimate scales the bounds of a candidate by the smaller pipeline bubble and adds the recomputation that memory
-    requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped. ``space``: the search space
-    (cluster, batch, constraints and sizes of the model).
+    To estimate a step time, the lower bound of a candidate is reduced in proportion to the smaller pipeline bubble, and
+    the recomputation that memory requires is added. ``space``: the search space (cluster, batch, constraints and sizes
+    of the model).
     """
     heap: list[tuple[float, int, int]] = []  # seconds, the index in `nodes`, the number of bounds computed
     nodes: list[Sequence[MeshCandidate]] = []
@@ -231,9 +232,10 @@ def best_schedule(
 
     ``found``: the best plan of the search, with its estimated step time. ``certificate``: the record of how near that
     plan is to the optimum, with a table of candidates. ``evaluate``: plans a candidate and computes a lower bound on
-    the step time of all its plans. ``attempt``: plans a candidate without such a bound. ``last``: computes the tightest
-    lower bound of a candidate in seconds, given a step time that is tight enough. ``bounds``: computes quicker lower
-    bounds. The search ends at ``deadline`` (:func:`time.monotonic`) or on ``KeyboardInterrupt``.
+    the step time of all its plans. ``attempt``: plans a candidate without such a bound. ``last``: returns the tightest
+    lower bound in seconds on a candidate; its second argument is a bound in seconds at which the computation may stop.
+    ``bounds``: computes quicker lower bounds. The function stops trying candidates at ``deadline``
+    (:func:`time.monotonic`) or on ``KeyboardInterrupt``.
     """
     best, rows, cut_off = found, list[Candidate](), certificate.cut_off
     better: EvaluatedCandidate | None = None
@@ -296,9 +298,9 @@ def without_limit(
     certificate: Certificate, found: SolvedCandidate, again: SolvedCandidate
 ) -> tuple[SolvedCandidate, Certificate]:
     """Return the faster of two plans of one candidate, and its certificate, the record of how near a plan is to the
-    optimum. ``found``: a plan that was solved under a limit on its step time, with its ``certificate``. ``again``: the
-    plan of the same candidate that was solved without this limit. If ``again`` is faster, step time, lower bound, gap
-    and chosen row of the returned copy are those of ``again``."""
+    optimum. ``found``: a plan that was solved with a cutoff, above which plans are not searched, with its
+    ``certificate``. ``again``: the plan of the same candidate that was solved without a cutoff. If ``again`` is faster,
+    step time, lower bound, gap and chosen row of the returned copy are those of ``again``."""
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
     told = solved_to_evaluated(again)

@@ -24,7 +24,7 @@ _ROUNDING = 1e-12  # relative gap that counts as none
 class EvaluatedCandidate:
     """The best plan of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage). ``step_time``: seconds of a
     step. ``memory``: bytes on the fullest rank. ``payload``: data of the caller, such as the plan. ``breakdown``: kind
-    of work, such as ``"compute"`` -> seconds of a step.
+    of work, such as ``"compute"`` -> seconds of a step; ``None``: not known.
 
     ``least``: lower bound in seconds on the step times of the candidate's plans (``None``: equal to ``step_time``).
     ``partly``: whether this bound covers only the placements (assignments of ranks to devices) that were tried.
@@ -51,9 +51,10 @@ class CandidateOutcome:
     """The result of the search for one candidate (mesh sizes, microbatch size, schedule and ZeRO stage).
 
     ``status``: ``"chosen"``, ``"solved"``, ``"bounded"`` (not solved) or ``"infeasible"``. ``bound``: lower bound in
-    seconds on its step time. ``evaluated``: its best plan, or ``None``. ``loose``: whether a tighter bound can still be
-    computed. ``pruned_s``: for a candidate that was skipped because no better plan was expected, the seconds that its
-    plans would at least have taken; else 0. ``reason``, ``error``: why it has no plan.
+    seconds on its step time. ``evaluated``: its best plan, or ``None``. ``loose``: whether a tighter ``bound`` can
+    still be computed. ``pruned_s``: for a candidate that was skipped because no better plan was expected, the step time
+    in seconds that its plans were expected to reach at least; else 0. ``reason``: why it has no plan, as a text; empty
+    if it has one or was not solved. ``error``: the exception that says so, or ``None``.
     """
 
     candidate: MeshCandidate
@@ -74,9 +75,10 @@ class CandidateOutcome:
 
     @property
     def lower_bound_s(self) -> float:
-        """Return the number of seconds by which a later search may judge this candidate: the step time of its plan if
-        it was evaluated, otherwise its lower bound, or, if it was skipped, the time that its plans were expected to
-        exceed. Infinite if the candidate has no plan."""
+        """Return the seconds that a step of this candidate takes at least, for use in a later search: the step time of
+        its plan if it was evaluated, otherwise its lower bound or, if it was skipped because no better plan was
+        expected, the step time that its plans were expected to reach at least. Infinite if the candidate has no plan.
+        """
         if self.error is not None:
             return float("inf")
         return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.pruned_s)
@@ -98,10 +100,10 @@ def list_solved_candidates(rows: Mapping[MeshCandidate, CandidateOutcome]) -> di
 
 
 def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_off: CutOff | None = None) -> Certificate:
-    """Return the certificate of a search, which says how near the best plan is to the optimum: a row for each
-    candidate, best first, and the least lower bound. ``every``: the outcomes of all candidates. ``objective``: step
-    time of the best plan in seconds. ``cut_off``: why the search ended early (``"time limit"`` or ``"interruption"``);
-    ``None`` if it was completed.
+    """Return the certificate of a search, which says how near the best plan is to the optimum. It has rows for the
+    candidates, best first, and the least lower bound. If there are very many candidates, the last ones have no rows and
+    are only counted. ``every``: the outcomes of all candidates. ``objective``: step time of the best plan in seconds.
+    ``cut_off``: why the search ended early (``"time limit"`` or ``"interruption"``); ``None`` if it was completed.
     """
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     bound, gap = bound_and_gap(objective, (row.bound for row in every if row.says))

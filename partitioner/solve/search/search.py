@@ -75,8 +75,8 @@ class PlanSearchResult:
     (well-known layouts for comparison), which may still be computed in the background.
 
     ``rows``: candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> its outcome. ``ahead``: the plan that
-    was the best before schedules with several virtual stages were tried, with its program, which a background process
-    writes already; ``None`` if no such process was started. ``lacking``: the memory shortage that made the search
+    was the best before schedules with several virtual stages were tried, and its program, which a background process
+    has begun to write; ``None`` if no such process was started. ``lacking``: the memory shortage that made the search
     choose offload; empty if there was none.
     """
 
@@ -89,9 +89,9 @@ class PlanSearchResult:
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
         """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
-        awaited, and they are left out if the user interrupts it. ``lower_bound_s``: lower bound in seconds on plans
-        that this search excluded; the bound of the certificate is at most this. The certificate says how near the plan
-        is to the optimum.
+        awaited, and they are left out if the user interrupts it. ``lower_bound_s``: a lower bound in seconds on the
+        step times of plans that this search did not consider. If it is smaller than the lower bound of the certificate,
+        it replaces that bound in the result. The certificate says how near the plan is to the optimum.
         """
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         try:
@@ -154,13 +154,13 @@ def search_for_plan(
     and more kinds of data offloaded to host memory, and last with optimizer states on disk if host memory is too small.
 
     Args:
-    - time_limit_s: time limit of the search in seconds.
+    - time_limit_s: time limit of the search in seconds; ``None``: no limit.
     - progress: called with the state of the search, or ``None``.
     - compare: whether to plan the standard layouts for comparison.
     - cutoff_s: plans with at least this step time in seconds are not of interest and may be missed.
-    - before: result of an earlier search of the job, in which ranks had more free memory.
-    - emit: function that writes the program of a plan. It may run in the background.
-    - other_batch: function that returns the job with another global batch, for the report.
+    - before: result of an earlier search of the job, in which ranks had more free memory, or ``None``.
+    - emit: function that writes the program of a plan, or ``None``. It may run in the background.
+    - other_batch: function that returns the job with another global batch, for the report, or ``None``.
 
     Raises:
     - CapacityError: no candidate fits in memory.
@@ -245,8 +245,8 @@ class _CandidateAttempts:
     search.
 
     ``evaluator``: plans single candidates. ``space``: the search space. ``bounds``: lower bounds on candidates.
-    ``early``: chooses the first candidates, and is told each outcome. ``siblings``: skips candidates that cannot fit
-    because another candidate, which differs only in ZeRO, did not fit. ``best_s``: step time in seconds of the best
+    ``early``: chooses the first candidates; each outcome is reported to it. ``siblings``: skips candidates that cannot
+    fit because another candidate, which differs only in ZeRO, did not fit. ``best_s``: step time in seconds of the best
     plan so far, or the cutoff if there is none; slower plans are of no interest.
     """
 
@@ -341,8 +341,9 @@ def _search_candidates(
 
         def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
             """Plan a candidate without a lower bound. If all placements (assignments of ranks to devices) would be
-            tried, use the devices of a known plan with the same mesh instead, or of one whose ranks of ``cp`` come from
-            its ranks of ``tp`` or ``dp``. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+            tried, use the devices of a known plan instead: one with the same mesh, or one with half as many ranks along
+            ``cp`` and twice as many along ``tp`` or ``dp``. ``candidate``: mesh sizes, microbatch size, schedule and
+            ZeRO stage.
             """
             key = next((key for key in meshes_around(candidate) if key in devices), None)
             same = devices[key] if key is not None and evaluator.placements.complete(candidate.grid) else None
@@ -409,8 +410,7 @@ def _slowest_first(found: EvaluatedCandidate) -> float:
 
 def _space_to_limits(space: SearchSpace) -> Limits:
     """Return the numbers of the search space ``space`` (cluster, batch, constraints and sizes of the model) that the
-    certificate records, such as the number of block calls (such as layers). The certificate says how near the plan is
-    to the optimum.
+    certificate records, such as the number of layers. The certificate says how near the plan is to the optimum.
     """
     dims = tuple(sorted(space.dims))
     return Limits(

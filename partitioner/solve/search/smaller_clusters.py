@@ -56,8 +56,9 @@ def smaller_clusters(topology: Topology) -> Iterator[Topology]:
 
 def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
     """Yield parts of ``topology``, which has equal devices: one group of each level of links (such as one node), the
-    largest first, and last a single device. A plan may be faster on such a part alone. Only parts with more than
-    ``num_devices / most_times`` devices are yielded.
+    largest first, and last a single device. A plan may be faster on such a part alone. Parts with at most ``num_devices
+    / most_times`` devices are left out. ``most_times``: how many times as long as the ideal step on all devices a step
+    on a part may take.
     """
     for kept in sorted({1, *(equal_levels(topology) or ())}, reverse=True):
         if kept == topology.num_devices or topology.num_devices >= most_times * kept:
@@ -89,12 +90,12 @@ def is_even(topology: Topology) -> bool:
 def without_laggards(
     job: Job, best_s: float, lower_bound_s: Callable[[], float], space_of: SpaceOf, best: Best
 ) -> tuple[Baseline, ...]:
-    """Return the smaller clusters whose best plan takes less than ``best_s`` seconds per step, each with that plan.
-    Clusters with a power of two of nodes are returned even if they are only as fast.
+    """Return the smaller clusters whose best plan takes clearly less than ``best_s`` seconds per step, each with that
+    plan. Clusters whose number of nodes is a power of two are returned even if they are only about as fast.
 
     ``lower_bound_s``: function that returns a lower bound on the step with all devices; it is called only if the
-    devices are equal. ``space_of``: returns the search space of a job, given its bounds. ``best``: returns the best
-    plan of a job that takes less than the given seconds.
+    devices are equal. ``space_of``: returns the search space of a job, given an object that computes its lower bounds.
+    ``best``: returns the best plan of a job, given the step time in seconds that the plan has to beat.
     """
     found = []
     clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, lower_bound_s)]
@@ -159,8 +160,9 @@ def batches_near(global_batch: int, num_devices: int) -> list[int]:
 def faster_batches(job: Job, best_s: float, job_of: JobOf, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
     """Return the nearest global batch with which each sample takes clearly less time than now, with its plan, as a
     tuple of one entry; empty if there is none. ``best_s``: seconds of a step with the present batch. ``job_of``:
-    returns the job with another batch. ``space_of``: returns the search space of a job, given its bounds. ``best``:
-    returns the best plan of a job that takes less than the given seconds."""
+    returns the job with another batch. ``space_of``: returns the search space of a job, given an object that computes
+    its lower bounds. ``best``: returns the best plan of a job, given the step time in seconds that the plan has to
+    beat."""
     pinned = job.constraints
     if not job.train or pinned.group_size is not None or pinned.data_shares is not None:
         return ()

@@ -38,7 +38,7 @@ def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
 
 def why_none(space: SearchSpace) -> PlanError | ConstraintError:
     """Return the error to raise if the search space ``space`` (cluster, batch, constraints and sizes of the model) has
-    no candidate. Its message lists the values that the user fixed, and what sizes of the mesh have to satisfy.
+    no candidate. The error message lists the values that the user fixed, and what sizes of the mesh have to satisfy.
     """
     asked = space.constraints
     if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
@@ -140,17 +140,18 @@ _OVERLAPPING = {"zb-2p": (1,)}  # tried in addition if steps overlap: the next s
 class SearchSpace:
     """The data from which the candidates of a search are listed.
 
-    - ``global_batch``: number of samples of a step. ``length``: tokens of a sample; 0 if the model has no sequence to
-      share. ``tokens``: the same for the throughput, also of models whose attention was not recognized; 0 without
-      token ids.
-    - ``num_calls``: number of block calls that can be distributed over pipeline stages. ``repeated``: how many of them
-      are of blocks that occur several times, such as decoder layers; 0 stands for all.
+    - ``global_batch``: number of samples of a step. ``length``: tokens of a sample; 0 if the model has no sequence that
+      ranks of ``cp`` can share. ``tokens``: tokens of a sample by which the throughput is computed; unlike ``length``,
+      it is also known for models whose attention was not recognized; 0 if the model reads no token ids.
+    - ``num_calls``: number of block calls that can be distributed over pipeline stages. ``repeated``: how many of these
+      calls are of blocks that are called several times, such as decoder layers; 0 stands for all.
     - ``dims``: all dim sizes of the parameters. ``tp`` must divide one of them.
-    - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether an expert may be
-      sharded over other numbers of ranks than 1 and ``tp``.
+    - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether a single expert
+      may be sharded over other numbers of ranks than 1 and ``tp``.
     - ``even``: whether all ranks of ``dp`` must have equally many microbatches.
     - ``further_samples``, ``further_positions``: numbers of samples in a batch, and of positions in a sample, of the
-      further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples.
+      further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples, and 2
+      ``cp`` all of these numbers of positions.
 
     ``topology``: the cluster. ``constraints``: what the user fixed. ``train``: whether plans are for training.
     """
@@ -182,8 +183,10 @@ class SearchSpace:
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
-        """Return whether the batch can be distributed over ``dp`` ranks, as :meth:`splits_first` says, and the batches
-        of further programs evenly."""
+        """Return whether the batches of all programs of the plan can be distributed over ``dp`` ranks. Batches of
+        further programs, such as an evaluation, must divide evenly. The batch of the first program must divide evenly
+        or, if ranks may have different numbers of microbatches, have at least one sample (or group of interacting
+        samples) for each rank."""
         return self.splits_first(dp) and all(samples % dp == 0 for samples in self.further_samples)
 
     def splits_evenly(self, dp: int) -> bool:
@@ -191,13 +194,14 @@ class SearchSpace:
         return self.units % dp == 0 and self.splits(dp)
 
     def splits_first(self, dp: int) -> bool:
-        """Return whether the batch can be distributed over ``dp`` ranks: evenly or, if ranks may have different numbers
-        of microbatches, with at least one sample (or group of interacting samples) for each rank. Further programs are
-        left out of account."""
+        """Return whether the batch of the first program of the plan can be distributed over ``dp`` ranks: evenly or, if
+        ranks may have different numbers of microbatches, with at least one sample (or group of interacting samples) for
+        each rank."""
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     def splits_positions(self, cp: int) -> bool:
-        """Return whether each of ``cp`` ranks can have two equal pieces of a sample, in all programs of the plan."""
+        """Return whether the samples of all programs of the plan can be cut into ``2 * cp`` pieces of equal length, two
+        for each of ``cp`` ranks."""
         return cp == 1 or all(positions % (2 * cp) == 0 for positions in (self.length, *self.further_positions))
 
     @property
@@ -270,9 +274,10 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
     sharded over only ``dp_shard`` of the ``dp`` ranks. The list is empty on a single node, or if the constraints fix
     ZeRO or ``dp_shard``.
 
-    ``dp_shard`` is about the number of ranks that a node holds, or four times that, and so on. Small numbers gather
-    over few nodes, which starts sooner; large ones need less memory. ``space``: the search space (cluster, batch,
-    constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    ``dp_shard`` is about the number of ranks that a node holds, or four times that, and so on. With a small number,
+    weights are gathered over few nodes, which has a shorter latency; with a large one, less memory is needed.
+    ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidate``: mesh sizes,
+    microbatch size, schedule and ZeRO stage.
     """
     pinned = space.constraints
     several = space.topology.num_nodes > 1
@@ -354,9 +359,9 @@ def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]
 
 
 def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, int]]:
-    """Return pairs of a schedule to try with ``pp`` pipeline ranks and its number of virtual stages on a rank. GPipe
-    takes as long as 1F1B and at least as much memory, so it is included only if it is fixed. ``space``: the search
-    space (cluster, batch, constraints and sizes of the model).
+    """Return pairs (schedule, number of virtual stages on a rank) to try with ``pp`` pipeline ranks. GPipe takes as
+    long as 1F1B and at least as much memory, so it is included only if it is fixed. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model).
     """
     pinned = space.constraints
     table = None if pinned.schedule is None else table_of(pinned.schedule)
@@ -404,9 +409,9 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
     """Return the numbers of virtual stages on a rank to try, ascending: those with which all stages have equally many
-    layers, and others with which they nearly have. Of numbers that are nearly equal to each other only one is returned.
-    Return ``[2]`` if there are none. ``pp``: number of pipeline ranks. ``space``: the search space (cluster, batch,
-    constraints and sizes of the model).
+    layers, and others with which the stages have nearly equally many. If several of these numbers are close to each
+    other, only one of them is returned. Return ``[2]`` if there are none. ``pp``: number of pipeline ranks. ``space``:
+    the search space (cluster, batch, constraints and sizes of the model).
     """
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
@@ -420,9 +425,9 @@ def even_chunks(space: SearchSpace, pp: int) -> list[int]:
 
 
 def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
-    """Return variants of ``candidate`` under schedules with several virtual stages on a rank, without those that are as
-    fast as another and need more memory. If consecutive steps may overlap, a schedule whose idle time the next step
-    fills is included too. ``space``: the search space (cluster, batch, constraints and sizes of the model).
+    """Return variants of ``candidate`` under schedules with several virtual stages on a rank, without schedules that
+    are as fast as another one and need more memory. If consecutive steps may overlap, a schedule whose idle time the
+    next step fills is included too. ``space``: the search space (cluster, batch, constraints and sizes of the model).
     ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     choices = {"interleaved": even_chunks(space, candidate.pp), **_BESIDE}
@@ -483,10 +488,10 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
 
 
 def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
-    """Return constraint name -> sentence that says what was not tried, for the constraints that a user could fix and
-    that the certificate's bound does not cover. Plans with such constraints may be faster than a proven plan.
-    ``space``: the search space (cluster, batch, constraints and sizes of the model). The certificate says how near the
-    plan is to the optimum.
+    """Return constraint name -> sentence that says which of its values were not tried. The dict has the constraints
+    whose values are not all covered by the lower bound of the certificate. If the user fixes one of them to a value
+    that was not tried, its plan may be faster than the plan that the search returned. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model). The certificate says how near the plan is to the optimum.
     """
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()

@@ -127,9 +127,9 @@ class UniformClusterBound:
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. The computation stops
-        when it shows that the bound is below ``cutoff_s``, since the caller then cannot prune the candidate. Return 0
-        if devices differ so much that the bound would be loose. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        early when it shows that no bound from the uniform cluster reaches ``cutoff_s``, since the caller then cannot
+        prune the candidate. Return 0 if devices differ so much that the bound would be loose. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
@@ -141,8 +141,9 @@ class UniformClusterBound:
         return self._bound_until(candidate, cutoff_s, 0.0)
 
     def _bound_until(self, candidate: MeshCandidate, cutoff_s: float, stop_s: float) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. Stop refining it when
-        it falls below ``stop_s``; 0 means that there is no bound. ``candidate``: mesh sizes, microbatch size, schedule
+        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 means that there is
+        no bound. The bound is the least of the bounds of all placements on the uniform cluster. As soon as one of them
+        is below ``stop_s``, the others are bounded only coarsely. ``candidate``: mesh sizes, microbatch size, schedule
         and ZeRO stage.
         """
         if (

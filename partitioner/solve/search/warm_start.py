@@ -35,9 +35,10 @@ class WarmStart:
     and reports the outcome with :meth:`tell` before it requests the next. A candidate is a combination of mesh sizes,
     microbatch size, schedule and ZeRO stage.
 
-    ``space``: the search space. ``candidates``: the candidates that may be evaluated. ``bounds``: quick lower bounds.
-    ``standards``: the standard layouts of the report. ``deadline``: time (:func:`time.monotonic`) after which no more
-    neighbours are tried. ``cutoff_s``: plans that take at least this many seconds per step are of no interest.
+    ``space``: the search space. ``candidates``: the candidates that may be evaluated. ``bounds``: computes quick lower
+    bounds. ``standards``: the standard layouts that the report shows, such as ZeRO-3. ``deadline``: time
+    (:func:`time.monotonic`) after which no more neighbours are tried. ``cutoff_s``: plans that take at least this many
+    seconds per step are of no interest.
     """
 
     space: SearchSpace

@@ -140,7 +140,8 @@ def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> in
 def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int | None:
     """Return the number of virtual stages per pipeline rank under ``schedule`` (a name, a path ending in ``.csv``, or a
     table), or ``None`` if a table gives the ranks different numbers. ``chunks``: the number that the user requests;
-    ``None``: none. Raise :class:`ScheduleError` if the schedule does not exist or does not support this number."""
+    ``None``: no request, so the default of the schedule. Raise :class:`ScheduleError` if the schedule does not exist or
+    does not support this number."""
     table = table_of(schedule)
     if table is None:
         return _resolve_chunk_count(_find_schedule(str(schedule)), str(schedule), chunks)

@@ -79,8 +79,8 @@ def _find_fullest_moment(
     the bytes of its values. ``stage``: index of the stage. ``instructions``: those of the stage. ``needs``: bytes of
     working memory of each block call of the stage.
 
-    If the instructions contain repeated sections, one and two repetitions are followed first. The whole list is
-    followed only if the second repetition has a higher peak.
+    If the instructions contain repeated sections, the peak is first computed for one and for two repetitions. The whole
+    list is simulated only if the second repetition raises the peak.
     """
     if isinstance(instructions, Listing) and instructions.steps > 2:
         first, second = (
@@ -121,8 +121,8 @@ def replace_estimated_memory(
 
 
 def count_resident_bytes(program: Program, stage: int, names: Collection[str]) -> int:
-    """Return the bytes of the inputs with the names ``names`` that a rank of one pipeline stage of ``program`` holds
-    for all its microbatches. ``stage``: index of the stage.
+    """Return the bytes that the inputs with the names ``names`` (such as key/value caches) take on a rank of one
+    pipeline stage of ``program``, for all microbatches of the rank together. ``stage``: index of the stage.
     """
     loaded = {v for i in program.stages[stage].instructions if i.op == "LOAD" for v in i.values} & {*names}
     return sum(value_bytes(program.values[name]) for name in loaded) * program.num_microbatches

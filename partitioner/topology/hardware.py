@@ -28,7 +28,7 @@ from partitioner.topology.quantities import (
 
 
 class TopologyPart(BaseModel, metaclass=DocumentedModel):
-    """Base class of the parts of a topology: a frozen pydantic model that refuses unknown keys."""
+    """Base class of the parts of a topology: a frozen pydantic model for which unknown keys are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

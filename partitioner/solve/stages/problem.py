@@ -59,7 +59,7 @@ class Pace:
     of different speeds. Of these costs only the seconds are used; bytes are taken from the calls of the problem.
 
     ``costs``: the cost of each call, in the order of the problem. ``overhead``: the cost of the calls that every stage
-    runs in addition.
+    runs in addition, such as the computation of a mask that all layers need.
     """
 
     costs: tuple[CallCost, ...]
@@ -72,23 +72,23 @@ class StageProblem:
     and links, and the schedule.
 
     - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next. ``tp``, ``dp``:
-      sizes of these mesh axes. ``microbatch_size``: number of samples of a microbatch. ``train``: calls have a
-      backward.
+      numbers of tensor-parallel and of data-parallel ranks. ``microbatch_size``: number of samples of a microbatch.
+      ``train``: whether calls have a backward.
     - ``state_bytes``: name of a parameter or buffer -> bytes on a rank, with its gradient and optimizer states.
       ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.
       ``local``: names of values that are never sent between stages. ``total_bytes``: bytes of values that are summed
       over the whole batch by an all-reduce before the first forward.
     - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: index of a call ->
-      its fixed stage. ``may_be_empty``: stages may have no call. ``barred``: for each stage, a mask ``[start, stop]``
-      of the calls ``start:stop`` of which it may not consist. ``repeated``: for each call, whether its block occurs
-      more than once.
-    - ``overhead``: the calls that every stage runs in addition. ``paces``: for each stage, the costs of the calls on
-      its devices; if empty, the calls' own costs apply to all stages. ``bubble``: the factor ``b`` in the formula
-      ``(rounds - b) * slowest stage + b * sum of stages`` of the pipeline's seconds: 1, or less with virtual stages,
-      which shorten fill and drain. ``chunks``: number of virtual stages on a rank. ``flying``: for each stage, pairs of
-      numbers of microbatches (backward not begun, between the halves of a split backward) that it holds at a time;
-      empty if the schedule has a formula for them. ``overlap_steps``: a rank begins the next step when it has ended its
-      own part of this one.
+      its fixed stage. ``may_be_empty``: whether stages may have no call. ``barred``: for each stage, a mask ``[start,
+      stop]`` of the calls ``start:stop`` of which it may not consist. ``repeated``: for each call, whether its block
+      occurs more than once.
+    - ``overhead``: the cost of the calls that every stage runs in addition, such as the computation of a mask that all
+      layers need. ``paces``: for each stage, the costs of the calls on its devices; if empty, the calls' own costs
+      apply to all stages. ``bubble``: the factor ``b`` in the formula ``(rounds - b) * slowest stage + b * sum of
+      stages`` of the pipeline's seconds: 1, or less with virtual stages, which shorten fill and drain. ``chunks``:
+      number of virtual stages on a rank. ``flying``: for each stage, pairs of numbers of microbatches (backward not
+      begun, between the halves of a split backward) that it holds at a time; empty if the schedule has a formula for
+      them. ``overlap_steps``: whether a rank begins the next step when it has ended its own part of this one.
 
     ``num_stages``, ``num_microbatches``: their numbers; ``schedule``: its name.
     """
@@ -147,13 +147,13 @@ class StageProblem:
         return max(map(sum, self.held(stage)))
 
     def not_begun(self, stage: int) -> int:
-        """Return the largest number of microbatches, whose backward has not begun, that the stage with index ``stage``
-        holds at a time."""
+        """Return the largest number of microbatches with a forward that has run and a backward that has not begun,
+        whose activations the stage with index ``stage`` holds at a time."""
         return max(whole for whole, _ in self.held(stage))
 
     def half_done(self, stage: int) -> int:
-        """Return the largest number of microbatches, between the two halves of a split backward, that the stage with
-        index ``stage`` holds at a time."""
+        """Return the largest number of microbatches between the two halves of a split backward (for inputs, for
+        weights) whose activations the stage with index ``stage`` holds at a time."""
         return max(half for _, half in self.held(stage))
 
     def _count_formula_in_flight(self, stage: int) -> tuple[Counts, ...]:

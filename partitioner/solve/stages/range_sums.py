@@ -57,9 +57,9 @@ class Holding(NamedTuple):
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
     """Return tables of the bytes of all sequences of consecutive ``calls``, which are calls of blocks (such as layers).
-    They come from a cache if calls with equal values and bytes were seen before. ``local``: names of values that are
-    never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do not depend on the
-    stages.
+    They are cached, and used again for calls that read and write equal values with equal bytes. ``local``: names of
+    values that are never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do
+    not depend on the stages.
     """
     holdings = tuple(
         Holding(
@@ -115,8 +115,9 @@ class Segments:
     @cached_property
     def largest_working(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the largest temporary bytes of the block calls ``start:stop``
-        (such as layers) at any moment. This is the maximum over the calls, or the backward of the last call together
-        with gradients of the first call that the previous microbatch is still sending.
+        (such as layers) at any moment. This is the larger of two numbers: the maximum over the calls, and the bytes
+        during the backward of the last call together with the gradients of the first call that are still being sent for
+        the previous microbatch.
         """
         table = self._tabulate_run_maxima([c.working_bytes for c in self.calls])
         last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)

@@ -33,8 +33,8 @@ _HOW = {
 
 
 def check_room(takes: str, needed: float, room: float) -> None:
-    """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room``, the bytes of memory that there are. ``takes``:
-    the start of the error message, which names what needs the memory.
+    """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room``, the bytes of memory that are available.
+    ``takes``: the start of the error message, which names what needs the memory, such as ``"one layer takes 12 GB"``.
     """
     if (missing := math.ceil(needed - room)) > 0:
         text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
@@ -228,8 +228,8 @@ class _Splitter:
 
     def balanced(self, best: list[int]) -> list[int]:
         """Return the cuts of the block calls (such as layers) into stages that have the least time of the slowest stage
-        among all cuts whose pipeline time is at most 1 % longer than that of ``best``. Cuts are the index of the first
-        call of each stage, followed by the number of calls.
+        among all cuts whose pipeline time is at most 1 % longer than that of ``best``, the cuts with the least pipeline
+        time. Cuts are the index of the first call of each stage, followed by the number of calls.
 
         With few microbatches the step time hardly depends on the cuts. Equal stages then need less memory and suit
         other schedules.

@@ -230,8 +230,9 @@ class StageTables:
         return tables
 
     def pace_number(self, stage: int) -> int:
-        """Return a number that identifies the speeds of a stage's devices: it is equal for two stages if every block
-        call (such as a layer) takes equally long on both. ``stage``: index of the stage.
+        """Return a number for the speed of a stage's devices, which is a key for tables that stages can share: it is
+        equal for two stages if every block call (such as a layer) takes equally long on both. ``stage``: index of the
+        stage.
         """
         return int(self._pace_of[stage])
 
@@ -318,9 +319,9 @@ class StageTables:
         )
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
-        """Return the seconds per microbatch to recompute in full the first ``recomputed`` block calls (such as layers)
-        from index ``start`` on; both are arrays of integers of the same shape, which the result has too. ``stage``:
-        index of the stage, or an array with one index for each entry.
+        """Return the seconds per microbatch that a stage takes to recompute in full the first ``recomputed`` block
+        calls (such as layers) from index ``start`` on; both are arrays of integers of the same shape, which the result
+        has too. ``stage``: index of the stage, or an array with one index for each entry.
         """
         prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
@@ -477,8 +478,9 @@ def _runs_of(calls: int, most: int, least: int = 1) -> tuple[Counts, Counts]:
 
 
 def _stack_in_flight_counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
-    """Rearrange the numbers of microbatches that each stage holds, given as pairs by stage (``held``), into a list of
-    pairs of arrays of shape ``[stages]``. For stages with fewer pairs the last pair is repeated.
+    """Rearrange the numbers of microbatches that each stage holds for computation with arrays: from a list of pairs for
+    each stage (``held``) into one list of pairs of arrays of shape ``[stages]``. For stages with fewer pairs the last
+    pair is repeated.
 
     A pair is a moment of the schedule: the number of microbatches whose backward has not begun, and the number between
     the two halves of their backward.
@@ -496,9 +498,10 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:
-    """Choose cuts of the block calls (such as layers) into stages that minimise the largest entry. ``tables``: for each
-    stage, a table whose entry ``[start, stop]`` is the value of the calls ``start:stop``. Return that largest entry,
-    and the cuts: the index of the first call of each stage, followed by the number of calls.
+    """Choose the cuts of the block calls (such as layers) into stages for which the largest value of a stage is
+    smallest. ``tables``: for each stage, a table whose entry ``[start, stop]`` is the value of the calls
+    ``start:stop``. Return this largest value, and the cuts: the index of the first call of each stage, followed by the
+    number of calls.
     """
     n = tables[0].shape[0] - 1
     reached = np.full(n + 1, np.inf)

@@ -66,9 +66,9 @@ def is_formula(schedule: str | ScheduleTable) -> bool:
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Return whether the number of microbatches in flight on a rank has a closed formula, so that the order of actions
-    need not be followed. This requires one stage on each rank. ``schedule``: name or table of the pipeline schedule.
-    ``v``: number of virtual stages of each rank."""
+    """Return whether the number of microbatches in flight on a rank has a closed formula, so that the actions need not
+    be simulated. This requires one stage on each rank. ``schedule``: name or table of the pipeline schedule. ``v``:
+    number of virtual stages of each rank."""
     return schedule in _IN_FLIGHT and v == 1
 
 
@@ -164,9 +164,9 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
 
 
 def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
-    """Return the elements of ``counts`` that may need the most memory: those that no other element equals or exceeds in
-    every number. An element is a tuple of pairs of numbers of microbatches; all elements have the same length.
-    ``counts`` has no duplicates.
+    """Return the elements of ``counts`` at which memory may peak: those that no other element equals or exceeds in
+    every number. An element is a tuple of pairs of numbers of microbatches in flight; all elements have the same
+    length. ``counts`` has no duplicates.
     """
     each = np.array(counts).reshape(len(counts), -1)
     less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])

@@ -157,9 +157,9 @@ def _actions_to_items(order: Sequence[Action]) -> list[Item]:
 
 
 def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Return a rank's instruction list divided into consecutive pieces, among which the caller looks for repetitions;
-    this is faster than among single instructions. Each piece starts with a computation, or with the loads and receives
-    that precede it.
+    """Return ``instructions``, the instruction list of a rank, divided into consecutive pieces, among which the caller
+    looks for repetitions; this is faster than among single instructions. Each piece starts with a computation, or with
+    the loads and receives that precede it.
     """
     pieces: list[list[Instruction]] = []
     before = ""

@@ -76,8 +76,8 @@ def _find_fullest_moment(
 ) -> tuple[MemoryMoment, int]:
     """Return the moment of peak memory on a rank of one pipeline stage (its temporary bytes by kind), and the bytes of
     working memory of the block (such as a layer) that runs then. ``facts``: figures derived from the program, such as
-    the bytes of its values. ``stage``: index of the stage. ``instructions``: those of the stage. ``needs``: bytes of
-    working memory of each block call of the stage.
+    the bytes of its values. ``stage``: index of the stage. ``instructions``: the instructions that a rank of the stage
+    executes. ``needs``: bytes of working memory of each block call of the stage.
 
     If the instructions contain repeated sections, the peak is first computed for one and for two repetitions. The whole
     list is simulated only if the second repetition raises the peak.
@@ -103,7 +103,7 @@ def replace_estimated_memory(
     working: Mapping[str, int],
     resident: Collection[str] = (),
 ) -> Estimate:
-    """Return ``estimate`` with the peak memory of every rank, in bytes, replaced by the one that follows from the
+    """Return ``estimate`` with the peak memory of every rank, in bytes, replaced by the peak that is computed from the
     rank's program. ``facts``: figures derived from the program, such as the bytes of its values. ``optimizer``: name,
     such as ``"adamw"``. ``working``: bytes of working memory of each block (such as a layer) while it runs, by name of
     the block. ``resident``: names of inputs, such as key/value caches, that a rank holds for all its microbatches all

@@ -70,8 +70,8 @@ def run_nvidia_smi(*arguments: str) -> str:
 def read_wiring(matrix: str, status: str = "", query: str = "") -> Wiring | None:
     """Return the links between GPUs that three outputs of ``nvidia-smi`` describe; ``None`` if ``matrix`` cannot be
     parsed. ``matrix``: the output of ``nvidia-smi topo -m``. ``status``: the output of ``nvidia-smi nvlink --status``.
-    ``query``: the output of ``nvidia-smi`` with the arguments :data:`QUERY`, which ask for the PCIe slots. ``status``
-    and ``query`` may be empty.
+    ``query``: the output of ``nvidia-smi`` with the arguments :data:`QUERY`, which print the PCIe slots of the GPUs.
+    ``status`` and ``query`` may be empty.
     """
     lines = [_ESCAPES.sub("", text) for text in matrix.splitlines()]
     header = next((text for text in lines if text.split()[:1] == ["GPU0"] and "X" not in text.split()), "")

@@ -54,8 +54,8 @@ class _Decimal(yaml.SafeLoader):
 
     def resolve(self, kind: type[yaml.Node], value: str | None, implicit: tuple[bool, bool] | bool) -> str:
         """Return the YAML tag (type) of a node: text for numbers with a colon or a leading zero, and PyYAML's result
-        for all others. The arguments are those of PyYAML: the class of the node (``kind``), its text (``value``), and
-        which kinds of implicit tags it may have (``implicit``).
+        for all others. The arguments are those of PyYAML: the class of the node (``kind``), its text (``value``;
+        ``None`` if it has none), and which kinds of implicit tags it may have (``implicit``).
         """
         tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
         is_odd = tag in _NUMBERS and value is not None and _ODD_NUMBER.search(value)

@@ -85,8 +85,8 @@ _MOST_VALUES = 1_000_000  # of a YAML file, with each alias counted as what it s
 
 
 def find_alias_problem(tree: Any) -> str:
-    """Return why the aliases of a YAML file cannot be followed, as text: a value contains itself, or they stand for too
-    many values. Return an empty string if they can. ``tree``: the root node of the parsed YAML, or ``None``.
+    """Return why the aliases of a YAML file cannot be resolved, as text: a value contains itself, or the aliases expand
+    to too many values. Return an empty string if they can. ``tree``: the root node of the parsed YAML, or ``None``.
     """
     counts: dict[int, int] = {}
     stack = [(tree, False)] if tree is not None else []

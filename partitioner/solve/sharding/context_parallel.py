@@ -69,9 +69,9 @@ def shard_context(
     ``split``: the model of one microbatch, not yet sharded over ``cp``. ``batch``: the sharding that says which dim of
     each value indexes samples. ``costs``: prices of the shardings. ``tp``: number of tensor-parallel ranks, over which
     attention heads are divided in addition. ``algorithm``: the algorithm of every attention, such as ``"ring"``, or
-    ``None`` to choose. ``allowed``: function that says whether an operator may use a strategy. ``known``: a sharding
-    found before, which is then used instead of a search. Raise :class:`PlanError` if the algorithm is impossible, or if
-    no sharding divides the sequence usefully.
+    ``None`` to choose. ``allowed``: function that says whether an operator may use a strategy; ``None`` allows all.
+    ``known``: a sharding found before, which is then used instead of a search. Raise :class:`PlanError` if the
+    algorithm is impossible, or if no sharding divides the sequence usefully.
     """
     solution = known or _solve_context_sharding(split, batch, num_ranks, costs, tp, algorithm, allowed)
     _check_divided(split, solution)

@@ -53,9 +53,9 @@ class TensorCosts:
     changes of layout, states (parameters and buffers), and tensors that are kept between blocks (such as layers).
 
     - ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
-      sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a
-      rank holds. ``tp``: number of tensor-parallel ranks over which attention heads are divided in addition to
-      ``group``.
+      sharded tensors between blocks; other values allow them. ``update_bytes``: memory traffic of the optimizer per
+      byte of parameter that a rank holds. ``tp``: number of tensor-parallel ranks over which attention heads are
+      divided in addition to ``group``.
     - Three penalties favour shardings that divide memory and work. ``state_price``: seconds per byte of state that a
       rank holds. ``undivided``: seconds per matrix-product FLOP that every rank repeats. ``repeated``: seconds per byte
       of results that every rank computes.

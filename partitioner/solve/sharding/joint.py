@@ -26,8 +26,8 @@ from partitioner.solve.sharding.sharding import (
 
 @dataclass(frozen=True)
 class CompanionModel:
-    """The model of a further program, such as an evaluation beside the training, that shares its parameters and buffers
-    with the first program and must use the layouts that they have there.
+    """The model of a further program, such as an evaluation beside the training, that uses parameters and buffers of
+    the first program, in the layouts that they have there.
 
     ``model``: calls of blocks on one microbatch. ``weight``: how often the program is executed for each execution of
     the first one. ``inputs``: name of an input -> layouts that it may have; others are replicated.
@@ -82,7 +82,10 @@ class JointShardingProblem(ShardingProblem):
 
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
         """Return the sharding of the first program in the cheapest sharding of all programs together. Its ``objective``
-        and ``bound`` are those of the joint problem. Arguments and errors are those of :meth:`ShardingProblem.solve`.
+        and ``bound`` are the cost, and a lower bound on the cost, of all programs together. ``allowed``: function of an
+        operator and a strategy (layouts of its operands and results) that says whether the operator may be run in this
+        way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raise ``ShardingError`` if no sharding
+        exists and ``AssignmentTimeLimitError`` if none is found in time.
         """
         joint, first = super().solve(allowed, time_limit_s), self.first
         blocks = {name: joint.blocks[name] for name in first.blocks}

@@ -191,9 +191,10 @@ class _Costs:
         """Simulate a step of the schedule for each row of ``cuts`` (the index of the first call of each stage, followed
         by the number of block calls, such as layers), and return a dict: cut -> step time in seconds, fastest first.
 
-        Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
-        ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the
-        next step when it has ended its part of this one). ``timetable``: the order of actions of the schedule.
+        Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results;
+        ``None``: no limit. ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a
+        rank begins the next step when it has ended its part of this one). ``timetable``: the order of actions of the
+        schedule.
         """
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
@@ -205,8 +206,8 @@ class _Costs:
 
     def bands(self, most: float) -> _Bands:
         """Return the seconds of those sequences of consecutive block calls (such as layers) that take at most ``most``
-        seconds per microbatch and fit in memory, together with a mask of these sequences. Both are indexed by the end
-        and the length of the sequence, so that short sequences need little memory.
+        seconds per microbatch and fit in memory, together with a mask of these sequences. Both are arrays that are
+        indexed by the end and the length of the sequence; they are small if all of these sequences are short.
         """
         size = self.of_stage[0].shape[-1]
         total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])

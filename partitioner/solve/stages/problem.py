@@ -25,16 +25,17 @@ class StageCall:
     """One call of a block (such as a layer) that is to be placed on a pipeline stage, with its cost.
 
     ``path``: the name of the module that is called, such as ``layers.3``. ``cost``: the seconds and bytes of the call.
-    ``inputs``, ``outputs``: names of the values that it reads and computes, in the order of ``cost``. ``states``: names
-    of the parameters and buffers that the call reads. ``index``: its position among the model's calls.
+    ``inputs``, ``outputs``: names of the values that it reads and computes, in the order in which ``cost`` lists their
+    bytes. ``states``: names of the parameters and buffers that the call reads. ``index``: its position among the
+    model's calls.
 
     Two fields count weights and gradients that a rank has whole for a short time, although they are sharded.
     ``gathered_bytes``: these bytes while the call runs: its own, the weights of the call before or after it that are
     gathered at the same time, and the gradients of the call after it that are still being sent. ``at_ends``: three
-    numbers of bytes for the ends of a stage. The first is all temporary bytes during the backward of this call if it is
-    the last of its stage. The other two apply if it is the first of its stage: the bytes of its gradients that are
-    still being sent during the backward of the last call in the next microbatch, which are added to the first number of
-    that call; and all temporary bytes after a backward, while its gradients are sent.
+    numbers of bytes for a call at an end of a pipeline stage: (1) if the call is the last of its stage, all temporary
+    bytes during its backward; (2) if it is the first, the bytes of its gradients that are still being sent while the
+    last call of the stage runs backward for the next microbatch, where they are added to number (1) of that call; (3)
+    if it is the first, all temporary bytes after its backward, while its gradients are sent.
     """
 
     path: str
@@ -162,7 +163,7 @@ class StageProblem:
     @cached_property
     def slim(self) -> StageProblem | None:
         """Return a copy of this problem in which every block call (such as a layer) recomputes its cheap operators in
-        backward (selective recomputation), with the costs that follow. Return ``None`` if the problem does not allow
+        backward (selective recomputation), with the costs that this has. Return ``None`` if the problem does not allow
         that, or if no call has such operators.
         """
         scores = any(call.cost.selective_bytes for call in self.calls)

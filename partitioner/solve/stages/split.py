@@ -172,7 +172,7 @@ class NoneLeft(CapacityError):
 
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
     """Return the cut of the block calls (such as layers) of ``problem`` into stages with the least pipeline time.
-    ``tables``: the tables of ``problem`` (seconds and bytes of all possible stages), if they exist already.
+    ``tables``: seconds and bytes of all possible stages of ``problem``; ``None``: they are computed.
 
     Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cut fits in memory.
     """
@@ -298,9 +298,10 @@ def stage_plan(
     """Return the plan of one stage that holds the block calls ``start:stop`` (such as layers), with its seconds and
     peak bytes.
 
-    ``tables``: seconds and bytes of all possible stages. ``stage``: index of a stage of the problem. ``recompute``:
-    number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``: recompute the
-    other calls selectively (only operators that are cheap to recompute); it applies only if ``recompute`` is given.
+    ``tables``: seconds and bytes of all possible stages. ``stage``: index of a stage of the problem. ``recompute``: how
+    many of the calls, counted from the first, are recomputed in full; ``None``: the fewest with which the stage fits in
+    memory. ``in_part``: recompute the other calls selectively (only operators that are cheap to recompute); it applies
+    only if ``recompute`` is given.
     """
     if recompute is None:
         return stage_plans(tables, stage, np.array([start]), np.array([stop]))[0]

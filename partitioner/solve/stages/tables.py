@@ -65,9 +65,10 @@ class StageTables:
         stage runs the calls ``start:stop`` of blocks (such as layers): forward, backward if the model is trained,
         recomputation, and waits for values from other stages.
 
-        As few calls are recomputed in full as memory demands, or as many as allowed if that is required. If selective
-        recomputation (of cheap operators only) is required, or takes less time in total than this, the entry is the
-        seconds with it. An entry is infinite if the calls do not fit in memory or are not allowed on the stage.
+        As few calls are recomputed in full as memory demands, or as many as allowed if the problem requires full
+        recomputation. If selective recomputation (of cheap operators only) is required, or makes the total time
+        shorter, the entry is the seconds with selective recomputation. An entry is infinite if the calls do not fit in
+        memory or are not allowed on the stage.
         """
         return self._ways[0]
 

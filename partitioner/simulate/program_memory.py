@@ -50,10 +50,11 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
 
 
 def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
-    """Return the bytes of temporary data at one moment of a step, by kind: ``saved`` values and activations,
-    ``flowing`` gradients of values, ``recomputed`` activations, ``working`` memory, ``gathered`` parameters.
-    ``moment``: the bytes of each kind that the program holds then, without working memory. ``working``: bytes of
-    working memory of the block (such as a layer) that runs at this moment.
+    """Return the bytes of temporary data at one moment of a step, by kind: ``saved`` (saved activations and tensors
+    between blocks), ``flowing`` (gradients of tensors between blocks), ``recomputed`` (activations), ``working``
+    (memory of running operators), ``gathered`` (parameters). ``moment``: the bytes of each kind that the program holds
+    then, without working memory. ``working``: bytes of working memory of the block (such as a layer) that runs at this
+    moment.
     """
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}

@@ -89,8 +89,8 @@ def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[
     equal nodes. The keys are their indices in ``levels``. The number of devices that a level connects inside a node is
     limited to those of the node.
 
-    Levels are dropped if none of their islands (named sets of nodes) is left, or if an inner level already connects the
-    same devices.
+    A level is left out if none of its islands (named sets of nodes) is among ``nodes``, or if an inner level already
+    connects the same devices.
     """
     islands = {group.island_name for group in nodes}
     fitting: dict[int, Level] = {}

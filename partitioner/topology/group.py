@@ -183,8 +183,8 @@ class Group:
     def _ring_steps(self, rounds: int) -> float:
         """Return the total seconds that a ring algorithm spends on the latency of its steps, without the time to move
         data. ``rounds``: how often data goes around the ring (2 for an all-reduce, 1 for an all-gather). The model is
-        NCCL's, ``(steps - outer steps) intra + outer steps net``, for any number of levels of links. ``intra`` and
-        ``net`` are the seconds of a step inside a node and between nodes."""
+        that of NCCL for two levels of links, ``(steps - outer steps) intra + outer steps net``, extended to any number
+        of levels. ``intra`` and ``net`` are the seconds of a step inside a node and between nodes."""
         seconds, counted = 0.0, 0
         for k in range(len(self.tiers) - 1, 0, -1):
             parts = math.prod(t.ways for t in self.tiers[k:])

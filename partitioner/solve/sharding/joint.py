@@ -26,8 +26,8 @@ from partitioner.solve.sharding.sharding import (
 
 @dataclass(frozen=True)
 class CompanionModel:
-    """The model of a further program, such as an evaluation beside the training, that uses parameters and buffers of
-    the first program, in the layouts that they have there.
+    """The model of a further program, such as evaluation beside training, that uses parameters and buffers of the first
+    program, in the layouts that they have there.
 
     ``model``: calls of blocks on one microbatch. ``weight``: how often the program is executed for each execution of
     the first one. ``inputs``: name of an input -> layouts that it may have; others are replicated.
@@ -39,9 +39,9 @@ class CompanionModel:
 
 
 class JointShardingProblem(ShardingProblem):
-    """The problem of sharding the model of a program, such as a training, together with those of further programs, such
-    as an evaluation, that use the same parameters and buffers. These have one layout in all programs. The sum of the
-    costs of all programs, by their weights, is minimised.
+    """The problem of sharding the model of a program, such as training, together with those of further programs, such
+    as evaluation, that use the same parameters and buffers. These have one layout in all programs. The sum of the costs
+    of all programs, by their weights, is minimised.
 
     ``first``: the model of the first program. ``companions``: those of further programs. ``axis``, ``num_ranks``: name
     and size of the mesh axis. ``costs``: prices of strategies and layouts.

@@ -101,8 +101,8 @@ def _improve_cuts_locally(
     stops if no move is faster.
 
     ``timetable``: the order of actions of the schedule. ``left``: the largest number of cuts to simulate. ``costs``:
-    seconds of all possible stages. ``how``: options of the simulation: ``train`` (there is a backward) and
-    ``overlap_steps`` (a rank begins the next step when it has ended its part of this one).
+    seconds of all possible stages. ``how``: options of the simulation: ``train`` (whether there is a backward) and
+    ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one).
     """
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
@@ -133,8 +133,8 @@ def _simulate_all_cuts(
     is the step time of the best.
 
     ``costs``: seconds of all possible stages. ``timetable``: the order of actions of the schedule. ``calls``,
-    ``stages``: the numbers of calls and of stages. ``how``: options of the simulation: ``train`` (there is a backward)
-    and ``overlap_steps`` (a rank begins the next step when it has ended its part of this one).
+    ``stages``: the numbers of calls and of stages. ``how``: options of the simulation: ``train`` (whether there is a
+    backward) and ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one).
     """
     taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # at least the first cuts fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
@@ -192,9 +192,9 @@ class _Costs:
         by the number of block calls, such as layers), and return a dict: cut -> step time in seconds, fastest first.
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results;
-        ``None``: no limit. ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a
-        rank begins the next step when it has ended its part of this one). ``timetable``: the order of actions of the
-        schedule.
+        ``None``: no limit. ``how``: options of the simulation: ``train`` (whether there is a backward) and
+        ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one). ``timetable``:
+        the order of actions of the schedule.
         """
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))

@@ -86,10 +86,11 @@ class StageProblem:
     - ``overhead``: the cost of the calls that every stage runs in addition, such as the computation of a mask that all
       layers need. ``paces``: for each stage, the costs of the calls on its devices; if empty, the calls' own costs
       apply to all stages. ``bubble``: the factor ``b`` in the formula ``(rounds - b) * slowest stage + b * sum of
-      stages`` of the pipeline's seconds: 1, or less with virtual stages, which shorten fill and drain. ``chunks``:
-      number of virtual stages on a rank. ``flying``: for each stage, pairs of numbers of microbatches (backward not
-      begun, between the halves of a split backward) that it holds at a time; empty if the schedule has a formula for
-      them. ``overlap_steps``: whether a rank begins the next step when it has ended its own part of this one.
+      stages`` of the pipeline's seconds (``rounds`` is the number of microbatches times virtual stages of a rank): 1,
+      or less with virtual stages, which shorten fill and drain. ``chunks``: number of virtual stages on a rank.
+      ``flying``: for each stage, pairs of numbers of microbatches (backward not begun, between the halves of a split
+      backward) that it holds at a time; empty if the schedule has a formula for them. ``overlap_steps``: whether a rank
+      begins the next step when it has ended its own part of this one.
 
     ``num_stages``, ``num_microbatches``: their numbers; ``schedule``: its name.
     """

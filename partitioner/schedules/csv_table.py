@@ -206,9 +206,10 @@ class _ScheduleTableReader:
         return Timetable(tuple(orders), ranks)
 
     def find_first_actions(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
-        """Return the first cell of each virtual stage (index of the virtual stage -> cell). ``cells``: all cells of the
-        table, row by row. Raise :class:`ScheduleError` if the actions of a virtual stage are in several rows, a row is
-        empty, or an index between 0 and the largest one has no actions."""
+        """Return, for each virtual stage, the first cell that has an action of this stage (index of the virtual stage
+        -> cell). The row of this cell tells which pipeline rank runs the stage. ``cells``: all cells of the table, row
+        by row. Raise :class:`ScheduleError` if the actions of a virtual stage are in several rows, a row is empty, or
+        an index between 0 and the largest one has no actions."""
         first: dict[int, _ScheduleCell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)

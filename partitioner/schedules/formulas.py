@@ -27,7 +27,7 @@ def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
     """Return the numbers of microbatches that a stage has in flight under a zero-bubble schedule at the two moments
     that can need the most memory, as pairs (number whose backward has not begun, number whose backward has run for
     inputs and not for weights). The first pair is for the moment when the first number is largest, the second for the
-    moment when the second is; there is only one pair if both are equal.
+    moment when the second is; there is only one pair if the two pairs are equal.
 
     ``s``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: 1 or 2; a stage
     runs ``ahead * (p - 1 - s) + 1`` forwards before its first backward.
@@ -66,9 +66,9 @@ def is_formula(schedule: str | ScheduleTable) -> bool:
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Return whether the number of microbatches in flight on a rank has a closed formula, so that the order of actions
-    need not be followed. This requires one stage on each rank. ``schedule``: name or table of the pipeline schedule.
-    ``v``: number of virtual stages of each rank."""
+    """Return whether the number of microbatches in flight on a rank has a closed formula, so that the actions need not
+    be simulated. This requires one stage on each rank. ``schedule``: name or table of the pipeline schedule. ``v``:
+    number of virtual stages of each rank."""
     return schedule in _IN_FLIGHT and v == 1
 
 
@@ -82,8 +82,8 @@ def least_fill(
     forward + fraction * backward)`` seconds. Here ``forward`` and ``backward`` are the seconds of one microbatch
     through the whole model, and ``total`` is their sum. For 1F1B both fractions are 1. ``schedule``: name or table.
     ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of each rank. ``overlap_steps``: whether a
-    rank begins the next step as soon as its own part of this step has ended. For schedules with split backwards both
-    fractions are then 0.
+    rank begins the next step as soon as its own part of this step has ended. If it does, both fractions are 0 for
+    schedules with split backwards.
     """
     if overlap_steps and is_split(schedule):
         return 0.0, 0.0
@@ -134,9 +134,10 @@ class InFlightMicrobatches:
     pair: (microbatches whose backward has not begun, microbatches whose backward has run for inputs and not for
     weights).
 
-    ``pairs[k]``: the pairs of virtual stage ``k`` that can need the most memory, whatever the bytes of the two kinds of
-    microbatches are. ``together[s]``: the combinations that rank ``s`` reaches at one moment, each with one pair per
-    virtual stage of the rank. Combinations that another one equals or exceeds in every number are left out.
+    ``pairs[k]``: the pairs of virtual stage ``k`` at which its memory may peak. Which of them is the peak depends on
+    the bytes of the two kinds of microbatches. ``together[s]``: the combinations that rank ``s`` reaches at one moment,
+    each with one pair per virtual stage of the rank. Combinations that another one equals or exceeds in every number
+    are left out.
     """
 
     pairs: tuple[tuple[Counts, ...], ...]
@@ -148,8 +149,8 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
     """Return the numbers of microbatches in flight on each rank and virtual stage, found from the order of actions.
 
     ``schedule``: name or table of the pipeline schedule. ``p``, ``m``, ``v``: numbers of ranks, microbatches, and
-    virtual stages of each rank (``None``: the default of the schedule). A long step is replaced by a shorter one with
-    the same steady state.
+    virtual stages of each rank (``None``: the default of the schedule). To save time, a long step is replaced by a
+    shorter one with the same steady state, which has the same result.
     """
     table = shorten_timetable(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
@@ -163,9 +164,9 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
 
 
 def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
-    """Return the elements of ``counts`` that no other element equals or exceeds in every number. Only these can need
-    the most memory. An element is a tuple of pairs of numbers of microbatches; all elements have the same length.
-    ``counts`` has no duplicates.
+    """Return the elements of ``counts`` at which memory may peak: those that no other element equals or exceeds in
+    every number. An element is a tuple of pairs of numbers of microbatches in flight; all elements have the same
+    length. ``counts`` has no duplicates.
     """
     each = np.array(counts).reshape(len(counts), -1)
     less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])
@@ -222,13 +223,14 @@ def pipeline_seconds(
 def shorten_timetable(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
-    """Return the timetable of ``schedule`` and ``None`` if it has no more than about ``most`` actions. Otherwise return
-    two shorter timetables, from which a caller extrapolates to ``m`` microbatches.
+    """Return the pipeline timetable of ``schedule`` for ``m`` microbatches, and ``None``. If it would have more than
+    about ``most`` actions, return instead two shorter timetables, from which a caller can extrapolate to ``m``
+    microbatches.
 
-    The second result is then (longer timetable, microbatches that it has more than the shorter one, microbatches that
-    the full step has more than the shorter one). The two timetables differ only in the length of their steady state.
-    ``p``, ``v``: numbers of ranks, and of virtual stages of each rank (``None``: the default of the schedule). A
-    schedule given as a table is never shortened.
+    The first result is then the shorter one. The second is a tuple: the longer one, the number of microbatches that it
+    has more than the shorter one, and the number that the full step has more than the shorter one. The two timetables
+    differ only in the length of their steady state. ``schedule``: name or table; a table is never shortened. ``p``,
+    ``v``: numbers of ranks, and of virtual stages of each rank (``None``: the default of the schedule).
     """
     per_microbatch = 3 * p * (v or 2)
     fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p

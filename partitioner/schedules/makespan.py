@@ -140,7 +140,7 @@ def longest_path(
 
 
 class Waits(NamedTuple):
-    """Dependencies of the actions of all pipeline ranks in one step: parallel lists with one entry per action, in
+    """What each action of all pipeline ranks in one step waits for: parallel lists with one entry per action, in
     topological order. The first entries, one per rank, are no actions: they stand for the start of the step on that
     rank.
 
@@ -160,15 +160,17 @@ class Waits(NamedTuple):
 
 
 def waits_of(table: Timetable, train: bool = True) -> Waits:
-    """Return the dependencies of all actions of ``table`` in topological order. Without ``train`` backwards do not wait
-    for other virtual stages. The result is cached by the identity of ``table``."""
+    """Return, for all actions of ``table`` in topological order, the actions and messages that each of them waits for.
+    Without ``train`` backwards do not wait for other virtual stages. The result is cached by the identity of ``table``.
+    """
     return _compute_waits(SameObject(table), train)
 
 
 @lru_cache(maxsize=32)
 def _compute_waits(same: SameObject[Timetable], train: bool) -> Waits:
-    """Return the dependencies of all actions of a timetable in topological order. ``same``: holder of the timetable,
-    whose hash is the identity of the timetable. Without ``train`` backwards do not wait for other virtual stages."""
+    """Return, for all actions of a timetable in topological order, the actions and messages that each of them waits
+    for. ``same``: a wrapper of the timetable that compares by identity, so that the result can be cached. Without
+    ``train`` backwards do not wait for other virtual stages."""
     table, last = same.value, len(same.value.ranks) - 1
     starts = range(len(table.orders))
     nothing = 2 * len(table.ranks)
@@ -221,10 +223,10 @@ def sent_of(phases: Sequence[Phases]) -> list[float]:
 def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
-    """Return the end time of each action of a step in seconds. ``waits``: dependencies of the actions; the result has
-    their order. ``seconds``: durations as a flat list with four numbers for each virtual stage: forward, backward for
-    inputs, backward for weights, whole backward. ``sent``: durations of messages as a flat list with two numbers for
-    each virtual stage (of the message that brings the input of its forward, and of its backward), followed by 0.
+    """Return the end time of each action of a step in seconds. ``waits``: what each action waits for; the result has
+    the same order. ``seconds``: durations as a flat list with four numbers for each virtual stage: forward, backward
+    for inputs, backward for weights, whole backward. ``sent``: durations of messages as a flat list with two numbers
+    for each virtual stage (of the message that brings the input of its forward, and of its backward), followed by 0.
     ``begun``: the start time of each rank; ``None``: all start at 0.
     """
     first = len(waits.last)
@@ -241,7 +243,7 @@ def _compute_action_end_times(
 ) -> NDArray[np.float64]:
     """Return the end times of all actions of a step in seconds for ``n`` sets of durations, shape ``[actions, n]``.
 
-    ``waits``: dependencies of the actions. The other arguments have one column per set of durations. ``seconds``:
+    ``waits``: what each action waits for. The other arguments have one column per set of durations. ``seconds``:
     durations, four rows per virtual stage: forward, backward for inputs, backward for weights, whole backward.
     ``sent``: durations of messages, two rows per virtual stage (for its forward, for its backward) and a last row of
     zeros; empty if messages take no time. ``begun``: start times, one row per rank.
@@ -260,7 +262,7 @@ def _compute_action_end_times(
 def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
     """Return the seconds of one step on each rank after several steps that overlap: a rank begins the next step as soon
     as its part of the last one has ended. The largest of them is an upper bound on the step time in steady state.
-    ``waits``: dependencies of the actions. ``seconds``: durations of actions as a flat list with four numbers for each
+    ``waits``: what each action waits for. ``seconds``: durations of actions as a flat list with four numbers for each
     virtual stage: forward, backward for inputs, backward for weights, whole backward. ``sent``: durations of messages
     as a flat list with two numbers for each virtual stage (messages for its forward and for its backward), followed by
     0.

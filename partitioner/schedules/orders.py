@@ -188,8 +188,8 @@ class _RankOrderBuilder:
                 self._take_next_microbatch("W", chunk)
 
     def _append_weight_backward(self, chunk: int, i: int) -> None:
-        """Append the backward for weight gradients of microbatch ``i``, which must be pending, in the virtual stage
-        with index ``chunk`` on the rank."""
+        """Append the backward for weight gradients of microbatch ``i`` in the virtual stage with index ``chunk`` on the
+        rank. Its backward for input gradients must be in the order already."""
         self.waiting.remove((chunk, i))
         self.counts["W", chunk] = self.count_actions("W", chunk) + 1
         self.order.append(Action("W", i, chunk))

@@ -124,9 +124,9 @@ def _find_schedule(name: str) -> Schedule:
 
 
 def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> int:
-    """Return the number of virtual stages on each rank: that of ``schedule`` if it is fixed, otherwise ``asked``, or 1
-    if ``asked`` is ``None``. Raise ``ScheduleError`` if ``asked`` is not possible. ``name``: name of the schedule, for
-    errors."""
+    """Return the number of virtual stages on each rank: that of ``schedule`` if it is fixed, otherwise ``asked``, the
+    number that the user requests, or 1 if this is ``None``. Raise ``ScheduleError`` if ``asked`` is not possible.
+    ``name``: name of the schedule, for errors."""
     if schedule.chunks is None:
         count = asked or 1
         if count < 1:
@@ -140,7 +140,8 @@ def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> in
 def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int | None:
     """Return the number of virtual stages per pipeline rank under ``schedule`` (a name, a path ending in ``.csv``, or a
     table), or ``None`` if a table gives the ranks different numbers. ``chunks``: the number that the user requests;
-    ``None``: none. Raise :class:`ScheduleError` if the schedule does not exist or does not support this number."""
+    ``None``: no request, so the default of the schedule. Raise :class:`ScheduleError` if the schedule does not exist or
+    does not support this number."""
     table = table_of(schedule)
     if table is None:
         return _resolve_chunk_count(_find_schedule(str(schedule)), str(schedule), chunks)

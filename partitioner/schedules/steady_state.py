@@ -30,9 +30,9 @@ _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC"
 
 @dataclass(frozen=True)
 class Growth:
-    """One section of a list of actions that is repeated, and how many more repetitions a list for more microbatches
-    has. It describes a series of lists of one pipeline schedule, each with a fixed number of microbatches more than the
-    list before.
+    """A repeated section of a rank's list of actions (or instructions), with the number of its repetitions in longer
+    lists of the same pipeline schedule. Long lists are stored as a short list and its sections. Each longer list has a
+    fixed number of microbatches more than the list before.
 
     The section has ``length`` items from index ``start`` of the shortest list. In the shortest list it is executed
     ``times`` times, with microbatch indices raised by ``shift`` at each repetition. In each longer list it is executed
@@ -157,8 +157,9 @@ def _actions_to_items(order: Sequence[Action]) -> list[Item]:
 
 
 def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Return a rank's instruction list divided into consecutive pieces. Each piece starts with a computation, or with
-    the loads and receives that precede it. Pieces are compared instead of single instructions, which is faster.
+    """Return ``instructions``, the instruction list of a rank, divided into consecutive pieces, among which the caller
+    looks for repetitions; this is faster than among single instructions. Each piece starts with a computation, or with
+    the loads and receives that precede it.
     """
     pieces: list[list[Instruction]] = []
     before = ""
@@ -172,7 +173,7 @@ def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instru
 
 def _piece_to_item(piece: Sequence[Instruction]) -> Item:
     """Return ``piece``, a list of consecutive instructions, as a pair (key, microbatch), where ``microbatch`` is that
-    of the first instruction that has one, or ``None``. Two lists have the same key if they differ only by a shift of
+    of the first instruction that has one, or ``None``. Two pieces have the same key if they differ only by a shift of
     all microbatch indices.
     """
     first = next((i.microbatch for i in piece if i.microbatch is not None), None)

@@ -50,10 +50,11 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
 
 
 def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
-    """Return the bytes of temporary data at one moment of a step, by kind: ``saved`` values and activations,
-    ``flowing`` gradients of values, ``recomputed`` activations, ``working`` memory, ``gathered`` parameters.
-    ``moment``: the bytes of each kind that the program holds then, without working memory. ``working``: bytes of
-    working memory of the block (such as a layer) that runs at this moment.
+    """Return the bytes of temporary data at one moment of a step, by kind: ``saved`` (saved activations and tensors
+    between blocks), ``flowing`` (gradients of tensors between blocks), ``recomputed`` (activations), ``working``
+    (memory of running operators), ``gathered`` (parameters). ``moment``: the bytes of each kind that the program holds
+    then, without working memory. ``working``: bytes of working memory of the block (such as a layer) that runs at this
+    moment.
     """
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}
@@ -76,11 +77,11 @@ def _find_fullest_moment(
 ) -> tuple[MemoryMoment, int]:
     """Return the moment of peak memory on a rank of one pipeline stage (its temporary bytes by kind), and the bytes of
     working memory of the block (such as a layer) that runs then. ``facts``: figures derived from the program, such as
-    the bytes of its values. ``stage``: index of the stage. ``instructions``: those of the stage. ``needs``: bytes of
-    working memory of each block call of the stage.
+    the bytes of its values. ``stage``: index of the stage. ``instructions``: the instructions that a rank of the stage
+    executes. ``needs``: bytes of working memory of each block call of the stage.
 
-    If the instructions contain repeated sections, one and two repetitions are followed first. The whole list is
-    followed only if the second repetition has a higher peak.
+    If the instructions contain repeated sections, the peak is first computed for one and for two repetitions. The whole
+    list is simulated only if the second repetition raises the peak.
     """
     if isinstance(instructions, Listing) and instructions.steps > 2:
         first, second = (
@@ -103,7 +104,7 @@ def replace_estimated_memory(
     working: Mapping[str, int],
     resident: Collection[str] = (),
 ) -> Estimate:
-    """Return ``estimate`` with the peak memory of every rank, in bytes, replaced by the one that follows from the
+    """Return ``estimate`` with the peak memory of every rank, in bytes, replaced by the peak that is computed from the
     rank's program. ``facts``: figures derived from the program, such as the bytes of its values. ``optimizer``: name,
     such as ``"adamw"``. ``working``: bytes of working memory of each block (such as a layer) while it runs, by name of
     the block. ``resident``: names of inputs, such as key/value caches, that a rank holds for all its microbatches all
@@ -121,8 +122,8 @@ def replace_estimated_memory(
 
 
 def count_resident_bytes(program: Program, stage: int, names: Collection[str]) -> int:
-    """Return the bytes of the inputs with the names ``names`` that a rank of one pipeline stage of ``program`` holds
-    for all its microbatches. ``stage``: index of the stage.
+    """Return the bytes that the inputs with the names ``names`` (such as key/value caches) take on a rank of one
+    pipeline stage of ``program``, for all microbatches of the rank together. ``stage``: index of the stage.
     """
     loaded = {v for i in program.stages[stage].instructions if i.op == "LOAD" for v in i.values} & {*names}
     return sum(value_bytes(program.values[name]) for name in loaded) * program.num_microbatches

@@ -300,14 +300,14 @@ class PlanDurations:
         return max(coding_time(compression, nbytes, device) for device in self.machine.devices_of(stage))
 
     def posting(self, stage: int, op: str) -> float:
-        """Return the seconds for which starting a transfer or collective keeps a rank from computing; always 0, because
-        the device computes while its host starts the next operation. ``stage``: index of the pipeline stage. ``op``:
-        name of the instruction."""
+        """Return the seconds in which a rank cannot compute because it starts a transfer or collective. They are always
+        0, because the device computes while its host starts the next operation. ``stage``: index of the pipeline stage.
+        ``op``: name of the instruction."""
         return 0.0  # the device computes while its host issues the next collective
 
     def _find_axis_groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
-        """Return, for each pipeline stage, the slowest communication group over ``axes``. ``axes``: axes of the mesh or
-        of the mesh of experts, or parts of the data-parallel axis under hybrid sharding."""
+        """Return, for each pipeline stage, the slowest communication group over ``axes``. ``axes``: names of mesh axes,
+        such as ``dp``; or of the axes into which experts (such as ``ep``) or hybrid sharding divide the mesh."""
         if any(axis in HYBRID_AXES for axis in axes):
             return self.machine.grid_groups(self.plan.program.grid(axes), axes)
         return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
@@ -336,8 +336,8 @@ class PlanDurations:
 
     @property
     def _expert_spread(self) -> Spread:
-        """Return how the experts of a mixture of experts are distributed over ranks. The result has the group of ranks
-        over which they are distributed, and the number of experts of the layer that has the most of them.
+        """Return how the experts of the plan's mixture-of-experts layers are distributed over ranks: the group of ranks
+        that share them, and the number of experts of the layer that has the most.
         """
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}

@@ -70,8 +70,8 @@ def run_nvidia_smi(*arguments: str) -> str:
 def read_wiring(matrix: str, status: str = "", query: str = "") -> Wiring | None:
     """Return the links between GPUs that three outputs of ``nvidia-smi`` describe; ``None`` if ``matrix`` cannot be
     parsed. ``matrix``: the output of ``nvidia-smi topo -m``. ``status``: the output of ``nvidia-smi nvlink --status``.
-    ``query``: the output of ``nvidia-smi`` with the arguments :data:`QUERY`, which ask for the PCIe slots. ``status``
-    and ``query`` may be empty.
+    ``query``: the output of ``nvidia-smi`` with the arguments :data:`QUERY`, which print the PCIe slots of the GPUs.
+    ``status`` and ``query`` may be empty.
     """
     lines = [_ESCAPES.sub("", text) for text in matrix.splitlines()]
     header = next((text for text in lines if text.split()[:1] == ["GPU0"] and "X" not in text.split()), "")
@@ -120,8 +120,8 @@ _MOST_PORTS = 18  # NVLinks of a device, of any generation so far
 
 
 def build_local_topology(num_ranks: int) -> Topology:
-    """Return a topology of ``num_ranks`` processes that share this machine's CPU cores and memory evenly. The rates per
-    core are rough estimates.
+    """Return a topology of ``num_ranks`` processes that share this machine's CPU cores and memory evenly. The compute
+    rates and bandwidths per core are rough estimates.
 
     Raise :class:`TopologyError` unless ``num_ranks`` is positive.
     """
@@ -245,7 +245,7 @@ def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]
 def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
     """Return the fields of a topology that describe the links ``wires`` of its nodes: ``levels``, and ``patterns`` if
     there are direct links between pairs. ``kind``: the device type. ``group``: the fields of the nodes, a dict to which
-    the key ``pattern`` with the name of the pattern is added in that case."""
+    this function adds the key ``pattern``, the name of the pattern, if there are direct links between pairs."""
     fields = _build_machine_fields(kind, group["count"], group["devices"])
     known = next((level for level in fields["levels"] if level.get("nodes") == 1), None)
     beyond = [level for level in fields["levels"] if level.get("nodes") != 1]
@@ -268,9 +268,9 @@ def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict
 
 
 def _has_nvlink_switches(wires: Wiring) -> bool:
-    """Return whether, in ``wires``, all NVLinks of a GPU lead to switches. Each pair of GPUs then reports the number of
-    all NVLinks of one. For two GPUs the result is true, because switches and direct links cannot be told apart and are
-    equally fast.
+    """Return whether, in ``wires``, all NVLinks of a GPU lead to switches. ``nvidia-smi`` then reports, for each pair
+    of GPUs, the number of all NVLinks of one GPU. For two GPUs the result is true, because switches and direct links
+    cannot be told apart and are equally fast.
     """
     apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
     count = int(apart[0])

@@ -89,8 +89,8 @@ def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[
     equal nodes. The keys are their indices in ``levels``. The number of devices that a level connects inside a node is
     limited to those of the node.
 
-    Levels are dropped if none of their islands (named sets of nodes) is left, or if an inner level already connects the
-    same devices.
+    A level is left out if none of its islands (named sets of nodes) is among ``nodes``, or if an inner level already
+    connects the same devices.
     """
     islands = {group.island_name for group in nodes}
     fitting: dict[int, Level] = {}
@@ -160,11 +160,11 @@ def pattern_matrix(pattern: Pattern, devices: int) -> Floats:
 
 
 def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
-    """Find the nodes with a pattern (direct links between pairs of devices) that have at least two devices in a row of
-    ``rows``. ``rows``: device indices, one group of devices per row.
+    """Find which direct links each communication group can use: the nodes with a pattern (direct links between pairs of
+    devices) that have at least two devices of the group. ``rows``: device indices, one group of devices per row.
 
-    Return three arrays with one entry per such row and node: the index of the row, the index of the pattern in
-    ``topology.pattern_kinds``, and the devices as a bit mask (bit ``k`` is the device with index ``k`` in the node).
+    Return three arrays with one entry per such group and node: the index of the group's row, the index of the pattern
+    in ``topology.pattern_kinds``, and the devices as a bit mask (bit ``k`` is the device with index ``k`` in the node).
     """
     row = np.repeat(np.arange(len(rows)), rows.shape[1])
     devices = rows.ravel()
@@ -252,11 +252,12 @@ def least_cut(matrix: Floats) -> float:
 
 
 def least_share(parts: Ints, shares: Floats) -> Floats:
-    """Return, for each group of devices (row), the least bandwidth that one of its parts has, shape ``[rows]``. The
-    bandwidth of a part is the sum of the shares of its devices.
+    """Return, for each group of devices (row), the least bandwidth that one of its parts has, as a multiple of the
+    bandwidth of one link, shape ``[rows]``. The bandwidth of a part is the sum of the shares of its devices.
 
     ``parts``: for each device of a group, the number of the part (such as a node) to which it belongs. ``shares``: for
-    each device, the fraction of the bandwidth of a link that it gets. Both have the shape ``[rows, size]``."""
+    each device, the fraction of the bandwidth of a link that it gets. Both have the shape ``[rows, size]``.
+    """
     rows, size = parts.shape
     order = np.lexsort((parts.ravel(), np.repeat(np.arange(rows), size)))
     ordered = parts.ravel()[order]

@@ -54,8 +54,8 @@ class _Decimal(yaml.SafeLoader):
 
     def resolve(self, kind: type[yaml.Node], value: str | None, implicit: tuple[bool, bool] | bool) -> str:
         """Return the YAML tag (type) of a node: text for numbers with a colon or a leading zero, and PyYAML's result
-        for all others. The arguments are those of PyYAML: the class of the node (``kind``), its text (``value``), and
-        which kinds of implicit tags it may have (``implicit``).
+        for all others. The arguments are those of PyYAML: the class of the node (``kind``), its text (``value``;
+        ``None`` if it has none), and which kinds of implicit tags it may have (``implicit``).
         """
         tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
         is_odd = tag in _NUMBERS and value is not None and _ODD_NUMBER.search(value)
@@ -211,9 +211,10 @@ def parse_topology(text: str) -> Topology:
 
 
 def _resolve_like(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
-    """Return ``entry`` with the fields added that it lacks and that the entry named by its key ``like`` has; unchanged
-    if it has no such key. ``entries``: the entries that can be named, by name. ``path``: the keys that lead to
-    ``entry`` in the file, for errors. Raise :class:`MisplacedError` for an unknown name."""
+    """Return ``entry``, with the key ``like`` replaced by the fields of the entry that this key names; fields of
+    ``entry`` itself override these. Return it unchanged if it has no key ``like``. ``entries``: the entries that can be
+    named, by name. ``path``: the keys that lead to ``entry`` in the file, for errors. Raise :class:`MisplacedError` for
+    an unknown name."""
     if not isinstance(entry, Mapping) or "like" not in entry:
         return entry
     base = entry["like"]
@@ -241,7 +242,8 @@ def _expand_topology(data: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a topology from ``data``, the content of a file. Keys ``like`` are replaced by the fields of
     the catalogue's entry that they name, and missing types and patterns are taken from the catalogue.
 
-    Raise :class:`MisplacedError` for unknown keys and names. Values of wrong types are left for pydantic to refuse.
+    Raise :class:`MisplacedError` for unknown keys and names. The types of values are not checked here, but by pydantic
+    later.
     """
     unknown = sorted(str(key) for key in set(data) - set(_ALL))
     if unknown:

@@ -116,8 +116,8 @@ class Group:
 
     def measured(self, op: str) -> tuple[float, float] | None:
         """Return (start-up seconds, bandwidth in bytes/s through each rank) of a collective over this group, from
-        measurements. ``op``: name of the collective, such as ``all_gather``. ``None`` if it was not measured, or if the
-        group spans several levels of links."""
+        measurements. ``op``: name of the collective, such as ``all_gather``. Return ``None`` if it was not measured, or
+        if the group spans several levels of links."""
         table = getattr(self.tiers[0].level, op, ()) if len(self.tiers) == 1 else ()
         if not table:
             return None
@@ -183,8 +183,8 @@ class Group:
     def _ring_steps(self, rounds: int) -> float:
         """Return the total seconds that a ring algorithm spends on the latency of its steps, without the time to move
         data. ``rounds``: how often data goes around the ring (2 for an all-reduce, 1 for an all-gather). The model is
-        NCCL's, ``(steps - outer steps) intra + outer steps net``, for any number of levels of links. ``intra`` and
-        ``net`` are the seconds of a step inside a node and between nodes."""
+        that of NCCL for two levels of links, ``(steps - outer steps) intra + outer steps net``, extended to any number
+        of levels. ``intra`` and ``net`` are the seconds of a step inside a node and between nodes."""
         seconds, counted = 0.0, 0
         for k in range(len(self.tiers) - 1, 0, -1):
             parts = math.prod(t.ways for t in self.tiers[k:])
@@ -318,7 +318,7 @@ def step_over(latency: float, plain: Level | Pattern | None) -> float:
 def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> Level:
     """Return a copy of the links ``plain`` with other values. ``bandwidth``: in bytes/s. ``latency``: seconds of one
     message. ``step``: seconds of one step of a collective. If ``plain`` has measurements of collectives, they are
-    scaled accordingly, and the step does not become shorter."""
+    scaled by the ratio of the bandwidths, and the step is at least as long as that of ``plain``."""
     scale, more = bandwidth / plain.bandwidth, max(0.0, step - plain.step_s)
     rounds = {op: [laps * (n - 1) for n, _, _ in getattr(plain, op)] for op, laps in _TABLES.items()}
     rounds["all_to_all"] = [1] * len(plain.all_to_all)
@@ -377,7 +377,8 @@ def round_lag(more: Floats, allowed: NDArray[np.bool_]) -> float:
     shape.
 
     The result is a lower bound: a path through all devices is at least as long as the minimum spanning tree, and one
-    more message closes the ring. A round has one message less than the ring has links, so the least one is left out.
+    more message closes the ring. A round has one message less than the ring has links, so the message with the least
+    additional seconds is left out.
     """
     import networkx as nx
 

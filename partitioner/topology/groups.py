@@ -269,9 +269,9 @@ def replica_groups(
 
 
 def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Return which numbers occur in each row of ``kinds`` (along its last dim): an array with the index of the row's
-    set of numbers, and the list of the distinct sets, each in ascending order. ``kinds``: numbers from 0 to ``count -
-    1``."""
+    """Find which kinds (such as device types, as numbers) occur in each row of ``kinds``, that is, along its last dim.
+    Return an array with one entry per row, the index of its set of kinds, and the list of the distinct sets, each in
+    ascending order. ``kinds``: numbers from 0 to ``count - 1``."""
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
     if count == 1:
         return np.zeros(shape, dtype=np.int64), [[0]]

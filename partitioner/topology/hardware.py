@@ -28,7 +28,7 @@ from partitioner.topology.quantities import (
 
 
 class TopologyPart(BaseModel, metaclass=DocumentedModel):
-    """Base class of the parts of a topology: a frozen pydantic model that refuses unknown keys."""
+    """Base class of the parts of a topology: a frozen pydantic model for which unknown keys are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -190,8 +190,9 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # co
 
 
 class Level(TopologyPart):
-    """Links of one kind between the devices of each group of devices or nodes. ``bandwidth``: bytes/s per direction, of
-    a device inside a node and of a network card between nodes. ``latency``: seconds for one message.
+    """Links of one kind between the devices of each group of devices or nodes. ``name``: such as ``nvlink3``.
+    ``bandwidth``: bytes/s per direction, of a device inside a node and of a network card between nodes. ``latency``:
+    seconds for one message.
 
     ``devices``: the number of consecutive devices of a node in each connected group. ``nodes``: the number of
     consecutive whole nodes in each connected group. If neither is given, they connect all devices. ``only``: the
@@ -199,9 +200,9 @@ class Level(TopologyPart):
 
     ``step``: seconds per step of a collective (``None``: the latency). ``base``: seconds to start a collective.
     ``efficiency``: the fraction of the bandwidth that large collectives reach. ``all_reduce``: rows of (ranks, start-up
-    seconds, bytes/s through each rank), measured inside one group; likewise ``all_gather``, ``reduce_scatter`` and
-    ``all_to_all``, which are derived from ``all_reduce`` and the bandwidth if they are not given. ``oversubscription``:
-    divisor of the bandwidth when all devices communicate (``4:1`` is 4).
+    seconds, bytes/s through each rank), measured inside one group; ``all_gather``, ``reduce_scatter`` and
+    ``all_to_all`` have the same form, and are derived from ``all_reduce`` and the bandwidth if they are not given.
+    ``oversubscription``: divisor of the bandwidth when all devices communicate (``4:1`` is 4).
     """
 
     name: str
@@ -237,7 +238,7 @@ class Level(TopologyPart):
     def shared(self, share: float = 1.0) -> Level:
         """Return a copy of these links with the bandwidth that each device gets while all devices communicate: the
         bandwidth times ``share`` (a fraction of 1), divided by the oversubscription of the links. Measured bandwidths
-        of collectives are changed likewise."""
+        of collectives are multiplied by the same factor."""
         share /= self.oversubscription
         if share == 1.0:
             return self
@@ -291,7 +292,7 @@ class Pattern(TopologyPart):
 
 
 class Host(TopologyPart):
-    """The host of a node: memory and disk, in bytes per node.
+    """The host of a node: ``memory`` and ``disk`` in bytes per node (0: no disk).
 
     ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``latency``: seconds of
     a copy of zero bytes. ``memory_bandwidth``: bytes/s of host memory under the host's own processors (``None``: not

@@ -70,8 +70,9 @@ def _linked_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _past_singles(group: Group, singles: Mapping[Pair, PairLink]) -> Group:
-    """Return a copy of ``group``, which was built from levels of links, for a ring that avoids slow direct links as far
-    as possible. ``singles``: the direct links of single pairs of devices, by pair of positions in the group."""
+    """Return a copy of ``group``, which was built from levels of links, with the limits that slow direct links between
+    single pairs impose. A ring avoids these links as far as possible; an all-to-all must use all of them. ``singles``:
+    the direct links of single pairs of devices, by pair of positions in the group."""
     size, every = group.size, singles.values()
     group = replace(group, pair_cap=min(own.reached for own in every), pair_lag=max(own.more for own in every))
     if size > _RINGS_FOUND:
@@ -111,8 +112,8 @@ def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
 
 def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
     """Return three arrays with one number for each row of ``ids``: how many distinct ids occur in the row, how often
-    the rarest one occurs, and how often the most frequent one occurs. ``ids``: for each device of a row, the number of
-    the group to which it belongs, shape ``[rows, size]``."""
+    the rarest one occurs, and how often the most frequent one occurs. ``ids``: for each device of a communication group
+    (a row), the number of the part, such as a node, to which it belongs, shape ``[rows, size]``."""
     ordered = np.sort(ids, axis=1)
     place = np.arange(ids.shape[1])
     starts = np.ones(ids.shape, dtype=bool)
@@ -193,8 +194,9 @@ def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> 
 
 
 def select_card_neighbours(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first of ``rows``, and all others that may share a network card with it because they have a device on
-    one of its nodes. ``rows``: device indices in ``topology``, one communication group per row."""
+    """Return the groups that matter for the speed of the first of ``rows``: itself and all others that may share a
+    network card with it because they have a device on one of its nodes. ``rows``: device indices in ``topology``, one
+    communication group per row."""
     if not topology.cards.are_shared:
         return rows[:1]
     mine = np.unique(topology.node_of[rows[0]])

@@ -111,9 +111,9 @@ def _require_rising_rows(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[fl
 
 
 def _make_range_validator(least: float, most: float, unit: str, like: str) -> AfterValidator:
-    """Return a pydantic validator that refuses numbers outside ``least`` to ``most``, the range of real hardware,
-    because they are typing errors or wrong units. For the error message, ``unit`` is the name of the unit and ``like``
-    an example of a correct value."""
+    """Return a pydantic validator that raises an error for numbers outside ``least`` to ``most``, the range of real
+    hardware, because they are probably typing errors or wrong units. For the error message, ``unit`` is the name of the
+    unit and ``like`` an example of a correct value."""
 
     def check(value: float) -> float:
         """Return ``value``; raise ``ValueError`` if it is outside the range from ``least`` to ``most``, arguments of

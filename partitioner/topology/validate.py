@@ -54,8 +54,8 @@ def format_validation_error(
     the place, the mistake and the value.
 
     ``model``: the class that was validated. ``what``: the name of the validated object in the sentence, such as a file
-    name. ``line_of``: function that returns the line of the file for a path of keys and list indices, or ``None`` if it
-    is unknown; ``None`` if the object is not from a file.
+    name. ``line_of``: function that returns the line of the file for a path of keys and list indices, or ``None`` if
+    the line is unknown. Pass ``line_of=None`` if the object is not from a file.
     """
     every = error.errors()
     # what is inside tells more than that nothing is left of the whole, what was given more than what was not
@@ -75,9 +75,9 @@ def format_validation_error(
 
 
 def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
-    """Return whether one of the pydantic errors ``every`` is about a value inside the value at ``place``. ``place``:
-    the keys and list indices that lead to the value; the result is false if this path is empty (the error is about the
-    whole object)."""
+    """Return whether one of the pydantic errors ``every`` is about a value inside the value at ``place``. An error
+    about the inner value is more specific, so it is reported first. ``place``: the keys and list indices that lead to
+    the value; the result is false if this path is empty (the error is about the whole object)."""
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
@@ -85,8 +85,8 @@ _MOST_VALUES = 1_000_000  # of a YAML file, with each alias counted as what it s
 
 
 def find_alias_problem(tree: Any) -> str:
-    """Return why the aliases of a YAML file cannot be followed, as text: a value contains itself, or they stand for too
-    many values. Return an empty string if they can. ``tree``: the root node of the parsed YAML, or ``None``.
+    """Return why the aliases of a YAML file cannot be resolved, as text: a value contains itself, or the aliases expand
+    to too many values. Return an empty string if they can. ``tree``: the root node of the parsed YAML, or ``None``.
     """
     counts: dict[int, int] = {}
     stack = [(tree, False)] if tree is not None else []
@@ -158,8 +158,8 @@ class MisplacedError(ValueError):
 
 
 def require_type(name: str, value: object, kind: Any) -> None:
-    """Raise :class:`TopologyError` unless ``value`` is an instance of ``kind``, a class or a union of classes; booleans
-    are refused, too. ``name``: the name of the argument in the error message."""
+    """Raise :class:`TopologyError` unless ``value`` is an instance of ``kind``, a class or a union of classes; a
+    boolean is an error even if ``kind`` is ``int``. ``name``: the name of the argument in the error message."""
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in getattr(kind, "__args__", (kind,)))
         raise TopologyError(f"{name} must be {wanted}; got {value!r}")

@@ -78,7 +78,9 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
 
 
 def of_groups(model: FoldedModel, group: GroupModel, count: int) -> tuple[FoldedModel, ShardingSolution]:
-    """Return a model for ``count`` groups of samples, and the sharding that splits the batch into these groups.
+    """Return a model for a batch of ``count`` groups of samples, and the sharding that splits the batch into these
+    groups. It is for models in which samples interact within a group, such as in a contrastive loss, so that only whole
+    groups can run on different ranks.
 
     ``model`` is the graph of one group, as calls of blocks (such as layers); ``group`` says which dims of its inputs
     and outputs index samples. The returned model has the same graph and the inputs of all ``count`` groups. The
@@ -106,9 +108,10 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
-    """Return the operators of ``model`` that need no samples: in no call of their block do they depend on an input with
-    a batch dim, but on weights, constants and random indices alone. ``batch``: the number of samples; a dim of this
-    size counts as a batch dim. ``model``: the model as calls of blocks; equal layers share one block.
+    """Return the operators of ``model`` that do not depend on the samples of the batch, but on weights, constants and
+    random indices alone. They need not be divided over the ranks. ``batch``: number of samples; inputs with a dim of
+    this size are assumed to contain samples. An operator of a repeated block is returned only if this holds in all
+    calls of the block. ``model``: the model as calls of blocks; equal layers share one block.
     """
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()
@@ -129,8 +132,8 @@ def _into_buffers(model: FoldedModel) -> frozenset[fx.Node]:
     """Return the operators of ``model`` whose results are used only to update buffers of the model. ``model``: the
     model as calls of blocks; equal layers share one block.
 
-    They may run on the whole batch instead of being divided, because dividing them would make ranks exchange samples.
-    Sums can be divided in any case, since they are accumulated over microbatches (``passes/shard/buffer_sums.py``).
+    These operators may run on the whole batch, because dividing them would make ranks exchange samples. Sums can be
+    divided in any case, since they are accumulated over microbatches (``passes/shard/buffer_sums.py``).
     """
     taken, found = set(model.updates.values()), set[fx.Node]()
     for name, block in model.blocks.items():
@@ -168,10 +171,11 @@ class BatchCosts:
     """The costs by which a sharding of the batch over an imagined mesh axis ``data`` is chosen. They are relative
     numbers without a unit.
 
-    ``total``: the work of all operators that count, by which the work of an operator is divided. ``samples``: the
-    shapes and dtypes of inputs with a batch dim. ``alone``: operators that cost nothing, mainly those that depend on no
-    sample. ``moved``: the cost of exchanging samples between ranks, or of giving each rank a part of a weight, relative
-    to the cost of one sum over samples. If it were small, channels would be divided instead of samples.
+    ``total``: the work of all operators except ``alone``; the cost of an operator is its fraction of this work.
+    ``samples``: the shapes and dtypes of inputs with a batch dim. ``alone``: operators that cost nothing, mainly those
+    that depend on no sample. ``moved``: the cost of exchanging samples between ranks, or of giving each rank a part of
+    a weight, relative to the cost of one sum over samples. If it were small, channels would be divided instead of
+    samples.
     """
 
     total: float

@@ -40,11 +40,12 @@ class LayoutRules:
 
     ``inputs``: the layouts that a model input may have (replicated only, if it is not named). ``outputs``: those that a
     model output may have (sharded or replicated, if it is not named). ``pins``: the one layout of a value, input or
-    state. ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: whether no state may
-    be sharded, so that the gradient of a trained state is a partial sum. ``partial_values``: whether values between
-    calls of blocks (such as layers) may be partial sums. ``lengths``: sequence lengths; dims of these sizes may be
-    sharded zigzag (each rank has a piece from the start and one from the end), and there are further ways to run
-    operators on them.
+    state; for a replicated parameter the solver chooses whether its gradient is a partial sum. ``states``: the one
+    layout of a state, where ``R`` and ``R'`` (partial-sum gradient) are distinguished. ``whole_states``: whether no
+    state may be sharded, so that the gradient of a trained state is a partial sum. ``partial_values``: whether values
+    between calls of blocks (such as layers) may be partial sums. ``lengths``: sequence lengths; dims of these sizes may
+    be sharded zigzag (each rank has a piece from the start and one from the end), and operators may also shard several
+    dims at once.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
@@ -86,8 +87,8 @@ def _list_zigzag_shards(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> l
 
 def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
     """Return the layouts that the values of ``tie`` (values that must share one layout) may have. ``model``: the model
-    as calls of blocks; equal layers share one block. Raise :class:`ShardingError` if ``rules`` leave none.
-    ``num_ranks``: size of the mesh axis over which the model is sharded.
+    as calls of blocks; equal layers share one block. ``rules``: layouts that the caller fixes; :class:`ShardingError`
+    is raised if they leave none. ``num_ranks``: size of the mesh axis over which the model is sharded.
     """
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
@@ -140,9 +141,9 @@ def state_options(
 
 
 def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
-    """Return the layouts that a parameter or buffer may have if the user fixed ``layout``. That is ``layout`` alone,
-    except for a trained parameter that is fixed as replicated: its gradient may be complete on every rank (``R``) or a
-    partial sum (``R'``). ``trained``: whether it receives a gradient."""
+    """Return the layouts that a parameter or buffer may have if the user fixed ``layout`` for it. The result is
+    ``layout`` alone, except for a trained parameter that is fixed as replicated: its gradient may be complete on every
+    rank (``R``) or a partial sum (``R'``). ``trained``: whether it receives a gradient."""
     return (REPLICATED, READ_SHARDED) if layout == REPLICATED and trained else (layout,)
 
 
@@ -209,10 +210,10 @@ def list_operator_strategies(
 def _offer_section_layouts(
     node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
 ) -> set[int]:
-    """Record that the values around the operator ``node`` may have the layouts with sections (a dim that consists of
-    separately sharded parts) that its strategies use. Return the indices of the values that gained a layout; the caller
-    then looks at the other operators of these values. A strategy is a way to run an operator on the ranks: the layouts
-    of its operands and results.
+    """Record that the values that the operator ``node`` reads and computes may have the layouts with sections (a dim
+    that consists of separately sharded parts) that its strategies use. Return the indices of the values that gained a
+    layout; the caller then looks at the other operators of these values. A strategy is a way to run an operator on the
+    ranks: the layouts of its operands and results.
 
     ``found``: the strategies of ``node``. ``wanted``: for each value, the layouts with sections that operators could
     use, to which this function adds. ``spots``: index i of an operand, or ``~k`` for result k -> index of the value in

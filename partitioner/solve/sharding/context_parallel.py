@@ -66,11 +66,12 @@ def shard_context(
     """Return the model of one rank of ``cp``: ``split`` with its sequence sharded over ``num_ranks`` ranks at the least
     cost. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
 
-    ``split``: the model of one microbatch. ``batch``: the sharding that says which dim of each value indexes samples.
-    ``costs``: prices of the shardings. ``tp``: ranks that also divide the attention heads. ``algorithm``: the algorithm
-    of every attention, or ``None`` to choose. ``allowed``: function that says whether an operator may use a strategy.
+    ``split``: the model of one microbatch, not yet sharded over ``cp``. ``batch``: the sharding that says which dim of
+    each value indexes samples. ``costs``: prices of the shardings. ``tp``: number of tensor-parallel ranks, over which
+    attention heads are divided in addition. ``algorithm``: the algorithm of every attention, such as ``"ring"``, or
+    ``None`` to choose. ``allowed``: function that says whether an operator may use a strategy; ``None`` allows all.
     ``known``: a sharding found before, which is then used instead of a search. Raise :class:`PlanError` if the
-    algorithm, or any useful split of the sequence, is impossible.
+    algorithm is impossible, or if no sharding divides the sequence usefully.
     """
     solution = known or _solve_context_sharding(split, batch, num_ranks, costs, tp, algorithm, allowed)
     _check_divided(split, solution)
@@ -94,11 +95,14 @@ def _solve_context_sharding(
     algorithm: Algorithm | None,
     allowed: Allowed | None,
 ) -> ShardingSolution:
-    """Return the sharding of ``split`` over ``num_ranks`` ranks of ``cp`` at the least cost. ``batch``: which dim of
-    each value indexes samples. ``tp``: ranks that also divide the attention heads. ``algorithm``: of every attention,
-    or ``None`` to choose. ``allowed``: whether an operator may use a strategy. ``split``: the model as calls of blocks;
-    equal layers share one block. Raise :class:`PlanError` if there is none. ``costs``: prices of the shardings. A
-    strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    """Return the sharding of ``split`` over ``num_ranks`` ranks of ``cp`` at the least cost. Raise :class:`PlanError`
+    if there is none. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+
+    ``split``: the model of one microbatch as calls of blocks; equal layers share one block. ``batch``: the sharding
+    that says which dim of each value indexes samples. ``costs``: prices of the shardings. ``tp``: number of
+    tensor-parallel ranks, over which attention heads are divided in addition. ``algorithm``: the algorithm of every
+    attention, such as ``"ring"``, or ``None`` to choose. ``allowed``: function that says whether an operator may use a
+    strategy; ``None`` allows all.
     """
     check_algorithm(split, num_ranks, tp, algorithm)
     layouts = {i.value: _input_layouts(split.values[i.value], batch.values[i.value], num_ranks) for i in split.inputs}
@@ -141,8 +145,9 @@ def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:
 
 def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algorithm | None) -> None:
     """Raise :class:`PlanError` if some attention of ``model`` cannot run by ``algorithm`` over ``num_ranks`` ranks.
-    ``tp``: number of ranks that share the attention heads. The message names the attention, the reason and an
-    alternative. ``model``: the model as calls of blocks; equal layers share one block.
+    ``algorithm``: such as ``"ring"``; ``None``: there is no requirement, and nothing is checked. ``tp``: number of
+    ranks that share the attention heads. The message names the attention, the reason and an alternative. ``model``: the
+    model as calls of blocks; equal layers share one block.
     """
     if algorithm is None or num_ranks == 1:
         return
@@ -182,7 +187,7 @@ def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorith
 
 
 class _ContextRules:
-    """A function object that says whether an operator may be run by a strategy over ``cp``. It refuses strategies that
+    """A function object that says whether an operator may be run by a strategy over ``cp``. It forbids strategies that
     shard samples or weights, and attention by another algorithm than the requested one. A strategy is a way to run an
     operator on the ranks: the layouts of its operands and results.
 
@@ -240,8 +245,8 @@ class _ContextRules:
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
         """Return whether ``strategy`` shards a weight of the operator ``node``, a matrix product or an embedding.
         Weights of other operators do not count, because they have an element for each position, as learned position
-        embeddings do. Neither do the slopes of an attention, which have an element for each head. A strategy is a way
-        to run an operator on the ranks: the layouts of its operands and results.
+        embeddings do. Neither do the position slopes of an attention (ALiBi), which have an element for each head. A
+        strategy is a way to run an operator on the ranks: the layouts of its operands and results.
         """
         if not (is_product(node) or "embedding" in str(node.target)):
             return False

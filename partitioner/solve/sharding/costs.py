@@ -53,15 +53,15 @@ class TensorCosts:
     changes of layout, states (parameters and buffers), and tensors that are kept between blocks (such as layers).
 
     - ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
-      sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a
-      rank holds. ``tp``: number of tensor-parallel ranks over which attention heads are divided in addition to
-      ``group``.
-    - ``state_price``: further seconds per byte of state that a rank holds. ``undivided``: further seconds for each
-      matrix-product FLOP that every rank repeats. ``repeated``: further seconds for each byte of results that every
-      rank computes.
+      sharded tensors between blocks; other values allow them. ``update_bytes``: memory traffic of the optimizer per
+      byte of parameter that a rank holds. ``tp``: number of tensor-parallel ranks over which attention heads are
+      divided in addition to ``group``.
+    - Three penalties favour shardings that divide memory and work. ``state_price``: seconds per byte of state that a
+      rank holds. ``undivided``: seconds per matrix-product FLOP that every rank repeats. ``repeated``: seconds per byte
+      of results that every rank computes.
     - ``short_gradients``: whether gradients have the dtype of their parameter instead of float32. ``complete``: whether
-      a gradient that every rank computes completely costs as much as one that must be reduced; this is so if ZeRO
-      shards only states with gradients of the second kind.
+      a gradient that every rank computes in full costs as much as one that must be reduced. This is the case if ZeRO
+      shards only states whose gradient must be reduced.
 
     ``device``: the device type. ``train``: whether costs include the backward.
     """
@@ -160,8 +160,9 @@ class TensorCosts:
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
         """Return the seconds per microbatch that it costs to keep a parameter or buffer in ``layout``. These are the
         optimizer's update of a rank's part and, if every rank computes a partial sum of the gradient (``R'``), the
-        gradient's all-reduce. Both occur once per step, so their seconds are divided by the number of microbatches.
-        ``spec``: its whole shape and its dtype. ``num_ranks``: size of the mesh axis over which the model is sharded.
+        gradient's all-reduce. Both occur once per step, so their seconds are divided by the number of microbatches. The
+        penalty for the bytes that a rank holds (``self.state_price``) is added. ``spec``: its whole shape and its
+        dtype. ``num_ranks``: size of the mesh axis over which the model is sharded.
         """
         local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
         if not self.train or not spec.dtype.is_floating_point:

@@ -53,9 +53,9 @@ def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]])
 
 def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = True) -> Allowed | None:
     """Return a function of an operator and a strategy that says whether the solver may run the operator by the
-    strategy. It allows what makes ``tp`` divide the experts' work as ``split`` says: ``"rows"`` (each rank computes
-    other rows, that is, tokens) or ``"within"`` (the matrices of each expert are sharded). A strategy is a way to run
-    an operator on the ranks: the layouts of its operands and results.
+    strategy. It allows the strategies under which the ranks of ``tp`` divide the experts' work as ``split`` says:
+    ``"rows"`` (each rank computes other rows, that is, tokens) or ``"within"`` (the matrices of each expert are
+    sharded). A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
 
     Return ``None`` if ``split`` is empty, which allows everything. ``in_order``: for ``"rows"``, each rank must have
     consecutive rows. ``model``: the model with the experts.
@@ -117,9 +117,9 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
     """Return a function that allows an operator only strategies under which every rank has all rows (tokens) of the
-    experts' work, while the gradient of a row on a rank is a partial sum, which must be added up over the ranks. Thus a
-    gradient is counted once if several ranks later send the same row to its expert. A strategy is a way to run an
-    operator on the ranks: the layouts of its operands and results.
+    experts' work, while the gradient of a row on a rank is a partial sum, which must be added up over the ranks. So the
+    gradient of a row is counted only once, even if several ranks later send this row to its expert. A strategy is a way
+    to run an operator on the ranks: the layouts of its operands and results.
 
     ``rows``: operators that work row by row; their results must have the layout just described, or be replicated if no
     gradient flows through them. ``tables``: nodes that are computed from experts' parameters alone; they must be whole
@@ -170,7 +170,7 @@ def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[F
     and buffers that are distributed. ``model``: the model as calls of blocks; equal layers share one block.
 
     ``model`` is already sharded over ``tp`` ranks; each expert is shared by ``etp`` ranks (0: ``tp``). Raise
-    :class:`PlanError` if the graph does not allow it.
+    :class:`PlanError` if the graph of a block does not allow ranks to hold different experts.
     """
     merged = "tp" if split_of(tp, ep, etp) == "rows" else None
     apart = ("dp", "cp") if merged is None else ("dp", "cp", merged)

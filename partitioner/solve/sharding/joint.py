@@ -26,7 +26,8 @@ from partitioner.solve.sharding.sharding import (
 
 @dataclass(frozen=True)
 class CompanionModel:
-    """The model of a further program, which has the states of the first program in the layout of the first program.
+    """The model of a further program, such as evaluation beside training, that uses parameters and buffers of the first
+    program, in the layouts that they have there.
 
     ``model``: calls of blocks on one microbatch. ``weight``: how often the program is executed for each execution of
     the first one. ``inputs``: name of an input -> layouts that it may have; others are replicated.
@@ -38,8 +39,9 @@ class CompanionModel:
 
 
 class JointShardingProblem(ShardingProblem):
-    """The problem of sharding the model of the first program such that the models of further programs can be sharded
-    with the same layout of the states. It minimises the sum of the costs of all programs, by their weights.
+    """The problem of sharding the model of a program, such as training, together with those of further programs, such
+    as evaluation, that use the same parameters and buffers. These have one layout in all programs. The sum of the costs
+    of all programs, by their weights, is minimised.
 
     ``first``: the model of the first program. ``companions``: those of further programs. ``axis``, ``num_ranks``: name
     and size of the mesh axis. ``costs``: prices of strategies and layouts.
@@ -80,7 +82,10 @@ class JointShardingProblem(ShardingProblem):
 
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
         """Return the sharding of the first program in the cheapest sharding of all programs together. Its ``objective``
-        and ``bound`` are those of the joint problem. Arguments and errors are those of :meth:`ShardingProblem.solve`.
+        and ``bound`` are the cost, and a lower bound on the cost, of all programs together. ``allowed``: function of an
+        operator and a strategy (layouts of its operands and results) that says whether the operator may be run in this
+        way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raise ``ShardingError`` if no sharding
+        exists and ``AssignmentTimeLimitError`` if none is found in time.
         """
         joint, first = super().solve(allowed, time_limit_s), self.first
         blocks = {name: joint.blocks[name] for name in first.blocks}
@@ -101,10 +106,10 @@ class JointShardingProblem(ShardingProblem):
         yield from self._updates
 
     def list_port_layouts(self, block: Block, value: BlockValue, port: Port) -> tuple[int, list[Layout]]:
-        """Return the index of the problem's node that chooses the layout of ``value``, a placeholder of ``block`` (such
-        as a layer), and the layouts to choose from. ``port``: the input, parameter or buffer of the block that the
-        placeholder stands for. A program without gradients reads a parameter whole, whatever the training program does
-        with its gradient.
+        """Return the index of the node of the assignment problem (one choice per node, at the least total cost) that
+        chooses the layout of ``value``, a placeholder of ``block`` (such as a layer), and the layouts to choose from.
+        ``port``: the input, parameter or buffer of the block that the placeholder stands for. A program without
+        gradients reads a parameter whole, whatever the training program does with its gradient.
         """
         variable, layouts = super().list_port_layouts(block, value, port)
         if block.name in self._weight_of and not value.grad:

@@ -189,7 +189,7 @@ def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp
     nothing. Return ``None`` if there are more than 400 ways.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
-    ``most``: the largest number of layouts that are read at once.
+    ``most``: the largest number of layouts that all readers together may need at once.
     """
     count = 0
     for row in cost:

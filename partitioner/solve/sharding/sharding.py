@@ -126,11 +126,12 @@ def solve_sharding(
     of operators. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
     ``costs``: prices of the choices. ``model``: the model as calls of blocks; equal layers share one block.
 
-    ``rules``: layouts that the caller fixes. Unless it is named, the loss is a partial sum on the axis ``data`` and
-    replicated on others. On ``data``, parameters and buffers are not sharded, and tensors between blocks may be partial
-    sums. ``allowed``: function of an operator and a strategy that says whether the operator may be run in this way;
-    ``None`` allows all. ``time_limit_s``: seconds for the solver. Raises :class:`ShardingError` if a name is unknown,
-    or the rules exclude every sharding, and :class:`AssignmentTimeLimitError` if no sharding was found in time.
+    ``rules``: layouts that the caller fixes. Unless ``rules`` name the loss, it is a partial sum on the axis ``data``
+    and replicated on other axes. On ``data``, parameters and buffers are not sharded, and tensors between blocks may be
+    partial sums. ``allowed``: function of an operator and a strategy that says whether the operator may be run in this
+    way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raises :class:`ShardingError` if a name is
+    unknown, or the rules exclude every sharding, and :class:`AssignmentTimeLimitError` if no sharding was found in
+    time.
     """
     rules = _complete_layout_rules(model, axis, rules)
     if num_ranks == 1:
@@ -205,9 +206,9 @@ class ShardingProblem:
         yield from self.model.updates.items()
 
     def list_port_layouts(self, block: Block, value: BlockValue, port: Port) -> tuple[int, list[Layout]]:
-        """Return the index of the problem's node that chooses the layout of ``value``, a placeholder of ``block`` (such
-        as a layer), and the layouts to choose from. ``port``: the input, parameter or buffer of the block that the
-        placeholder stands for.
+        """Return the index of the node of the assignment problem (one choice per node, at the least total cost) that
+        chooses the layout of ``value``, a placeholder of ``block`` (such as a layer), and the layouts to choose from.
+        ``port``: the input, parameter or buffer of the block that the placeholder stands for.
         """
         return self.ports[port]
 

@@ -44,7 +44,7 @@ _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 @dataclass(frozen=True)
 class RankedCuts:
     """The result of a search for the best way to cut the block calls (such as layers) of a model into stages. ``cuts``:
-    all ways that were tried, fastest first, as pairs (step time in seconds, cuts); cuts are the index of the first call
+    all ways that were tried, fastest first, as pairs (step time in seconds, way); a way is the index of the first call
     of each stage, followed by the number of calls. ``bound``: a lower bound in seconds on the step time of every way to
     cut the calls.
     """
@@ -101,8 +101,8 @@ def _improve_cuts_locally(
     stops if no move is faster.
 
     ``timetable``: the order of actions of the schedule. ``left``: the largest number of cuts to simulate. ``costs``:
-    seconds of all possible stages. ``how``: options of the simulation: ``train`` (there is a backward) and
-    ``overlap_steps`` (a rank begins the next step when it has ended its part of this one).
+    seconds of all possible stages. ``how``: options of the simulation: ``train`` (whether there is a backward) and
+    ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one).
     """
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
@@ -133,8 +133,8 @@ def _simulate_all_cuts(
     is the step time of the best.
 
     ``costs``: seconds of all possible stages. ``timetable``: the order of actions of the schedule. ``calls``,
-    ``stages``: the numbers of calls and of stages. ``how``: options of the simulation: ``train`` (there is a backward)
-    and ``overlap_steps`` (a rank begins the next step when it has ended its part of this one).
+    ``stages``: the numbers of calls and of stages. ``how``: options of the simulation: ``train`` (whether there is a
+    backward) and ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one).
     """
     taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # at least the first cuts fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
@@ -155,8 +155,8 @@ class _Costs:
 
     ``of_stage`` has one array for each stage, of shape ``[5, calls + 1, calls + 1]``. The first dim is forward,
     backward for inputs, backward for weights, wait for values and wait for gradients; the others are the first call and
-    the call after the last. The backward for inputs is infinite if the calls do not fit in memory. ``tables``: seconds
-    and bytes of all possible stages, from which these are taken.
+    the call after the last. The seconds of the backward for inputs are infinite if the calls do not fit in memory.
+    ``tables``: seconds and bytes of all possible stages, from which these are taken.
     """
 
     def __init__(self, tables: StageTables) -> None:
@@ -191,9 +191,10 @@ class _Costs:
         """Simulate a step of the schedule for each row of ``cuts`` (the index of the first call of each stage, followed
         by the number of block calls, such as layers), and return a dict: cut -> step time in seconds, fastest first.
 
-        Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
-        ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the
-        next step when it has ended its part of this one). ``timetable``: the order of actions of the schedule.
+        Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results;
+        ``None``: no limit. ``how``: options of the simulation: ``train`` (whether there is a backward) and
+        ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one). ``timetable``:
+        the order of actions of the schedule.
         """
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
@@ -205,8 +206,8 @@ class _Costs:
 
     def bands(self, most: float) -> _Bands:
         """Return the seconds of those sequences of consecutive block calls (such as layers) that take at most ``most``
-        seconds per microbatch and fit in memory, as two arrays that are indexed by the end and the length of the
-        sequence.
+        seconds per microbatch and fit in memory, together with a mask of these sequences. Both are arrays that are
+        indexed by the end and the length of the sequence; they are small if all of these sequences are short.
         """
         size = self.of_stage[0].shape[-1]
         total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])
@@ -237,8 +238,11 @@ class _Bands:
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
         """Return the least weighted sum of the stages' seconds over all cuts of the block calls (such as layers) into
         stages, and the cuts that attain it (the index of the first call of each stage, followed by the number of
-        calls). ``paths``: the weights, shape ``[stages, 5]``; the second dim is forward, backward for inputs, backward
-        for weights, wait for values and wait for gradients.
+        calls).
+
+        ``paths``: the weights, shape ``[stages, 5]``; the second dim is forward, backward for inputs, backward for
+        weights, wait for values and wait for gradients. If they count how often each phase occurs on a path through the
+        actions of a schedule, the sum is a lower bound on the step time of all cuts.
         """
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape

@@ -58,7 +58,7 @@ class LeastTime:
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:
         """Return a lower bound on the seconds of ``m`` microbatches under ``schedule`` with one stage on each of ``p``
-        ranks. ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one.
+        ranks. ``overlap_steps``: whether a rank begins the next step as soon as it has ended its own part of this one.
         """
         fill = least_fill(schedule, p, m, 1, overlap_steps)
         seen = max(self.step_s, self._pipeline_s(schedule, p, m, fill, self.slowest_s, self.total_s))
@@ -69,7 +69,8 @@ class LeastTime:
     ) -> float:
         """Return a lower bound on the seconds of ``m`` microbatches under ``schedule`` on ``p`` ranks, if the slowest
         stage takes at least ``slowest`` and all stages together at least ``total`` seconds per microbatch. ``fill``:
-        the fill and drain time, as fractions of a microbatch's forward and backward seconds."""
+        the time to fill and drain the pipeline, as two fractions: of the forward and of the backward seconds of a
+        microbatch through the whole model."""
         if total == np.inf:
             return total
         if is_formula(schedule):
@@ -81,8 +82,9 @@ class LeastTime:
 def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False) -> LeastTime:
     """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages.
 
-    Stages that alone make a step of ``cutoff_s`` seconds are skipped. ``quick``: skip all stages that take much longer
-    than an even share, even if no cut without them fits. Raises :class:`CapacityError` if memory cannot suffice, and
+    ``cutoff_s``: steps that take at least this many seconds are of no use to the caller, so stages that alone take so
+    long are skipped. ``quick``: skip all stages that take much longer than the total work divided by the number of
+    stages, even if every cut that fits has such a stage. Raises :class:`CapacityError` if memory cannot suffice, and
     :class:`PlanError` if there are more stages than block calls (such as layers).
     """
     tables = StageTables(problem)
@@ -126,8 +128,8 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
     into stages whose work, without waits and recomputation, takes at most ``limit`` seconds per microbatch each.
 
     Return ``None`` if there is no such cut, or if the slowest stage takes more than ``limit`` seconds with waits and
-    recomputation, because a cut that was left out might then be better. ``tables``: seconds and bytes of all possible
-    stages.
+    recomputation, because a cut with more work in a stage might then be better. ``tables``: seconds and bytes of all
+    possible stages.
     """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):

@@ -25,16 +25,17 @@ class StageCall:
     """One call of a block (such as a layer) that is to be placed on a pipeline stage, with its cost.
 
     ``path``: the name of the module that is called, such as ``layers.3``. ``cost``: the seconds and bytes of the call.
-    ``inputs``, ``outputs``: names of the values that it reads and computes, in the order of ``cost``. ``states``: names
-    of the parameters and buffers that the call reads. ``index``: its position among the model's calls.
+    ``inputs``, ``outputs``: names of the values that it reads and computes, in the order in which ``cost`` lists their
+    bytes. ``states``: names of the parameters and buffers that the call reads. ``index``: its position among the
+    model's calls.
 
     Two fields count weights and gradients that a rank has whole for a short time, although they are sharded.
     ``gathered_bytes``: these bytes while the call runs: its own, the weights of the call before or after it that are
     gathered at the same time, and the gradients of the call after it that are still being sent. ``at_ends``: three
-    numbers of bytes for the ends of a stage. The first is all temporary bytes during the backward of this call if it is
-    the last of its stage. The other two apply if it is the first of its stage: the bytes of its gradients that are
-    still being sent during the backward of the last call in the next microbatch, which are added to the first number of
-    that call; and all temporary bytes after a backward, while its gradients are sent.
+    numbers of bytes for a call at an end of a pipeline stage: (1) if the call is the last of its stage, all temporary
+    bytes during its backward; (2) if it is the first, the bytes of its gradients that are still being sent while the
+    last call of the stage runs backward for the next microbatch, where they are added to number (1) of that call; (3)
+    if it is the first, all temporary bytes after its backward, while its gradients are sent.
     """
 
     path: str
@@ -59,7 +60,7 @@ class Pace:
     of different speeds. Of these costs only the seconds are used; bytes are taken from the calls of the problem.
 
     ``costs``: the cost of each call, in the order of the problem. ``overhead``: the cost of the calls that every stage
-    runs in addition.
+    runs in addition, such as the computation of a mask that all layers need.
     """
 
     costs: tuple[CallCost, ...]
@@ -72,23 +73,24 @@ class StageProblem:
     and links, and the schedule.
 
     - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next. ``tp``, ``dp``:
-      sizes of these mesh axes. ``microbatch_size``: number of samples of a microbatch. ``train``: calls have a
-      backward.
+      numbers of tensor-parallel and of data-parallel ranks. ``microbatch_size``: number of samples of a microbatch.
+      ``train``: whether calls have a backward.
     - ``state_bytes``: name of a parameter or buffer -> bytes on a rank, with its gradient and optimizer states.
       ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.
       ``local``: names of values that are never sent between stages. ``total_bytes``: bytes of values that are summed
       over the whole batch by an all-reduce before the first forward.
     - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: index of a call ->
-      its fixed stage. ``may_be_empty``: stages may have no call. ``barred``: for each stage, a mask ``[start, stop]``
-      of the calls ``start:stop`` of which it may not consist. ``repeated``: for each call, whether its block occurs
-      more than once.
-    - ``overhead``: the calls that every stage runs in addition. ``paces``: for each stage, the costs of the calls on
-      its devices; if empty, the calls' own costs apply to all stages. ``bubble``: the factor ``b`` in the formula
-      ``(rounds - b) * slowest stage + b * sum of stages`` of the pipeline's seconds: 1, or less with virtual stages,
-      which shorten fill and drain. ``chunks``: number of virtual stages on a rank. ``flying``: for each stage, pairs of
-      numbers of microbatches (backward not begun, between the halves of a split backward) that it holds at a time;
-      empty if the schedule has a formula for them. ``overlap_steps``: a rank begins the next step when it has ended its
-      own part of this one.
+      its fixed stage. ``may_be_empty``: whether stages may have no call. ``barred``: for each stage, a mask ``[start,
+      stop]`` of the calls ``start:stop`` of which it may not consist. ``repeated``: for each call, whether its block
+      occurs more than once.
+    - ``overhead``: the cost of the calls that every stage runs in addition, such as the computation of a mask that all
+      layers need. ``paces``: for each stage, the costs of the calls on its devices; if empty, the calls' own costs
+      apply to all stages. ``bubble``: the factor ``b`` in the formula ``(rounds - b) * slowest stage + b * sum of
+      stages`` of the pipeline's seconds (``rounds`` is the number of microbatches times virtual stages of a rank): 1,
+      or less with virtual stages, which shorten fill and drain. ``chunks``: number of virtual stages on a rank.
+      ``flying``: for each stage, pairs of numbers of microbatches (backward not begun, between the halves of a split
+      backward) that it holds at a time; empty if the schedule has a formula for them. ``overlap_steps``: whether a rank
+      begins the next step when it has ended its own part of this one.
 
     ``num_stages``, ``num_microbatches``: their numbers; ``schedule``: its name.
     """
@@ -147,13 +149,13 @@ class StageProblem:
         return max(map(sum, self.held(stage)))
 
     def not_begun(self, stage: int) -> int:
-        """Return the largest number of microbatches, whose backward has not begun, that the stage with index ``stage``
-        holds at a time."""
+        """Return the largest number of microbatches with a forward that has run and a backward that has not begun,
+        whose activations the stage with index ``stage`` holds at a time."""
         return max(whole for whole, _ in self.held(stage))
 
     def half_done(self, stage: int) -> int:
-        """Return the largest number of microbatches, between the two halves of a split backward, that the stage with
-        index ``stage`` holds at a time."""
+        """Return the largest number of microbatches between the two halves of a split backward (for inputs, for
+        weights) whose activations the stage with index ``stage`` holds at a time."""
         return max(half for _, half in self.held(stage))
 
     def _count_formula_in_flight(self, stage: int) -> tuple[Counts, ...]:
@@ -162,7 +164,7 @@ class StageProblem:
     @cached_property
     def slim(self) -> StageProblem | None:
         """Return a copy of this problem in which every block call (such as a layer) recomputes its cheap operators in
-        backward (selective recomputation), with the costs that follow. Return ``None`` if the problem does not allow
+        backward (selective recomputation), with the costs that this has. Return ``None`` if the problem does not allow
         that, or if no call has such operators.
         """
         scores = any(call.cost.selective_bytes for call in self.calls)

@@ -36,10 +36,10 @@ class Holding(NamedTuple):
     ``output_grads`` (whether the output receives a gradient). ``saved_bytes``: kept from forward to backward besides
     inputs. ``carried_bytes``: held between backward for inputs and backward for weights. ``working_bytes``: temporary.
 
-    ``at_ends``: three numbers of bytes for the ends of a pipeline stage. The first is all temporary bytes during the
-    backward of this call if it is the last of its stage. The other two apply if it is the first of its stage: the bytes
-    of its gradients that are still being sent during the backward of the last call in the next microbatch, which are
-    added to the first number of that call; and all temporary bytes after a backward, while its gradients are sent.
+    ``at_ends``: three numbers of bytes for a call at an end of a pipeline stage: (1) if the call is the last of its
+    stage, all temporary bytes during its backward; (2) if it is the first, the bytes of its gradients that are still
+    being sent while the last call of the stage runs backward for the next microbatch, where they are added to number
+    (1) of that call; (3) if it is the first, all temporary bytes after its backward, while its gradients are sent.
     """
 
     inputs: tuple[str, ...]
@@ -57,9 +57,9 @@ class Holding(NamedTuple):
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
     """Return tables of the bytes of all sequences of consecutive ``calls``, which are calls of blocks (such as layers).
-    They come from a cache if calls with equal values and bytes were seen before. ``local``: names of values that are
-    never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do not depend on the
-    stages.
+    They are cached, and used again for calls that read and write equal values with equal bytes. ``local``: names of
+    values that are never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do
+    not depend on the stages.
     """
     holdings = tuple(
         Holding(
@@ -115,8 +115,9 @@ class Segments:
     @cached_property
     def largest_working(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the largest temporary bytes of the block calls ``start:stop``
-        (such as layers) at any moment. This is the maximum over the calls, or the backward of the last call together
-        with gradients of the first call that the previous microbatch is still sending.
+        (such as layers) at any moment. This is the larger of two numbers: the maximum over the calls, and the bytes
+        during the backward of the last call together with the gradients of the first call that are still being sent for
+        the previous microbatch.
         """
         table = self._tabulate_run_maxima([c.working_bytes for c in self.calls])
         last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)

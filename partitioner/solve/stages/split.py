@@ -33,8 +33,8 @@ _HOW = {
 
 
 def check_room(takes: str, needed: float, room: float) -> None:
-    """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room``, the bytes of memory that there are. ``takes``:
-    the start of the error message, which names what needs the memory.
+    """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room``, the bytes of memory that are available.
+    ``takes``: the start of the error message, which names what needs the memory, such as ``"one layer takes 12 GB"``.
     """
     if (missing := math.ceil(needed - room)) > 0:
         text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
@@ -172,7 +172,7 @@ class NoneLeft(CapacityError):
 
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
     """Return the cut of the block calls (such as layers) of ``problem`` into stages with the least pipeline time.
-    ``tables``: the tables of ``problem`` (seconds and bytes of all possible stages), if they exist already.
+    ``tables``: seconds and bytes of all possible stages of ``problem``; ``None``: they are computed.
 
     Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cut fits in memory.
     """
@@ -228,8 +228,8 @@ class _Splitter:
 
     def balanced(self, best: list[int]) -> list[int]:
         """Return the cuts of the block calls (such as layers) into stages that have the least time of the slowest stage
-        among all cuts whose pipeline time is at most 1 % longer than that of ``best``. Cuts are the index of the first
-        call of each stage, followed by the number of calls.
+        among all cuts whose pipeline time is at most 1 % longer than that of ``best``, the cuts with the least pipeline
+        time. Cuts are the index of the first call of each stage, followed by the number of calls.
 
         With few microbatches the step time hardly depends on the cuts. Equal stages then need less memory and suit
         other schedules.
@@ -298,9 +298,10 @@ def stage_plan(
     """Return the plan of one stage that holds the block calls ``start:stop`` (such as layers), with its seconds and
     peak bytes.
 
-    ``tables``: seconds and bytes of all possible stages. ``stage``: index of a stage of the problem. ``recompute``:
-    number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``: recompute the
-    other calls selectively (only operators that are cheap to recompute); it applies only if ``recompute`` is given.
+    ``tables``: seconds and bytes of all possible stages. ``stage``: index of a stage of the problem. ``recompute``: how
+    many of the calls, counted from the first, are recomputed in full; ``None``: the fewest with which the stage fits in
+    memory. ``in_part``: recompute the other calls selectively (only operators that are cheap to recompute); it applies
+    only if ``recompute`` is given.
     """
     if recompute is None:
         return stage_plans(tables, stage, np.array([start]), np.array([stop]))[0]

@@ -55,10 +55,10 @@ def cut_for_step(
     - ``problem``: the calls and stages. ``solve``: returns the cut with the shortest pipeline; raises
       :class:`PlanError` if there is none. ``price``: returns the seconds of a step with a cut, and any further result,
       which is returned as ``priced``.
-    - ``least_tail_s``: lower bound on the seconds after the pipeline, for any cut. ``run_tails``: function of a step
-      time in seconds. It returns for each stage a table of the seconds after the pipeline, whose entry ``[start,
-      stop]`` is for the calls ``start:stop``; an entry is infinite if a stage of these calls alone makes the step
-      longer than that time.
+    - ``least_tail_s``: lower bound for any cut on the seconds after the pipeline, in which gradients are reduced and
+      parameters updated. ``run_tails``: function of a step time in seconds. It returns for each stage a table of the
+      seconds after the pipeline, whose entry ``[start, stop]`` is for the calls ``start:stop``; an entry is infinite if
+      a stage of these calls alone makes the step longer than that time.
     - ``cutoff_s``: steps that take at least this many seconds are of no use to the caller.
 
     Raises the errors of ``solve`` and ``price`` for the cut with the shortest pipeline.

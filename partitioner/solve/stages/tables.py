@@ -65,9 +65,10 @@ class StageTables:
         stage runs the calls ``start:stop`` of blocks (such as layers): forward, backward if the model is trained,
         recomputation, and waits for values from other stages.
 
-        As few calls are recomputed in full as memory demands, or as many as allowed if that is required. If selective
-        recomputation (of cheap operators only) is required, or takes less time in total than this, the entry is the
-        seconds with it. An entry is infinite if the calls do not fit in memory or are not allowed on the stage.
+        As few calls are recomputed in full as memory demands, or as many as allowed if the problem requires full
+        recomputation. If selective recomputation (of cheap operators only) is required, or makes the total time
+        shorter, the entry is the seconds with selective recomputation. An entry is infinite if the calls do not fit in
+        memory or are not allowed on the stage.
         """
         return self._ways[0]
 
@@ -230,8 +231,9 @@ class StageTables:
         return tables
 
     def pace_number(self, stage: int) -> int:
-        """Return a number that identifies the speeds of a stage's devices: it is equal for two stages if every block
-        call (such as a layer) takes equally long on both. ``stage``: index of the stage.
+        """Return a number for the speed of a stage's devices, which is a key for tables that stages can share: it is
+        equal for two stages if every block call (such as a layer) takes equally long on both. ``stage``: index of the
+        stage.
         """
         return int(self._pace_of[stage])
 
@@ -318,9 +320,9 @@ class StageTables:
         )
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
-        """Return the seconds per microbatch to recompute in full the first ``recomputed`` block calls (such as layers)
-        from index ``start`` on; both are arrays of integers of the same shape, which the result has too. ``stage``:
-        index of the stage, or an array with one index for each entry.
+        """Return the seconds per microbatch that a stage takes to recompute in full the first ``recomputed`` block
+        calls (such as layers) from index ``start`` on; both are arrays of integers of the same shape, which the result
+        has too. ``stage``: index of the stage, or an array with one index for each entry.
         """
         prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
@@ -477,8 +479,9 @@ def _runs_of(calls: int, most: int, least: int = 1) -> tuple[Counts, Counts]:
 
 
 def _stack_in_flight_counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
-    """Rearrange the numbers of microbatches that each stage holds, given as pairs by stage (``held``), into a list of
-    pairs of arrays of shape ``[stages]``. For stages with fewer pairs the last pair is repeated.
+    """Rearrange the numbers of microbatches that each stage holds for computation with arrays: from a list of pairs for
+    each stage (``held``) into one list of pairs of arrays of shape ``[stages]``. For stages with fewer pairs the last
+    pair is repeated.
 
     A pair is a moment of the schedule: the number of microbatches whose backward has not begun, and the number between
     the two halves of their backward.
@@ -496,9 +499,10 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:
-    """Choose cuts of the block calls (such as layers) into stages that minimise the largest entry. ``tables``: for each
-    stage, a table whose entry ``[start, stop]`` is the value of the calls ``start:stop``. Return that largest entry,
-    and the cuts: the index of the first call of each stage, followed by the number of calls.
+    """Choose the cuts of the block calls (such as layers) into stages for which the largest value of a stage is
+    smallest. ``tables``: for each stage, a table whose entry ``[start, stop]`` is the value of the calls
+    ``start:stop``. Return this largest value, and the cuts: the index of the first call of each stage, followed by the
+    number of calls.
     """
     n = tables[0].shape[0] - 1
     reached = np.full(n + 1, np.inf)

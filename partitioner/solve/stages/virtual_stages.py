@@ -278,10 +278,10 @@ def _solve_virtual_stages(
     cutoff_s: float,
 ) -> StageSplit:
     """Cut the block calls (such as layers) of ``problem`` into the virtual stages of ``schedule``, and return the
-    stages of each rank. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on a rank.
-    ``proven``: the search may take longer, so that the lower bound is tighter. ``improved``: also improve the cuts by
-    simulation of the schedule. ``cutoff_s``: pipelines of at least this many seconds are of no use. Raises
-    :class:`CapacityError` if no cuts that fit were found.
+    stages of each rank. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on a rank;
+    ``None``: the number that the schedule fixes. ``proven``: the search may take longer, so that the lower bound is
+    tighter. ``improved``: also improve the cuts by simulation of the schedule. ``cutoff_s``: pipelines of at least this
+    many seconds are of no use. Raises :class:`CapacityError` if no cuts that fit were found.
     """
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     capacity = ranks.capacity

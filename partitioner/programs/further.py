@@ -212,11 +212,13 @@ class FirstProgram:
     def _plan_with_caches(
         self, name: str, jobs: Mapping[Purpose, Job], layout: Layout, first: int | None
     ) -> dict[str, FurtherProgram]:
-        """Return the programs of the generation ``name``, whose key/value caches have ``layout`` over ``tp``. ``jobs``:
-        the planning problem for each purpose. ``first``: the first token of a decoder, ``None`` without an encoder.
+        """Return the two programs of the generation called ``name``, by program name. ``layout``: the layout of their
+        key/value caches over the mesh axis ``tp``. ``jobs``: purpose (``"prefill"`` or ``"decode"``) -> planning
+        problem. ``first``: for a model with an encoder, the id of the token with which its decoder starts; ``None``
+        without an encoder.
 
-        Raise :class:`PlanError` if one of them has no plan, and :class:`LayoutError` if they would place their caches
-        differently, or copy caches instead of writing to them in place.
+        Raise :class:`PlanError` if one of them has no plan, and :class:`LayoutError` if the two would place their
+        caches differently, or copy caches instead of writing to them in place.
         """
         found: dict[str, FurtherProgram] = {}
         for purpose, job in jobs.items():
@@ -318,12 +320,12 @@ def solve_microbatchings(
     evaluator: CandidateEvaluator, candidate: MeshCandidate, devices: Sequence[int] | None = None
 ) -> tuple[list[SolvedCandidate], list[PartitionError]]:
     """Solve ``candidate`` (mesh sizes, schedule, ZeRO stage) with several microbatch sizes. Return two lists: the
-    solutions, fastest first, and the errors of the sizes that have none.
+    solutions, fastest first, and the errors of the sizes that have no solution.
 
-    ``evaluator``: finds the best plan of a candidate for one job. The sizes are divisors of the job's global batch that
-    are at most the candidate's size and give all ranks of ``dp`` equally many microbatches: of these, the three largest
-    that have a solution. Without a pipeline, the largest one is enough, and smaller ones are not tried. ``devices``:
-    the device index of each rank; ``None``: the solver places the ranks.
+    The sizes that come into question divide the global batch of the job, are at most ``candidate.microbatch_size``, and
+    give all ranks of ``dp`` equally many microbatches. They are tried from the largest on until three have a solution,
+    or one without a pipeline. ``evaluator``: finds the best plan of a candidate for one job. ``devices``: the device
+    index of each rank; ``None``: the solver places the ranks.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
@@ -369,11 +371,11 @@ def choose_expected_layout(
 
 
 def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.inf) -> float:
-    """Return the mean step time in seconds, over the batch shapes of ``first`` weighted by their frequency, of the
-    layout ``row``, a candidate that the search solved for the largest shape. At most three shapes represent those
-    besides the largest one. The result is infinite if the candidate has no plan for one of these shapes. The
-    computation stops as soon as the sum reaches ``least`` seconds; the result is then some number of at least
-    ``least``.
+    """Return the mean step time in seconds over the batch shapes of ``first``, weighted by their frequency, if the plan
+    has the layout ``row``: a candidate (mesh, schedule, ZeRO stage) that the search solved for the largest shape. At
+    most three of the other shapes are solved, as representatives of all others. Infinite if the candidate has no plan
+    for one of them. ``least``: the computation stops as soon as the sum reaches this number of seconds; the result is
+    then at least ``least`` and not the mean.
     """
     family, candidate = first.family, _candidate_of(row)
     assert family is not None
@@ -429,8 +431,9 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
-    """Return how smaller batches are padded to the batch shape of the evaluation ``job``, a planning problem for the
-    model ``prepared``; ``None`` if the model has no example inputs, from which this could be found.
+    """Return how batches with fewer samples or positions are padded to the batch shape of the evaluation ``job``, a
+    planning problem. ``prepared``: the model with the example inputs of the evaluation. ``None`` if it has no example
+    inputs, from which the padding is determined.
     """
     if prepared.inputs is None:
         return None

@@ -94,9 +94,9 @@ def _list_block_costs(
     plan: Plan, block: Block, device: DeviceType, train: bool, common: OperatorCost, merged: FusedRegions | None
 ) -> Iterator[OperatorCost]:
     """Yield the predicted cost of each operator of ``block``, a piece of the model in ``plan`` such as a decoder layer,
-    on ``device``. ``train``: whether backward is included. ``common``: an entry whose ``stages``, ``block`` and
-    ``calls`` all results have. ``merged``: the regions of operators that a compiler merges; each has its share of its
-    region.
+    on ``device``. ``train``: whether backward is included. ``common``: its ``stages``, ``block`` and ``calls`` are
+    copied to each result, and seconds are multiplied by its ``calls``. ``merged``: the regions of operators that a
+    compiler merges into one kernel, whose time is divided among its operators; ``None``: nothing is merged.
     """
     paths = {node["name"]: node.get("path", "") for node in plan.program.blocks[block.name].nodes}
     names, learned = set(block.states), learned_nodes(block)

@@ -90,9 +90,11 @@ def _format_change(ratio: float) -> str:
 
 
 def count_left_candidates(plan: Plan) -> int:
-    """Return the number of layouts that have no row in the table of candidates of ``plan``, because the table and the
-    search's own list are limited. Layouts without a row that the search did not work out, although by their lower bound
-    they may be faster than the plan, are not included: the certificate counts them separately."""
+    """Return the number of layouts (mesh, schedule, ZeRO stage) that the search of ``plan`` examined and that have no
+    row in the report's table, because the table and the list in the plan are limited. Layouts that are not in the list
+    of the plan and may be faster than the plan, because only a low lower bound is known, are not counted here; the
+    report has a separate number for them.
+    """
     rows = len(plan.certificate.candidates)
     return max(0, rows - MOST_CANDIDATES) + sum(n for kind, n in plan.certificate.left.items() if kind != "open")
 
@@ -118,8 +120,9 @@ def _read_value(candidate: Candidate, name: str) -> Any:
 
 
 def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
-    """Return a key that sorts the values of a constraint by their distance from the plan's value ``own``. ``value``:
-    the value for which the key is. Numbers are compared on a logarithmic scale, other values by their text.
+    """Return a key by which values of a constraint are sorted, the nearest to the plan's value ``own`` first.
+    ``value``: the value to sort. The key is a pair: the difference of the base-2 logarithms of the two numbers (0 for
+    values that are not numbers), and ``value`` as text, which decides between equal distances.
     """
     if isinstance(own, int) and isinstance(value, int):
         return abs(math.log2(max(value, 0.5)) - math.log2(max(own, 0.5))), f"{value:012d}"

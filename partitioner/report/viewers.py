@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 def export_for_viewer(plan: Plan, format: str, path: str | Path) -> tuple[str, ...]:
     """Write ``plan`` to the file ``path`` for the viewer ``format``, ``perfetto`` or ``model-explorer``, atomically.
-    Return sentences on what was left out because of the limit of 5 MB.
+    Return sentences on what was left out because of the limit of 5 MB; empty if nothing was.
     """
     content, left_out = VIEWERS[format](plan)
     write_text(Path(path), json.dumps(content, separators=(",", ":"), ensure_ascii=False))

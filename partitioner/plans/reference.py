@@ -259,7 +259,9 @@ class _ByPlace(TorchFunctionMode):
         return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
 
     def next(self) -> int:
-        """Return the number of a new stream of random numbers, for the next call that draws."""
+        """Return the number of a new stream of random numbers, for the next call that draws random numbers. Numbers
+        count up.
+        """
         self.streams += 1
         return self.streams - 1
 
@@ -338,8 +340,8 @@ def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) 
 def keep_in_float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
     """Return a context in which float64 models compute in float64, although their code asks for float32.
 
-    ``dtype``: the type in which the model is planned. In the context ``torch.finfo`` gives the limits of this type, and
-    numbers in the model's code are rounded to it.
+    ``dtype``: the floating type in which the plan computes, to which the float64 results are compared. In the context
+    ``torch.finfo`` gives the limits of this type, and numbers in the model's code are rounded to it, as in the plan.
     """
     default, finfo = torch.get_default_dtype(), torch.finfo
 
@@ -385,8 +387,9 @@ def run_reference(
             random numbers.
         buffers: initial values of buffers, parameters and ``counters``; ``None``: those of the model.
         counters: names of attributes that are Python numbers; they are returned among the buffers.
-        precision: the plan's precision; ``None``: the type of the model's parameters. ``torch.finfo`` then gives the
-            limits of that type, also in float64, and numbers in the model's code are rounded to it.
+        precision: name of the dtype that the plan computes in, such as ``bf16``; ``None``: that of the model's
+            parameters. Even if the model runs in float64, ``torch.finfo`` gives the limits of this dtype, and numbers
+            in the model's code are rounded to it, as in the plan.
     """
     if not isinstance(model, nn.Module):
         raise InputsError(f"the model itself is run; expected an nn.Module, got {type(model).__name__}")

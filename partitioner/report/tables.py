@@ -57,9 +57,9 @@ def build_candidate_table(plan: Plan) -> ET.Element:
 
 
 def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
-    """Return the cells of the layout ``candidate`` in the table of layouts that the search examined: mesh, microbatch
-    size, schedule, step time, its difference from the step time of ``plan``, lower bound of the step time, peak memory,
-    and what the search found.
+    """Return the cells of one row of the table of layouts that the search examined. ``candidate``: the layout of the
+    row. ``plan``: the plan that was found. The cells are: mesh, microbatch size, schedule, step time, its difference
+    from the step time of ``plan``, lower bound of the step time, peak memory, and what the search found.
     """
     memory = candidate.memory
     if candidate.status == "chosen":
@@ -91,9 +91,9 @@ def _format_change(ratio: float) -> str:
 
 def count_left_candidates(plan: Plan) -> int:
     """Return the number of layouts (mesh, schedule, ZeRO stage) that the search of ``plan`` examined and that have no
-    row in the report's table, because the table and the list in the plan are limited. Layouts that are not in the list
-    of the plan and may be faster than the plan, because only a low lower bound is known, are not counted here; the
-    report has a separate number for them.
+    row in the report's table of candidates, because the table and the list in the plan are limited. Layouts outside of
+    the plan's list that may be faster than the plan, because only their lower bound is known and it is below the plan's
+    step time, are not counted.
     """
     rows = len(plan.certificate.candidates)
     return max(0, rows - MOST_CANDIDATES) + sum(n for kind, n in plan.certificate.left.items() if kind != "open")

@@ -82,7 +82,7 @@ _REFUSED_CALLBACKS = (
 class EngineSteps:
     """Methods that replace those of a Lightning precision plugin if a plan divides the model over ranks: the engine has
     computed the gradients already, and it clips them. :func:`_adapt_precision` mixes this class into the class of the
-    plugin.
+    plugin. ``engine``: the engine of this rank, which runs its part of the model.
     """
 
     engine: Engine
@@ -107,7 +107,8 @@ class EngineSteps:
 
 def _adapt_precision(plugin: Any, engine: Engine) -> Any:
     """Return a copy of ``plugin``, a precision plugin of Lightning, that leaves backward and gradient clipping to
-    ``engine``, the engine of this rank."""
+    ``engine``, which runs this rank's part of the model.
+    """
     adapted = copy.copy(plugin)
     adapted.__class__ = type(type(plugin).__name__, (EngineSteps, type(plugin)), {})
     adapted.engine = engine
@@ -123,20 +124,22 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     batch and the weights, and log scalars.
 
     Args:
-        topology: the cluster; ``None``: the ranks of this launch on this machine (or on alike nodes with GPUs).
-        constraints: what of the plan is fixed, such as ``Constraints(tp=2)``; the planner chooses the rest.
-        shapes: the shapes of batches, if they differ; a batch is padded to the next larger one. ``None``: all batches
+        topology: the cluster; ``None``: the ranks of this launch, on this machine or on several equal nodes with GPUs.
+        constraints: the choices that the plan must have, such as ``Constraints(tp=2)``; the planner makes all others.
+            ``None``: it makes all.
+        shapes: the shapes of batches, if they differ; a batch is padded to the next larger shape. ``None``: all batches
             have the shape of the first.
-        precision: of :func:`partitioner.partition`; ``None``: by the ``precision`` of ``L.Trainer``, of which
+        precision: as for :func:`partitioner.partition`; ``None``: that of ``L.Trainer(precision=...)``, for which
             ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters with float32 copies) are accepted.
         compile: compile the model's parts by ``torch.compile``.
-        options: of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``, ``cluster_environment``.
+        options: arguments of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``,
+            ``cluster_environment``.
 
-    Attributes: ``plan`` and ``engine``, this rank's :class:`partitioner.Engine`; both are made by ``fit``. The module
-    keeps the weights that it was given until ``fit`` ends, and gets the trained ones then.
+    Attributes: ``plan``, the plan, and ``engine``, this rank's :class:`partitioner.Engine`; ``fit`` creates both. The
+    module keeps the weights that it was given until ``fit`` ends, and gets the trained ones then.
 
-    Raises :class:`TrainerError` for what cannot be honoured, before training, and errors of
-    :func:`partitioner.partition` if there is no plan.
+    Raises :class:`TrainerError` before training for options and methods that cannot have their effect with a plan, and
+    the errors of :func:`partitioner.partition` if there is no plan.
     """
 
     def __init__(
@@ -237,7 +240,10 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return self._records
 
     def _search_plan(self, trainer: Any, module: Any, precision: str | None) -> Plan:
-        """Return the plan of the steps of ``module`` for the first batches of its data loaders."""
+        """Return a plan of ``training_step`` and, if ``fit`` of ``trainer`` validates, of ``validation_step`` of
+        ``module``, a LightningModule. The first batches of the data loaders are the example inputs. ``precision``: the
+        dtype to compute in, as for :func:`partitioner.partition`; ``None``: the types of the parameters.
+        """
         self._records = StepRecords()
         world = self.world_size
         on_gpus = self.root_device.type == "cuda"
@@ -345,8 +351,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def training_step(self, batch: Any, *given: Any) -> dict[str, Any]:
         """Run forward and backward of one global batch on all ranks. Log what ``training_step`` of the module logs, and
-        return what it returns as a dict, with the loss of the global batch. ``batch``: the samples of the global batch,
-        or this rank's part of them. ``given``: not used."""
+        return what it returns as a dict, with the loss of the global batch. ``batch``: the samples of the global batch
+        or, if the data loader reads only this rank's samples, those. ``given``: not used.
+        """
         trainer = self.lightning_module.trainer
         count = trainer.accumulate_grad_batches
         [loader] = trainer.fit_loop._combined_loader.flattened[:1]
@@ -395,8 +402,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _read_results(self, paths: list[str], loss: Tensor | None) -> dict[str, Any]:
         """Return the outputs of the model at ``paths`` for the last global batch, as a dict from path to tensor or
-        number. The parts of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the
-        batch."""
+        number. The parts of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the batch,
+        which is used for outputs that are the loss; ``None`` if it is not known.
+        """
         if not paths:
             return {}
         found = self.engine.latest_outputs
@@ -515,8 +523,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
 class EqualLoader:
     """A data loader that yields the same global batches on all ranks: its random generators start in the state of the
-    first rank's generators. For training batches, a rank reads only its own samples if these are sure to be the same as
-    in the global batch. ``reads_own``: whether the batches of the last iteration had only this rank's samples.
+    first rank's generators. ``loader``: the data loader to read from. ``strategy``: the Lightning strategy that knows
+    the plan. If it is certain which samples of a training batch this rank computes, it reads only these. ``reads_own``:
+    whether this holds for the iteration that was started last.
     """
 
     def __init__(self, loader: Any, strategy: PartitionedStrategy) -> None:

@@ -58,8 +58,9 @@ class PartitionedTrainer(Trainer):
     ``num_items_in_batch``, and otherwise the mean over the batches.
 
     Args:
-        topology: the cluster; ``None``: the ranks of this launch on this machine (or on equal nodes with GPUs).
-        constraints: what is fixed in the plan, such as ``Constraints(tp=2)``; the planner chooses the rest.
+        topology: the cluster; ``None``: the ranks of this launch, on this machine or on several equal nodes with GPUs.
+        constraints: the choices that the plan must have, such as ``Constraints(tp=2)``; the planner makes all others.
+            ``None``: it makes all.
         shapes: the lengths of batches to plan for. ``None``: the data sets are read once to find their longest sample,
             whose length is the largest. A batch is padded to the next larger length.
         options: further arguments of ``Trainer``.
@@ -260,10 +261,10 @@ class PartitionedTrainer(Trainer):
         """Return a data loader that yields the same global batches on all ranks, each with ``batch_size`` samples times
         the number of ranks. It replaces the method of ``Trainer`` with this name.
 
-        ``dataset``: the data set. ``description``: the kind of data, for messages. ``sampler_fn``: returns the sampler
-        of a data set; ``None``: samples are read in order. ``is_training``: whether the batches are for training.
-        ``dataloader_key``: the name under which the loader is kept for later calls if its worker processes persist;
-        ``None``: it is not kept.
+        ``dataset``: the data set. ``description``: a name for the kind of data, for error messages. ``sampler_fn``:
+        returns the sampler of a data set; ``None``: samples are read in order. ``is_training``: whether the batches are
+        for training. ``dataloader_key``: the name under which the loader is kept for later calls if its worker
+        processes persist; ``None``: it is not kept.
         """
         kept = self.__dict__.setdefault("_eval_dataloaders", {})
         if dataloader_key in kept and self.args.dataloader_persistent_workers:
@@ -506,9 +507,9 @@ class PartitionedTrainer(Trainer):
         """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check a checkpoint without loading it; its state is loaded later, together with that of the optimizer. Raise
-        :class:`TrainerError` if the folder ``resume_from_checkpoint`` does not contain the state of an engine.
-        ``model``: not used.
+        """Check a checkpoint without loading it; :meth:`_load_optimizer_and_scheduler` loads the weights later,
+        together with the states of the optimizer. Raise :class:`TrainerError` if the folder ``resume_from_checkpoint``
+        does not contain the state of an engine. ``model``: not used.
         """
         if not (Path(resume_from_checkpoint) / STATE).is_dir():
             raise TrainerError(

@@ -112,7 +112,9 @@ def memory_words(plan: Plan) -> dict[str, str]:
 
 
 def format_summary(plan: Plan) -> str:
-    """Return the figures and stages of ``plan`` in tables, as plain text."""
+    """Return a summary of ``plan`` as plain text: a table of its main numbers (such as step time and peak memory) and a
+    table of its pipeline stages.
+    """
     return format_plain_text(summary_parts(plan))
 
 
@@ -512,8 +514,9 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a line that names standard layouts, such as ZeRO-3 alone, that are in no other list of ``plan``: its search
-    did not consider them, and their step times were computed only for comparison. Nothing is yielded if there are none.
+    """Yield a line that names standard layouts, such as ZeRO-3 alone, that the search of ``plan`` did not examine.
+    Their step times were computed only for comparison, so they are not in the report's table and numbers of layouts.
+    Nothing is yielded if there are none.
     """
     rows = {_get_layout(row) for row in plan.certificate.candidates}
     names = [
@@ -527,8 +530,8 @@ def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
-    """Return (mesh as text, microbatch size in samples, schedule) of ``candidate``, a key by which equal layouts are
-    found.
+    """Return (mesh as text, microbatch size in samples, schedule) of ``candidate``. Candidates with equal results are
+    the same layout for the report.
     """
     return candidate_text(candidate), candidate.microbatch_size, candidate.schedule
 

@@ -313,8 +313,9 @@ class _MemoryChart:
         draw_text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
 
     def trace_staircase(self, sizes: Sequence[float], ground: float) -> list[str]:
-        """Return the corners of a step function from left to right, as texts ``x y`` in pixels. ``sizes``: bytes for
-        each column of pixels. ``ground``: y coordinate of 0 bytes.
+        """Return the corners of the upper or lower edge of an area of the chart from left to right, as texts ``x y`` in
+        pixels. The edge is horizontal within each column of pixels. ``sizes``: its height in bytes in each column.
+        ``ground``: y coordinate of 0 bytes.
         """
         corners, column = [], 0
         for size, run in groupby(sizes):

@@ -99,8 +99,8 @@ def _format_item(text: str) -> RenderableType:
 
 
 def _build_pair_table(names: tuple[str, str], rows: Sequence[tuple[str, str, str]]) -> RenderableType:
-    """Return a table of two plans. ``names``: their column titles. ``rows``: (name of a figure, value of the first
-    plan, value of the second). Rows whose values differ are bold.
+    """Return a table of two plans. ``names``: their column titles. ``rows``: (name of a property such as ``mesh``, its
+    value in the first plan, its value in the second), all as text. Rows whose values differ are bold.
     """
     made = build_empty_table([("", False), (names[0], False), (names[1], False)])
     for name, one, two in rows:
@@ -168,9 +168,10 @@ def _build_amount_table(
     words: Mapping[str, str],
     text: Callable[[float], str],
 ) -> RenderableType:
-    """Return a table of two plans with a row for each key of ``one`` and ``two``, the largest amounts first. ``names``:
-    the column titles of the two plans. ``one``, ``two``: kind -> amount of the first and of the second plan. ``words``:
-    kind -> its name in the table. ``text``: formats an amount.
+    """Return a table that compares amounts, such as seconds by kind of time, of two plans. It has a row for each key of
+    ``one`` and ``two``, the largest amounts first. ``names``: the column titles of the two plans. ``one``, ``two``:
+    kind -> amount of the first and of the second plan. ``words``: kind -> its name in the table. ``text``: formats an
+    amount.
     """
     made = build_empty_table([("", False), (names[0], True), (names[1], True), ("difference", True)])
     for kind in sorted({**one, **two}, key=lambda k: -max(one.get(k, 0.0), two.get(k, 0.0))):

@@ -119,7 +119,9 @@ def format_summary(plan: Plan) -> str:
 
 
 def format_explanation(plan: Plan) -> str:
-    """Return the explanation of the choices of ``plan`` as plain text: a heading and sentences for each question."""
+    """Return the explanation of the choices of ``plan`` as plain text. For each of several questions, such as "Does it
+    fit?" and "What limits it?", there are a heading and lines that answer it.
+    """
     return format_plain_text(explain_parts(plan))
 
 
@@ -192,8 +194,9 @@ def _describe_unrequested_offload(plan: Plan) -> str:
 
 
 def explain_parts(plan: Plan) -> list[RenderableType]:
-    """Return the explanation of ``plan`` as texts and tables of the library rich, to print on a terminal in this order:
-    a heading and lines for each question.
+    """Return the explanation of ``plan`` as texts and tables of the library rich, to print on a terminal in this order.
+    For each of several questions, such as "Does it fit?" and "What limits it?", there are a heading and lines that
+    answer it.
     """
     whole = outline_program(plan.written) if plan.written is not None else None
     parts: list[RenderableType] = []
@@ -351,8 +354,10 @@ def _format_costliest_kinds(plan: Plan) -> str:
 
 
 def _format_layer_communication(plan: Plan) -> str:
-    """Return the seconds per step of communication inside layers by purpose, on the busiest stage of ``plan``, for
-    example ``tensor parallelism (tp) 2.8 s, experts (ep) 630 ms``; empty if the plan's estimate does not split it."""
+    """Return the seconds of communication inside layers in one step by purpose as text, on the pipeline stage of
+    ``plan`` whose forward and backward take longest, for example ``tensor parallelism (tp) 2.8 s, experts (ep) 630
+    ms``; empty if the plan's estimate does not have them by purpose.
+    """
     found = sorted(((took, purpose) for purpose, took in plan.estimate.exchanges.items() if took), reverse=True)
     return ", ".join(f"{purpose} {seconds_text(took)}" for took, purpose in found)
 

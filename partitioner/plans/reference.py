@@ -76,7 +76,8 @@ class _DoubleData(TorchFunctionMode):
     in the same way.
 
     ``default``: the type to round to if the code requests none. ``planned``: the type of the model's tensors in the
-    plan. It replaces float64 where the code requests the type of one of the model's own tensors.
+    plan. Where the code requests the type of one of the model's tensors, which is float64 only in this run, the values
+    are rounded to ``planned``.
     """
 
     def __init__(self, default: torch.dtype, planned: torch.dtype) -> None:
@@ -383,8 +384,8 @@ def run_reference(
         train: whether to run a backward, too, for the gradient of every parameter.
         double: run a copy of the model in float64; otherwise run ``model`` as it is.
         seed: seed of the random operators. Each of their calls draws from a stream of its own, as in plans.
-        group: number of the group of samples that ``inputs`` are, for ``couple="microbatch"``; each group draws its own
-            random numbers.
+        group: if a batch is run as several groups of samples one after the other: index of the group that ``inputs``
+            are. Each group draws other random numbers. 0 for a whole batch.
         buffers: initial values of buffers, parameters and ``counters``; ``None``: those of the model.
         counters: names of attributes that are Python numbers; they are returned among the buffers.
         precision: name of the dtype that the plan computes in, such as ``bf16``; ``None``: that of the model's

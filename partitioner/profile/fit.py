@@ -166,8 +166,9 @@ def _round_to_octave(size: float) -> float:
 
 
 def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
-    """Return a copy of ``device`` with figures fitted to the matrix products ``samples``: the peak FLOP/s by precision,
-    the fraction of the peak that is reached, by the smallest of M, N and K, and the rate at which products move memory.
+    """Return a copy of ``device`` in which these fields are fitted to the measured matrix products in ``samples``: the
+    peak FLOP/s by precision, the fraction of the peak that is reached, by the smallest of M, N and K, and the rate at
+    which products move memory.
 
     The peak is the FLOP/s of the products whose smallest dim is greatest, because large products are the fastest. For
     the memory rate 25 values are tried, and the one with the least errors is taken.

@@ -84,9 +84,10 @@ class FirstProgram:
     for other batch shapes, and evaluations). All of them must use the training program's layout of parameters.
 
     ``prepared``: the model with its inputs. ``job``: the planning problem of the training program. ``found``: its
-    solution. ``job_of``: returns a planning problem for a number of samples in the global batch (``None``: that of the
-    inputs) and a prepared model. ``family``: the batch shapes of the plan; ``None`` if it has only the shape of the
-    inputs. ``note``: a sentence on why the layout is not the fastest one for the largest batch shape; empty if it is.
+    solution. ``job_of``: a function that returns a planning problem; its arguments are the number of samples in the
+    global batch (``None``: the number in the inputs) and the model with its inputs. ``family``: the batch shapes of the
+    plan; ``None`` if it has only the shape of the inputs. ``note``: a sentence on why the layout is not the fastest one
+    for the largest batch shape; empty if it is the fastest.
     """
 
     prepared: PreparedModel
@@ -110,9 +111,11 @@ class FirstProgram:
         return self._evaluators[shape]
 
     def with_layout(self, found: PlannedProgram) -> FirstProgram:
-        """Return a copy with the plan ``found`` in place of the present one. ``found`` is slower for the largest batch
-        shape, but faster on average over all shapes. The certificate of the copy has the same table of candidates, with
-        ``found`` marked as chosen; the attribute ``note`` of the copy has a sentence that explains the choice."""
+        """Return a copy of this object whose training program is that of the plan ``found``. ``found`` is slower for
+        the largest batch shape, but faster on average over all shapes. The certificate of the copy has the same table
+        of candidates, with ``found`` marked as chosen; the attribute ``note`` of the copy has a sentence that explains
+        the choice.
+        """
         row = next(c for c in found.certificate.candidates if c.status == "chosen")
         before = self.found.certificate
         rows = [
@@ -137,9 +140,9 @@ class FirstProgram:
         return replace(self, found=replace(found, certificate=certificate), note=note)
 
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
-        """Return the program called ``name`` that runs the model's forward in evaluation mode, with the parameters
-        where the training program has them. ``asked``: the user's request: its inputs and loss are used, or those of
-        training where it has none.
+        """Return the program called ``name`` that runs the model's forward in evaluation mode. Its parameters have the
+        same layout over the ranks as in the training program. ``asked``: the user's request, with inputs and a loss
+        function; where they are ``None``, those of training are used.
 
         Raise :class:`PlanError` if no such program exists in the layout of the training program, and
         :class:`InputsError` if the model is an exported program, which has a single mode.
@@ -162,8 +165,8 @@ class FirstProgram:
 
     def plan_generation(self, name: str, asked: Generate) -> dict[str, FurtherProgram]:
         """Return the two programs that generate tokens, by name: ``"<name> prefill"`` reads a prompt into the key/value
-        caches, ``"<name> decode"`` reads one token of each sample. ``asked``: the user's request, with the number of
-        samples and the lengths of prompt and caches in tokens.
+        caches, ``"<name> decode"`` reads one token of each sample. ``asked``: the user's request: the number of
+        samples, and the lengths of the prompt and of the caches in tokens.
 
         Raise :class:`GenerationError` if the model has no caches, or if the number of samples or the mesh does not
         allow generation; :class:`LayoutError` if the two programs would place their caches differently; and

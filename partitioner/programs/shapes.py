@@ -77,10 +77,10 @@ class ShapeFamily:
 
     @staticmethod
     def of(sample: PreparedModel, asked: Shapes, global_batch: int | None, topology: Topology) -> ShapeFamily:
-        """Return the family of all combinations of the batch sizes and lengths that the user requested by ``asked``. If
-        ``asked`` has no batch sizes, the only one is ``global_batch`` (a number of samples) or that of the inputs; if
-        it has no lengths, the only one is that of the inputs. ``sample``: the model with its inputs. ``topology``: the
-        cluster.
+        """Return the family of all combinations of the numbers of samples and of positions (such as tokens of a sample)
+        that the user requested by ``asked``. ``sample``: the model with the user's inputs. ``global_batch``: the number
+        of samples if ``asked`` has none; ``None``: that of the inputs. If ``asked`` has no numbers of positions, that
+        of the inputs is used. ``topology``: the cluster.
 
         Raise :class:`ShapeError` if the inputs cannot have these shapes.
         """
@@ -252,9 +252,11 @@ class ShapeFamily:
         return model
 
     def _find_surrounding_shapes(self, shape: Shape) -> tuple[Shape, Shape, tuple[int, int, int]] | None:
-        """Return the two shapes (samples, positions) between which ``shape`` lies along one axis, the larger one first,
-        and the sizes along this axis of the larger one, the smaller one and ``shape``. The axis is that of positions if
-        possible, else that of samples; ``None`` if ``shape`` is at an end of both."""
+        """Return (larger, smaller, sizes): two shapes (samples, positions) between which ``shape`` lies, and from which
+        its graph can be derived. They differ in the number of positions or, if that is impossible, of samples.
+        ``sizes``: this number in ``larger``, in ``smaller`` and in ``shape``. ``None`` if both numbers of ``shape`` are
+        the largest or smallest ones.
+        """
         for axis in (1, 0):
             sizes = [each[axis] for each in self.shapes]
             low, high = min(sizes), max(sizes)
@@ -338,9 +340,9 @@ def _find_length_dims(leaves: Mapping[str, Tensor], batch_dims: Mapping[str, int
     """Return the dim of positions of each input that has one (input path -> dim index), and the number of positions.
     ``({}, 0)`` if no input holds tokens.
 
-    The first two-dimensional integer input ``[samples, positions]`` decides the number of positions. In other inputs
-    the dim with this size is taken. ``leaves``: input path -> tensor. ``batch_dims``: input path -> dim of samples.
-    Raise :class:`ShapeError` for an input with two such dims.
+    The first two-dimensional integer input ``[samples, positions]`` decides the number of positions. In every other
+    input, the dim of positions is the one with this size. ``leaves``: input path -> tensor. ``batch_dims``: input path
+    -> dim of samples. Raise :class:`ShapeError` for an input with two such dims.
     """
     tokens = (x for p, x in leaves.items() if x.dim() == 2 and not x.is_floating_point() and batch_dims.get(p) == 0)
     first = next(tokens, None)

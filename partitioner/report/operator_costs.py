@@ -38,10 +38,10 @@ class OperatorCost:
     """Describes the predicted cost of one operator of a module for one microbatch, on one rank of a pipeline stage.
 
     ``stages``: the index of the stage, or the first and the last as text, such as ``0–3``. ``block``: name of the block
-    of layers that contains the operator. ``operator``: the module path and the name of the operator. ``calls``: how
-    often the stages call the block. ``seconds``: of forward and of backward, summed over all these calls.
-    ``num_bytes``: bytes read and written by forward and backward of a single call. ``flops``: their floating-point
-    operations.
+    (such as a decoder layer) that contains the operator. ``operator``: the module path and the name of the operator.
+    ``calls``: how often the stages call the block. ``seconds``: a list of two numbers, for forward and for backward,
+    summed over all these calls. ``num_bytes``: bytes read and written by forward and backward of a single call.
+    ``flops``: their floating-point operations.
     """
 
     stages: str

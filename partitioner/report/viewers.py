@@ -38,7 +38,8 @@ def export_for_viewer(plan: Plan, format: str, path: str | Path) -> tuple[str, .
 
 
 def build_perfetto_trace(plan: Plan) -> tuple[Json, tuple[str, ...]]:
-    """Return the simulated step of ``plan`` as a trace, and sentences on what was left out.
+    """Return a pair: the simulated step of ``plan`` as JSON data of a Perfetto trace, and sentences on what was left
+    out because of the limit of 5 MB, empty if nothing was.
 
     If the step has too many instructions, the trace has those that start first.
     """
@@ -84,7 +85,8 @@ def _keep_most(entries: list[Json], limit: int) -> list[Json]:
 
 
 def build_model_explorer_graphs(plan: Plan) -> tuple[Json, tuple[str, ...]]:
-    """Return the graphs of ``plan`` as a collection for Model Explorer, and sentences on what was left out.
+    """Return a pair: the graphs of ``plan`` as JSON data for Model Explorer, and sentences on what was left out because
+    of the limit of 5 MB, empty if nothing was.
 
     The first graph has the pipeline stages as layers, with the runs of equal blocks in them; each block has a graph of
     its operators, which a click on a run opens.

@@ -92,8 +92,9 @@ class EngineSteps:
         The arguments are not used."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Call ``closure``, which runs ``training_step`` on a global batch, and then step ``optimizer`` without a
-        closure."""
+        """Call ``closure``, which runs ``training_step`` on a global batch; then step ``optimizer``, to which
+        ``kwargs`` are passed. Return the result of ``closure``. ``model``: the LightningModule.
+        """
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         optimizer.step(**kwargs)
@@ -382,8 +383,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _finish_step(self, step: str, loss: Tensor | None, size: int) -> Any:
         """Log, for one global batch, the values that the method ``step`` of the module (``training_step`` or
-        ``validation_step``) logs, and return the result of ``step``. ``loss``: the loss of the batch. ``size``: number
-        of its samples, by which Lightning weights averages."""
+        ``validation_step``) logs, and return the result of ``step``. ``loss``: the loss of the batch; ``None`` if
+        ``validation_step`` returns none. ``size``: number of its samples, by which Lightning weights averages.
+        """
         if loss is not None:
             loss = loss.detach().as_subclass(Tensor).clone()
         logged, returned = self._records.logged.get(step, {}), self._records.returned.get(step)
@@ -403,7 +405,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     def _read_results(self, paths: list[str], loss: Tensor | None) -> dict[str, Any]:
         """Return the outputs of the model at ``paths`` for the last global batch, as a dict from path to tensor or
         number. The parts of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the batch,
-        which is used for outputs that are the loss; ``None`` if it is not known.
+        which is used for outputs that are the loss; ``None`` if there is no loss.
         """
         if not paths:
             return {}
@@ -430,12 +432,15 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Call the hooks of Lightning that belong before and after a backward, and return the loss ``closure_loss``.
-        The backward itself was run by the engine together with the forward."""
+        The engine has run the backward itself together with the forward. The other arguments are not used.
+        """
         module, plugin = self.lightning_module, self.precision_plugin
         return plugin.post_backward(plugin.pre_backward(closure_loss, module), module)  # type: ignore[no-any-return]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Call ``closure``, which runs the last global batch of this optimizer step, and step ``optimizer``."""
+        """Call ``closure``, which runs the last global batch of this optimizer step; then step ``optimizer``. Return
+        the result of ``closure``. ``model``: the LightningModule. ``kwargs``: passed to the optimizer's step.
+        """
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._has_gradients = False
         return result
@@ -479,7 +484,10 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the folder ``filepath``: the engine's checkpoint, with Lightning's state in it. All ranks call it."""
+        """Write a checkpoint to the folder ``filepath``: the engine's weights and optimizer states, and the state of
+        Lightning's loops and callbacks in ``checkpoint``. All ranks must call this, since each has a part of the
+        weights. Raise :class:`TrainerError` unless ``storage_options`` is ``None``.
+        """
         if storage_options is not None:
             raise TrainerError(
                 "storage_options is not supported: expected a folder on a file system that all ranks share"
@@ -489,8 +497,10 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         self.engine.save(Path(filepath), optimizer, extra={STATE: held})
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the folder ``checkpoint_path`` into engine and optimizer, and return Lightning's state. All ranks call
-        it.
+        """Load the checkpoint in the folder ``checkpoint_path``. Outside of ``fit``, as for ``test``, the weights are
+        copied into the whole module; during ``fit`` the engine and the optimizer get their states. Return the state of
+        Lightning's loops and callbacks, with an empty ``state_dict``. All ranks must call this. ``weights_only``: not
+        used. Raise :class:`TrainerError` if the folder does not exist, or if there is no plan yet to read it.
         """
         if not Path(checkpoint_path).is_dir():
             raise TrainerError(
@@ -514,11 +524,13 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing. Lightning would load the weights into the module here, but :meth:`load_checkpoint` has loaded
-        them already."""
+        them already. The arguments are not used.
+        """
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing. Lightning would load the states of the optimizers here, but :meth:`load_checkpoint` has loaded
-        them already."""
+        them already. ``checkpoint``: not used.
+        """
 
 
 class EqualLoader:
@@ -646,8 +658,9 @@ def _validates(trainer: Any, module: Any) -> bool:
 
 def _list_loaders(source: Any, mode: str) -> Any:
     """Return Lightning's ``CombinedLoader`` over the data loaders of ``source``. Iteration over it yields triples: a
-    batch, its index, and the index of its data loader. ``mode``: the order in which Lightning reads several loaders,
-    such as ``"sequential"``. Raise :class:`TrainerError` if a data loader is an iterator, which can be read only once.
+    batch, its index, and the index of its data loader. ``source``: Lightning's description of where the data loaders
+    come from. ``mode``: the order in which Lightning reads several loaders, such as ``"sequential"``. Raise
+    :class:`TrainerError` if a data loader is an iterator, which can be read only once.
     """
     loaders = source.dataloader()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)

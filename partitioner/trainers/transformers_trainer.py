@@ -184,10 +184,11 @@ class PartitionedTrainer(Trainer):
         """Return two values: an example batch (input name -> value) to plan with, and the lengths of batches to plan
         for.
 
-        The batch has ``size`` samples of the one of ``datasets`` with the longest sample, which is among them. If the
-        data set is smaller, samples are repeated. The lengths are that of the longest sample and, if it is a multiple
-        of 4, a quarter and a half of it. They are empty if all samples have equal lengths, or if lengths are not
-        measured. Raise :class:`TrainerError` if a data set has no samples.
+        The batch has ``size`` samples. They come from that data set of ``datasets`` that has the longest sample, and
+        include this sample; samples of a smaller data set are repeated. The lengths are the length of the longest
+        sample and, if it is a multiple of 4, a quarter and a half of it, in ascending order. They are empty if all
+        samples have equal lengths, or if lengths are not measured. Raise :class:`TrainerError` if a data set has no
+        samples.
         """
         found: list[tuple[int, dict[str, Any]]] = []
         lengths: set[int] = set()
@@ -214,9 +215,9 @@ class PartitionedTrainer(Trainer):
         return batch, several if len(lengths) > 1 else ()
 
     def _measure_samples(self, dataset: Any) -> list[int]:
-        """Return the length of each sample of ``dataset``, that of the model's main input, such as the number of its
-        tokens. The list is empty if lengths are not needed, because the user gave ``shapes``, or if the first sample
-        has no such input.
+        """Return the length of the model's main input in each sample of ``dataset``, such as the number of tokens in
+        ``input_ids``. The list is empty if lengths are not needed, because the user gave ``shapes``, or if the first
+        sample has no such input.
         """
         name = getattr(self.model, "main_input_name", "input_ids")
         if self._shapes is not None or not len(dataset) or not _has_length(dataset[0], name):

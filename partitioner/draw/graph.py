@@ -291,8 +291,8 @@ class StageCluster:
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
     """Return the pipeline stages of ``whole``, the overview of a program, in groups that are drawn as one panel each.
-    If there are more than eight stages, at least three consecutive equal stages form one group. Every other stage forms
-    its own.
+    If there are more than eight stages, each run of three or more consecutive equal stages forms one group. Every other
+    stage is a group by itself.
     """
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]

@@ -139,7 +139,9 @@ def style_sheet() -> str:
 
 
 def _build_style_rules(colours: Mapping[str, str]) -> Iterator[str]:
-    """Yield the style rules of one colour scheme. ``colours``: name of a colour -> its value like ``#4477aa``."""
+    """Yield the CSS rules of one colour scheme, light or dark: two classes for each colour, which fill with it and draw
+    lines in it. ``colours``: name of a colour -> its value like ``#4477aa``.
+    """
     yield f"svg.{ROOT_CLASS}{{background:{colours['canvas']}}}"
     yield from (f".{ROOT_CLASS} .f-{name}{{fill:{colour}}}" for name, colour in colours.items())
     yield from (f".{ROOT_CLASS} .s-{name}{{stroke:{colour}}}" for name, colour in colours.items())

@@ -286,8 +286,8 @@ class _TopologyScene:
         return picture_title(self.plan) if self.plan is not None else self.topology.name
 
     def format_subtitle(self, clusters: Sequence[NodeCluster]) -> str:
-        """Return the sentences below the title of the picture: what the numbers mean, and how many of all nodes are
-        drawn. ``clusters``: the groups of equal nodes.
+        """Return the sentences below the title of the picture: what bandwidths and the numbers in the boxes of devices
+        mean, and how many of all nodes are drawn. ``clusters``: the groups of equal nodes.
         """
         numbers = " Numbers are ranks." if self.plan is not None else ""
         if self.named and self.plan is not None:
@@ -374,8 +374,8 @@ class _TopologyScene:
     def build_likeness_key(self, start: int, stop: int, exact: bool) -> object:
         """Return a key that is equal for two nodes if drawing one of them suffices: equal devices, links, bandwidth and
         pipeline stages. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the node's devices.
-        ``exact``: whether the stages must have the same indices; otherwise only the differences to the last stage of
-        the node must be equal.
+        ``exact``: whether the stages must have the same indices. If it is false, a node with the stages 0 and 1 and a
+        node with the stages 2 and 3 have equal keys, because only differences to the last stage of the node count.
         """
         here = slice(start, stop)
         devices = self.topology.devices[here]

@@ -599,8 +599,8 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_notes(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines on operators that every rank runs in full because no sharding rule exists for them, and the notes of
-    ``plan``.
+    """Yield lines on operators that every rank runs in full because no sharding rule exists for them, and the remarks
+    for the user that ``plan`` contains as ``notes``.
     """
     for name, share in sorted(plan.shares.without_rule.items(), key=lambda item: -item[1]):
         yield format_text_line(

@@ -135,10 +135,10 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
 
 
 def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
-    """Return the fastest of the layouts that may be faster than the chosen plan, although that is proven optimal,
-    because the proof does not cover their schedules. Their lower bound is below the chosen plan's step time; the
-    computed step time decides which is the fastest. ``None`` if there is none. ``certificate``: the results of the
-    search.
+    """Return a layout that may be faster than the chosen plan, although this plan is proven optimal: the proof does not
+    cover the layout, for example because of its schedule, and the lower bound on its step time is below the plan's step
+    time. If there are several, return the one with the least computed step time; ``None`` if there is none.
+    ``certificate``: the results of the search.
     """
     below_s = certificate.objective * (1 - _ROUNDING)
     rivals = [
@@ -193,7 +193,7 @@ def list_uncovered_choices(plan: Plan) -> list[str]:
 
 def list_main_uncovered_choices(plan: Plan) -> list[str]:
     """Return the two most important sentences on choices (such as schedules) for which the proof that ``plan`` is
-    optimal does not hold, and one that says how many further ones there are.
+    optimal does not hold, and, if there are more, a sentence with the number of the others.
     """
     told = list_uncovered_choices(plan)
     more = len(told) - _TOLD_GAPS

@@ -461,7 +461,9 @@ class _ReferenceRun:
 
 
 def _get_parameter_dtype(model: nn.Module) -> torch.dtype:
-    """Return the floating type of the parameters of ``model``; float64 if they have several, or if there are none."""
+    """Return the floating type of the parameters of ``model``; float64 if the parameters have different types, or if
+    there are none.
+    """
     found = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return found.pop() if len(found) == 1 else torch.float64
 

@@ -29,8 +29,9 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float], least: float = 0.
     """Return ``(start, per)`` of the line ``seconds = start + per * size`` through the points (``sizes[k]``,
     ``seconds[k]``) with the least sum of relative errors. ``start`` is at least 0 and ``per`` at least ``least``.
 
-    An optimal line under least absolute errors passes through two of the points, or through one point if a bound holds.
-    Trying all of these lines is therefore exact. Up to about a third of the points may be far off without changing it.
+    An optimal line under least absolute errors passes through two of the points, or through one point if ``start`` is 0
+    or ``per`` is ``least``. Trying all of these lines is therefore exact. Up to about a third of the points may be far
+    off without changing it.
 
     >>> fit_line([1, 2, 3, 4], [3.0, 5.0, 7.0, 90.0])
     (1.0, 2.0)
@@ -206,9 +207,10 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """Return the FLOP/s of the measured matrix products ``samples``, by the smallest of M, N and K. Each value is the
-    one with the least sum of relative errors over the samples with this smallest dim. FLOPs are divided by the measured
-    time less the time that ``device`` predicts for the launch and memory traffic."""
+    """Return a dict: smallest of M, N and K -> FLOP/s of the measured matrix products ``samples`` with this smallest
+    dim. The FLOP/s are chosen such that the predicted times of these products have the least sum of relative errors.
+    FLOPs are divided by the measured time less the time that ``device`` predicts for the launch and memory traffic.
+    """
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
         found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))
@@ -335,8 +337,9 @@ class _BandwidthSamples:
 
 def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[FitError]:
     """Return the errors of the times that the fitted ``device`` predicts for the measured kernels ``samples``, one for
-    each kind of kernel; matrix products are also divided by precision. Kernels that take less time than the host needs
-    to issue one, or do almost no work, are left out."""
+    each kind of kernel and, for matrix products, for each precision. Kernels that take less time than the host needs to
+    issue one, or do almost no work, are left out.
+    """
     groups: dict[str, list[KernelSample]] = {}
     for s in samples:
         if s.seconds > device.dispatch and (s.kernel.flops or s.kernel.num_bytes > _NEGLIGIBLE_BYTES):

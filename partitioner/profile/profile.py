@@ -226,7 +226,8 @@ def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[Kern
 
 def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
     """Return for each repetition the median time in seconds over the ranks that took part. ``rows``: the seconds,
-    indexed by rank, repetition and measurement; NaN if the rank took no part. ``place``: the index of the measurement.
+    indexed by rank, repetition and measurement; NaN if the rank took no part. ``place``: which measurement of each
+    repetition, from 0.
     """
     turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]

@@ -69,8 +69,9 @@ _PATIENCE_S = 600.0  # with the forked process that plans one of the shapes
 
 class NoFurtherPlanError(PlanError):
     """Error: a further program of a plan, such as an evaluation, does not exist in the parameter layout of the training
-    program. ``name``: the name of the further program. ``companions``: the further program itself if its sharding
-    failed; it can then be sharded together with the training program.
+    program. ``name``: the name of the further program. ``companions``: if the sharding of the further program failed: a
+    tuple with this program, in the form in which it can be sharded together with the training program. Empty for other
+    failures.
     """
 
     def __init__(self, message: str, name: str, companions: tuple[CompanionProgram, ...] = ()) -> None:
@@ -392,10 +393,11 @@ def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.i
 
 
 def _pick_shapes(family: ShapeFamily) -> list[tuple[Shape, float]]:
-    """Return at most three batch shapes (samples, positions) of ``family``, all batch shapes of a plan, by which
-    layouts are compared besides the largest shape, each with a weight. All shapes but the largest, in order of size,
-    are divided into three groups; each group is represented by its most frequent shape, whose weight is the summed
-    frequency of the group."""
+    """Return at most three pairs (batch shape, weight), by which layouts are compared without computing the step time
+    of every batch shape of ``family``. The shapes are (samples, positions). All shapes but the largest, in order of
+    size, are divided into three groups. Each group is represented by its most frequent shape, whose weight is the
+    summed frequency of the group. The largest shape is not included, because its step time is known.
+    """
     others = [(shape, family.weight_of(shape)) for shape in family.shapes[1:] if family.weight_of(shape)]
     each = max(1, math.ceil(len(others) / _COMPARED))
     groups = [others[at : at + each] for at in range(0, len(others), each)]

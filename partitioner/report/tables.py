@@ -114,8 +114,10 @@ def list_questions(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _read_value(candidate: Candidate, name: str) -> Any:
-    """Return the value that the layout ``candidate`` has for the constraint ``name``: the number of ranks if it is a
-    mesh axis such as ``tp``, else the field of the candidate with this name."""
+    """Return the value that ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that the search
+    examined, has for the constraint ``name``: the number of ranks if it is a mesh axis such as ``tp``, else the field
+    of the candidate with this name.
+    """
     return candidate.mesh.get(name, 1) if name in _ASKED[:5] else getattr(candidate, name)
 
 
@@ -163,8 +165,9 @@ def _list_answer_rows(plan: Plan) -> Iterator[list[Cell]]:
 
 
 def _build_time_cell(answer: WhyNot) -> Cell:
-    """Return a table cell as a pair (number to sort by, text): the step time of the layout of ``answer``, or ``≥`` and
-    a lower bound on it. The text is empty if neither is known.
+    """Return a table cell as a pair (number to sort by, text): the step time of a plan with the constraint that
+    ``answer`` is about, or ``≥`` and a lower bound on it. ``answer``: what the search says on this constraint, such as
+    ``tp=4``. The text is empty if neither is known.
     """
     if answer.verdict in ("slower", "faster") and answer.candidate is not None and answer.candidate.step_time:
         return answer.candidate.step_time, seconds_text(answer.candidate.step_time)

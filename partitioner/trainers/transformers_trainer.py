@@ -285,9 +285,9 @@ class PartitionedTrainer(Trainer):
         reads.
 
         ``sampler``: the order of the samples, as an argument of ``DataLoader``; ``None``: they are read in order.
-        ``is_training``: whether worker processes draw the random numbers of training, the same on all ranks.
-        ``description``: the kind of data, for messages; ``"Planning"``: the loader is for one example batch, and has no
-        worker processes.
+        ``is_training``: whether the batches are for training; worker processes are then seeded, equally on all ranks.
+        ``description``: a name for the kind of data, for messages; ``"Planning"``: the loader is for one example batch,
+        and has no worker processes.
         """
         args, collate = self.args, self.data_collator
         if is_datasets_available() and isinstance(dataset, _import_dataset_class()):

@@ -297,9 +297,9 @@ class _TimelineChart:
         return root
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
-        """``fold``: equal consecutive periods of the step, of which only the first is drawn. Draw into ``root`` a
-        bracket above this one with the number of periods, and two dashed lines where the others are left out. ``top``,
-        ``bottom``: y coordinates of the edges of the rows.
+        """Mark a repeated part of the step in ``root``: draw a bracket with the number of periods above its first
+        period, and two dashed lines where the other periods are left out. ``fold``: the equal consecutive periods, of
+        which only the first is drawn. ``top``, ``bottom``: y coordinates of the edges of the rows.
         """
         start, _ = fold.hidden
         words = f"× {fold.times:,}"

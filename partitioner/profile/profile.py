@@ -46,8 +46,8 @@ class ProfileEffort:
 
     ``kernel_s``: seconds to spend on each kernel. ``collective_s``: seconds to spend on each size of each collective.
     ``sharing_s``: seconds of each repetition of the work by which the sharing of CPU cores is measured. ``repeats``:
-    repetitions of each of the other measurements, such as that of a collective with and without computation.
-    ``message_sizes``: sizes in bytes of the tensors that collectives and messages transfer.
+    repetitions of each measurement that compares two times, such as that of a computation with and without a
+    collective. ``message_sizes``: sizes in bytes of the tensors that collectives and messages transfer.
     """
 
     kernel_s: float

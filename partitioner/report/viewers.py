@@ -88,8 +88,8 @@ def build_model_explorer_graphs(plan: Plan) -> tuple[Json, tuple[str, ...]]:
     """Return a pair: the graphs of ``plan`` as JSON data for Model Explorer, and sentences on what was left out because
     of the limit of 5 MB, empty if nothing was.
 
-    The first graph has the pipeline stages as layers, with the runs of equal blocks in them; each block has a graph of
-    its operators, which a click on a run opens.
+    The first graph has the pipeline stages as layers, with a node for each run of consecutive equal blocks (such as
+    decoder layers). Each block has a graph of its operators, which a click on a run opens.
     """
     outline = outline_program(plan.program)
     stages = _build_stage_graph(plan, outline)

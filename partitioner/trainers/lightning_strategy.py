@@ -132,7 +132,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             have the shape of the first.
         precision: as for :func:`partitioner.partition`; ``None``: that of ``L.Trainer(precision=...)``, for which
             ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters with float32 copies) are accepted.
-        compile: compile the model's parts by ``torch.compile``.
+        compile: whether to compile the operators between collectives with Inductor, or the name of another backend of
+            ``torch.compile``.
         options: arguments of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``,
             ``cluster_environment``.
 

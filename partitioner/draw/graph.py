@@ -117,7 +117,7 @@ def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[Value
 
 def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: float, height: float) -> None:
     """Draw ``panel`` into ``parent``. ``x``, ``y``: its top left corner in pixels. ``width``, ``height``: the size in
-    pixels to which it is stretched.
+    pixels of the panel as drawn, at least that of its contents.
     """
     outer = draw_group(parent)
     head = draw_group(outer, panel.tooltip)
@@ -137,7 +137,7 @@ def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: floa
 
 def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: float) -> None:
     """Draw a Bézier curve with an arrow head into ``parent``. ``points``: the start, three points per segment, and the
-    tip of the arrow. ``colour``: name of a colour of the palette. ``width``: of the line, in pixels.
+    tip of the arrow. ``colour``: name of a colour in ``PALETTE``, such as ``ink``. ``width``: of the line, in pixels.
     """
     *curve, tip = points
     start, rest = curve[0], curve[1:]
@@ -186,9 +186,9 @@ def group_card(calls: CallGroup) -> Card:
 
 
 def _format_amount(op: str, axis: str, direction: str, collectives: Sequence[CollectiveTotal]) -> str:
-    """Return how much a collective transfers as text, ``–`` if it does not occur. ``op``: kind of collective, such as
-    ``all_reduce``. ``axis``: name of the mesh axis. ``direction``: ``forward`` or ``backward``. ``collectives``: the
-    totals of one sequence of blocks (such as decoder layers).
+    """Return the number and bytes of collectives of one kind as text, such as ``2 × 32 MiB``; ``–`` if there are none.
+    ``op``: kind of collective, such as ``all_reduce``. ``axis``: name of the mesh axis. ``direction``: ``forward`` or
+    ``backward``. ``collectives``: the totals of one sequence of blocks (such as decoder layers).
     """
     found = next((m for m in collectives if (m.op, m.axis, m.direction) == (op, axis, direction)), None)
     return found.amount() if found else "–"
@@ -291,8 +291,8 @@ class StageCluster:
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
     """Return the pipeline stages of ``whole``, the overview of a program, in groups that are drawn as one panel each.
-    If there are more than eight stages, at least three consecutive equal stages form one group. Every other stage forms
-    its own.
+    If there are more than eight stages, each run of three or more consecutive equal stages forms one group. Every other
+    stage is a group by itself.
     """
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]

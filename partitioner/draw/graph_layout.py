@@ -22,7 +22,7 @@ _HEAD = 8.0  # pixels of an arrow head
 
 def draw_arrowhead(parent: ET.Element, start: Point, tip: Point, colour: str) -> None:
     """Append a triangle to ``parent`` that ends a line. ``start``: a point (x, y) of the line. ``tip``: the end of the
-    line, where the triangle's tip is. ``colour``: name of a colour of the palette.
+    line, where the triangle's tip is. ``colour``: name of a colour in ``PALETTE``, such as ``ink``.
     """
     dx, dy = tip[0] - start[0], tip[1] - start[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
@@ -110,7 +110,8 @@ _SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}  # the part of a panel's side
 @dataclass(frozen=True)
 class Wire:
     """Describes a line with a ``label`` between two panels of a picture. ``source``, ``target``: indices of the panels.
-    ``colour``: name of a colour of the palette. ``tooltip``: the text that browsers show under the pointer.
+    ``colour``: name of a colour in ``PALETTE``, such as ``ink``. ``tooltip``: the text that browsers show under the
+    pointer.
 
     ``heads``: 0 for a dashed line without arrow heads, 1 for an arrow head at the target, 2 for one at both ends.
     """
@@ -230,8 +231,9 @@ class WireLanes:
         self.runs[index] = [_WireRun(index, first, start, x), _WireRun(index, last, x, end, labelled=False)]
 
     def _assign_lanes(self) -> None:
-        """Give each horizontal segment the first lane of its gutter in which it and its label overlap no other; shorter
-        segments come first.
+        """Give each horizontal segment of a wire (a line between two panels) one of the parallel lines (lanes) in the
+        space below a row of panels. It gets the uppermost lane in which it and its label overlap no other segment.
+        Short segments are placed before long ones. The index of the lane is stored in the segment's attribute ``lane``.
         """
         taken: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         runs = [run for runs in self.runs.values() for run in runs]
@@ -242,28 +244,31 @@ class WireLanes:
             taken[run.row, run.lane].append((low, high))
 
     def _compute_label_half(self, run: _WireRun) -> float:
-        """Return half the width in pixels of the label of the wire that the segment ``run`` belongs to, with a
-        margin.
+        """Return half the width in pixels of a wire's label, with a margin. ``run``: a horizontal segment of the wire,
+        a line between two panels.
         """
         return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
 
     def middle(self, run: _WireRun) -> float:
-        """Return the x coordinate of the centre of the wire's label at the segment ``run``: the middle of the segment,
-        moved if the label would leave the picture.
+        """Return the x coordinate in pixels of the centre of a wire's label. ``run``: the horizontal segment of the
+        wire (a line between two panels) at which the label is. The centre is the middle of the segment, moved if the
+        label would otherwise leave the picture.
         """
         half = self._compute_label_half(run)
         return max(half, min((run.start + run.end) / 2, self.right - half))
 
     def _compute_run_extent(self, run: _WireRun) -> tuple[float, float]:
-        """Return the left and right x coordinates that the segment ``run`` and its label take up in a lane."""
+        """Return the left and right x coordinates in pixels that ``run``, a horizontal segment of a wire (a line
+        between two panels), takes up together with its label and a margin.
+        """
         half = self._compute_label_half(run) if run.labelled else 0.0
         middle = self.middle(run)
         return min(run.start, run.end, middle - half) - 6, max(run.start, run.end, middle + half) + 6
 
 
 def draw_wires(parent: ET.Element, lanes: WireLanes, tops: Sequence[float], bottoms: Sequence[float]) -> None:
-    """Draw the wires of ``lanes`` with their labels into ``parent``. ``tops`` and ``bottoms``: the y coordinates in
-    pixels at which each row of panels begins and ends.
+    """Draw all wires (lines between panels) with their labels into ``parent``. ``lanes``: the wires and their
+    positions. ``tops`` and ``bottoms``: the y coordinates in pixels at which each row of panels begins and ends.
     """
     labels: list[Point] = []
     for index, wire in enumerate(lanes.wires):

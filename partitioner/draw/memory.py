@@ -196,8 +196,9 @@ class _MemoryChart:
         return root
 
     def _describe_usable_memory(self) -> str:
-        """Return a sentence with the usable memory of a device, for the subtitle of the picture. The line that marks
-        this memory is then not visible, because it is far above the peak. Return an empty text if the line is visible.
+        """Return a sentence with the usable memory of a device, for the subtitle of the picture. It is needed if this
+        memory is so far above the peak that its line is not in the picture. Return an empty text if the line is
+        visible.
         """
         if not self.far:
             return ""
@@ -313,8 +314,9 @@ class _MemoryChart:
         draw_text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
 
     def trace_staircase(self, sizes: Sequence[float], ground: float) -> list[str]:
-        """Return the corners of a step function from left to right, as texts ``x y`` in pixels. ``sizes``: bytes for
-        each column of pixels. ``ground``: y coordinate of 0 bytes.
+        """Return the corners of the upper or lower edge of an area of the chart from left to right, as texts ``x y`` in
+        pixels. The edge is horizontal within each column of pixels. ``sizes``: its height in bytes in each column.
+        ``ground``: y coordinate of 0 bytes.
         """
         corners, column = [], 0
         for size, run in groupby(sizes):
@@ -375,7 +377,7 @@ class _MemoryChart:
 def byte_step(total: float, most: int) -> float:
     """Return the distance of grid lines in bytes: 1, 2, 5, 10, 20, 50, 100, 200 or 500 times a power of 1024. It is the
     smallest of these distances with which an axis from 0 to ``total`` bytes has at most ``most`` lines, but not less
-    than the largest power of 1024 within ``total``.
+    than the largest power of 1024 that is at most ``total``. For example, a ``total`` of 3 GiB and 5 lines give 1 GiB.
     """
     unit = 1024.0 ** max(0, math.floor(math.log(max(total, 1.0), 1024)))
     while True:

@@ -120,8 +120,9 @@ def name_chunk_colour(colour: str, chunk: int) -> str:
 
 
 def style_sheet() -> str:
-    """Return the style sheet of a picture as text: fonts, and for each colour of the palette a class ``f-NAME`` that
-    fills with it and a class ``s-NAME`` that draws lines in it, for light and dark viewers.
+    """Return the style sheet of a picture as CSS text. It has fonts and, for each colour name of ``PALETTE`` such as
+    ``ink``, a class ``f-ink`` that fills with the colour and a class ``s-ink`` that draws lines in it, for light and
+    dark viewers.
     """
     return "\n".join(
         [
@@ -138,7 +139,9 @@ def style_sheet() -> str:
 
 
 def _build_style_rules(colours: Mapping[str, str]) -> Iterator[str]:
-    """Yield the style rules of one colour scheme. ``colours``: name of a colour -> its value like ``#4477aa``."""
+    """Yield the CSS rules of one colour scheme, light or dark: two classes for each colour, which fill with it and draw
+    lines in it. ``colours``: name of a colour -> its value like ``#4477aa``.
+    """
     yield f"svg.{ROOT_CLASS}{{background:{colours['canvas']}}}"
     yield from (f".{ROOT_CLASS} .f-{name}{{fill:{colour}}}" for name, colour in colours.items())
     yield from (f".{ROOT_CLASS} .s-{name}{{stroke:{colour}}}" for name, colour in colours.items())
@@ -206,8 +209,9 @@ def draw_rectangle(
     radius: float = 0.0,
 ) -> ET.Element:
     """Append a rectangle to ``parent`` and return it. ``x``, ``y``: the top left corner, and ``width``, ``height``: the
-    size, in pixels. ``fill``: name of a colour of the palette, or ``"hatched"``, which marks idle time. ``stroke``:
-    name of the colour of the outline; ``None``: no outline. ``radius``: radius of the corners in pixels.
+    size, in pixels. ``fill``: name of a colour in ``PALETTE``, such as ``ink``, or ``"hatched"``, which marks idle
+    time. ``stroke``: name of the colour of the outline; ``None``: no outline. ``radius``: radius of the corners in
+    pixels.
     """
     attributes = {
         "x": format_coordinate(x),
@@ -231,7 +235,7 @@ def draw_line(
     parent: ET.Element, x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1.0
 ) -> ET.Element:
     """Append a straight line from (``x1``, ``y1``) to (``x2``, ``y2``) to ``parent`` and return it. ``stroke``: name of
-    a colour of the palette. ``width``: of the line, in pixels.
+    a colour in ``PALETTE``, such as ``ink``. ``width``: of the line, in pixels.
     """
     return ET.SubElement(
         parent,
@@ -261,7 +265,8 @@ def draw_text(
 ) -> ET.Element:
     """Append ``content``, a line of text, to ``parent`` and return it, in bold letters if ``bold``. ``x``: the x
     coordinate of its left end, middle or right end, for ``anchor`` ``start``, ``middle`` or ``end``. ``y``: the y
-    coordinate of its baseline. ``size``: size of the letters in pixels. ``fill``: name of a colour of the palette.
+    coordinate of its baseline. ``size``: size of the letters in pixels. ``fill``: name of a colour in ``PALETTE``, such
+    as ``ink``.
     """
     attributes = {
         "x": format_coordinate(x),
@@ -281,8 +286,8 @@ def draw_text(
 
 def draw_text_span(parent: ET.Element, content: str, *, size: float, fill: str, gap: float) -> ET.Element:
     """Append ``content`` in normal weight to the text element ``parent`` and return the new element. ``size``: of the
-    letters, in pixels. ``fill``: name of a colour of the palette. ``gap``: pixels between the earlier text and this
-    one.
+    letters, in pixels. ``fill``: name of a colour in ``PALETTE``, such as ``ink``. ``gap``: pixels between the earlier
+    text and this one.
     """
     attributes = {
         "font-size": format_coordinate(size),
@@ -317,8 +322,9 @@ def text_width(content: str, size: float, bold: bool = False) -> float:
 
 @dataclass(frozen=True)
 class Header:
-    """Describes the text above a picture. ``title``, ``subtitle``: a heading and a line below it. ``figures``: pairs
-    (name, value) of the main figures. ``legend``: pairs (name of a colour or ``"hatched"``, meaning).
+    """Describes the text above a picture. ``title``, ``subtitle``: a heading and a line below it. ``figures``: numbers
+    to show, as pairs of texts (name, value) such as ``("step time", "7 s")``. ``legend``: pairs (name of a colour or
+    ``"hatched"``, meaning).
     """
 
     title: str
@@ -500,7 +506,7 @@ def _draw_row(parent: ET.Element, row: CardRow, x: float, base: float) -> None:
 
 def wrap_names(prefix: str, names: Sequence[str], most_lines: int = 2, longest: int = 52) -> list[str]:
     """Return a text of ``prefix`` and then ``names``, separated by commas, as at most ``most_lines`` lines of about
-    ``longest`` characters. Names that do not fit are replaced by their number.
+    ``longest`` characters. Names that do not fit are counted at the end of the last line: ``and 5 more``.
     """
     lines: list[str] = []
     line = prefix

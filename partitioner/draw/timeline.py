@@ -46,7 +46,7 @@ Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 class OperationStyle:
     """Describes how one kind of instruction is drawn in a timeline. ``lane``: the lane of a stage's row that it is
     drawn in. ``colour``: name of the colour of its box. ``on``: name of the colour of the text in the box. ``meaning``:
-    its text in the legend. ``verb``: its text in tooltips.
+    the text that explains the colour in the legend. ``verb``: the name of the operation in tooltips.
     """
 
     lane: Lane
@@ -80,7 +80,9 @@ LOOKS: dict[str, OperationStyle] = {
 
 
 def look_of(instruction: Instruction) -> OperationStyle | None:
-    """Return how ``instruction`` is drawn; ``None`` if it is not drawn, because it takes no time of its own."""
+    """Return how ``instruction`` is drawn in a timeline: its lane, colours and texts. ``None`` if it is not drawn,
+    because it takes no time of its own.
+    """
     return LOOKS.get(instruction.word)
 
 
@@ -164,9 +166,10 @@ def draw_timeline(
     total: float | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Return a picture of ``bars`` as SVG text. ``title``, ``figures`` (pairs of name and value) and ``notes``
-    (sentences): shown above the picture. ``program``: the program to which the instructions of ``bars`` belong.
-    ``total``: seconds at which the axis ends; ``None``: at the end of the last bar.
+    """Return a picture of ``bars`` as SVG text. Three texts are shown above the picture: ``title``; ``figures``,
+    numbers as pairs of texts (name, value) such as ``("step time", "7 s")``; and ``notes``, sentences. ``program``: the
+    program to which the instructions of ``bars`` belong. ``total``: seconds at which the axis ends; ``None``: at the
+    end of the last bar.
     """
     return to_text(
         _TimelineChart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw_chart()
@@ -188,9 +191,9 @@ def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = Non
 
 
 class _TimelineChart:
-    """Draws the instructions ``bars`` of the stages of ``program`` over time. ``figures``: pairs (name, value) for the
-    header. ``total``: seconds at which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for
-    the header.
+    """Draws the instructions ``bars`` of the stages of ``program`` over time. ``title``: the heading. ``figures``:
+    numbers for the header, as pairs of texts (name, value) such as ``("step time", "7 s")``. ``total``: seconds at
+    which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for the header.
     """
 
     def __init__(
@@ -245,7 +248,9 @@ class _TimelineChart:
 
     @staticmethod
     def find_bar_style(bar: Bar) -> OperationStyle:
-        """Return how ``bar`` is drawn. It must be of a kind of instruction that is drawn."""
+        """Return how ``bar``, the box of one instruction, is drawn: its lane, colours and texts. Its instruction must
+        be of a kind that is drawn.
+        """
         look = look_of(bar.instruction)
         assert look is not None, bar.instruction
         return look
@@ -292,9 +297,9 @@ class _TimelineChart:
         return root
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
-        """Draw into ``root`` a bracket above the first of the equal periods of ``fold``, with the number of
-        repetitions, and two dashed lines where the further periods are left out. ``top``, ``bottom``: y coordinates of
-        the edges of the rows.
+        """Mark a repeated part of the step in ``root``: draw a bracket with the number of periods above its first
+        period, and two dashed lines where the other periods are left out. ``fold``: the equal consecutive periods, of
+        which only the first is drawn. ``top``, ``bottom``: y coordinates of the edges of the rows.
         """
         start, _ = fold.hidden
         words = f"× {fold.times:,}"

@@ -25,7 +25,7 @@ _EDGE = 1e-6  # of a period, by which it begins before its anchor, whatever the 
 
 class Drawn(Protocol):
     """Describes the interface of a bar of a timeline: one instruction on one pipeline stage. ``stage``: index of the
-    stage. ``start`` and ``end``: seconds from the start of the training step.
+    stage. ``start`` and ``end``: seconds from the start of the training step. ``instruction``: the instruction.
     """
 
     @property
@@ -118,8 +118,9 @@ class TimeScale:
 
 
 def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
-    """Return the repeated parts of a timeline that are worth drawing once, in order of time; at most four. A period
-    that is drawn may contain another repeated part. ``bars``: all instructions of all ``num_stages`` pipeline stages.
+    """Return the parts of a timeline in which equal periods follow each other, so that a picture need draw only the
+    first period of each. Only long parts are returned, at most four, in order of time. The first period of a part may
+    itself contain another returned part. ``bars``: all instructions of all ``num_stages`` pipeline stages.
     """
     computing = [b for b in bars if b.instruction.op in "FBI" and b.instruction.calls]
     if not computing:

@@ -150,7 +150,8 @@ def draw_topology(topology: Topology) -> str:
 @dataclass(frozen=True)
 class DeviceBox:
     """Describes devices of one node that are drawn as one box. ``start``, ``stop``: the range ``[start, stop)`` of
-    their indices in the topology. ``label``: the text in the box. ``colour``: name of a colour of the palette.
+    their indices in the topology. ``label``: the text in the box. ``colour``: name of a colour in ``PALETTE``, such as
+    ``ink``.
     """
 
     start: int
@@ -174,7 +175,9 @@ class NodeCluster:
 
     @property
     def alike(self) -> str:
-        """Return a note that says which of several equal nodes is drawn; ``""`` for a single node."""
+        """Return a note that says which of several equal nodes is drawn, such as ``node 0 is shown, 1 of 16 alike``;
+        empty for a single node, or if no devices are drawn.
+        """
         return (
             f"node {self.nodes[0]} is shown, 1 of {len(self.nodes):,} alike"
             if len(self.nodes) > 1 and self.boxes
@@ -283,8 +286,8 @@ class _TopologyScene:
         return picture_title(self.plan) if self.plan is not None else self.topology.name
 
     def format_subtitle(self, clusters: Sequence[NodeCluster]) -> str:
-        """Return the sentences below the title of the picture: what the numbers mean, and how many of all nodes are
-        drawn. ``clusters``: the groups of equal nodes.
+        """Return the sentences below the title of the picture: what bandwidths and the numbers in the boxes of devices
+        mean, and how many of all nodes are drawn. ``clusters``: the groups of equal nodes.
         """
         numbers = " Numbers are ranks." if self.plan is not None else ""
         if self.named and self.plan is not None:
@@ -329,8 +332,8 @@ class _TopologyScene:
 
     @staticmethod
     def choose_stage_colour(number: int) -> str:
-        """Return the name of the colour for ``number``, the index of a pipeline stage or of a device type. Colours
-        repeat.
+        """Return the name of the colour for ``number``, the index of a pipeline stage or of a device type. There are
+        eight colours; larger indices start again with the first.
         """
         return f"stage_{number % NUM_STAGE_COLOURS}"
 
@@ -371,8 +374,8 @@ class _TopologyScene:
     def build_likeness_key(self, start: int, stop: int, exact: bool) -> object:
         """Return a key that is equal for two nodes if drawing one of them suffices: equal devices, links, bandwidth and
         pipeline stages. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the node's devices.
-        ``exact``: whether the stages must have the same indices; otherwise only the differences to the last stage of
-        the node must be equal.
+        ``exact``: whether the stages must have the same indices. If it is false, a node with the stages 0 and 1 and a
+        node with the stages 2 and 3 have equal keys, because only differences to the last stage of the node count.
         """
         here = slice(start, stop)
         devices = self.topology.devices[here]
@@ -384,8 +387,9 @@ class _TopologyScene:
         return (kinds if len(set(kinds)) > 1 else (kinds[0], len(kinds)), *(t.tobytes() for t in traits))
 
     def as_cluster(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> NodeCluster:
-        """Return what is drawn for the equal nodes with the indices ``nodes``. ``spans``: for each node of the
-        topology, the range ``(start, stop)`` of the indices of its devices.
+        """Return the boxes, texts and links that are drawn once for several equal nodes. ``nodes``: the indices of
+        these nodes. ``spans``: for each node of the topology, the range ``(start, stop)`` of the indices of its
+        devices.
         """
         start, stop = spans[nodes[0]]
         return NodeCluster(

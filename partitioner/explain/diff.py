@@ -31,8 +31,8 @@ _SAME = 1e-3  # of a figure: less is no difference
 
 
 def format_plan_diff(plan: Plan, other: Plan) -> str:
-    """Return the differences of ``other`` from ``plan`` as plain text: sentences, then tables of figures, times, memory
-    and stages.
+    """Return the differences of ``other`` from ``plan`` as plain text: sentences, then tables of main properties (such
+    as the mesh), times, memory and stages.
     """
     return format_plain_text(diff_parts(plan, other))
 
@@ -99,8 +99,8 @@ def _format_item(text: str) -> RenderableType:
 
 
 def _build_pair_table(names: tuple[str, str], rows: Sequence[tuple[str, str, str]]) -> RenderableType:
-    """Return a table of two plans. ``names``: their column titles. ``rows``: (name of a figure, value of the first
-    plan, value of the second). Rows whose values differ are bold.
+    """Return a table of two plans. ``names``: their column titles. ``rows``: (name of a property such as ``mesh``, its
+    value in the first plan, its value in the second), all as text. Rows whose values differ are bold.
     """
     made = build_empty_table([("", False), (names[0], False), (names[1], False)])
     for name, one, two in rows:
@@ -109,8 +109,8 @@ def _build_pair_table(names: tuple[str, str], rows: Sequence[tuple[str, str, str
 
 
 def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value of ``plan``, value of ``other``) as texts for each figure that differs. Mesh, step time and
-    memory are always included.
+    """Yield (name, value of ``plan``, value of ``other``) as texts for each property of a plan that differs between the
+    two, such as the schedule. Mesh, step time and memory are always included.
     """
     pairs = zip(_describe_plan(plan), _describe_plan(other), strict=True)
     for (name, one), (_, two) in pairs:
@@ -119,8 +119,8 @@ def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
-    """Return the figures of ``plan`` by which two plans are compared, as pairs (name, value as text). All plans have
-    the same names in the same order.
+    """Return the properties of ``plan`` by which two plans are compared, such as mesh, schedule and step time, as pairs
+    (name, value as text). The names are the same for all plans, in the same order.
     """
     chosen, estimate = plan.chosen, plan.estimate
     given = plan.constraints.given
@@ -150,7 +150,7 @@ def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
 
 def _added_up(plan: Plan) -> str:
     """Return a text that names the collectives by which ``plan`` sums gradients over ranks, with number formats and
-    mesh axes, such as ``all-reduce over dp``.
+    mesh axes, such as ``all-reduce over dp``. If there are none, or the plan has no program, the text says so.
     """
     if plan.written is None:
         return "not written out"
@@ -168,9 +168,10 @@ def _build_amount_table(
     words: Mapping[str, str],
     text: Callable[[float], str],
 ) -> RenderableType:
-    """Return a table of two plans with a row for each key of ``one`` and ``two``, the largest amounts first. ``names``:
-    the column titles of the two plans. ``one``, ``two``: kind -> amount of the first and of the second plan. ``words``:
-    kind -> its name in the table. ``text``: formats an amount.
+    """Return a table that compares amounts, such as seconds by kind of time, of two plans. It has a row for each key of
+    ``one`` and ``two``, the largest amounts first. ``names``: the column titles of the two plans. ``one``, ``two``:
+    kind -> amount of the first and of the second plan. ``words``: kind -> its name in the table. ``text``: formats an
+    amount.
     """
     made = build_empty_table([("", False), (names[0], True), (names[1], True), ("difference", True)])
     for kind in sorted({**one, **two}, key=lambda k: -max(one.get(k, 0.0), two.get(k, 0.0))):

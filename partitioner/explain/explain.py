@@ -112,12 +112,16 @@ def memory_words(plan: Plan) -> dict[str, str]:
 
 
 def format_summary(plan: Plan) -> str:
-    """Return the figures and stages of ``plan`` in tables, as plain text."""
+    """Return a summary of ``plan`` as plain text: a table of its main numbers (such as step time and peak memory) and a
+    table of its pipeline stages.
+    """
     return format_plain_text(summary_parts(plan))
 
 
 def format_explanation(plan: Plan) -> str:
-    """Return the explanation of the choices of ``plan`` as plain text: a heading and sentences for each question."""
+    """Return the explanation of the choices of ``plan`` as plain text. For each of several questions, such as "Does it
+    fit?" and "What limits it?", there are a heading and lines that answer it.
+    """
     return format_plain_text(explain_parts(plan))
 
 
@@ -190,8 +194,9 @@ def _describe_unrequested_offload(plan: Plan) -> str:
 
 
 def explain_parts(plan: Plan) -> list[RenderableType]:
-    """Return the explanation of ``plan`` as texts and tables of the library rich, to print on a terminal in this order:
-    a heading and lines for each question.
+    """Return the explanation of ``plan`` as texts and tables of the library rich, to print on a terminal in this order.
+    For each of several questions, such as "Does it fit?" and "What limits it?", there are a heading and lines that
+    answer it.
     """
     whole = outline_program(plan.written) if plan.written is not None else None
     parts: list[RenderableType] = []
@@ -349,8 +354,10 @@ def _format_costliest_kinds(plan: Plan) -> str:
 
 
 def _format_layer_communication(plan: Plan) -> str:
-    """Return the seconds per step of communication inside layers by purpose, on the busiest stage of ``plan``, for
-    example ``tensor parallelism (tp) 2.8 s, experts (ep) 630 ms``; empty if the plan's estimate does not split it."""
+    """Return the seconds of communication inside layers in one step by purpose as text, on the pipeline stage of
+    ``plan`` whose forward and backward take longest, for example ``tensor parallelism (tp) 2.8 s, experts (ep) 630
+    ms``; empty if the plan's estimate does not have them by purpose.
+    """
     found = sorted(((took, purpose) for purpose, took in plan.estimate.exchanges.items() if took), reverse=True)
     return ", ".join(f"{purpose} {seconds_text(took)}" for took, purpose in found)
 
@@ -512,8 +519,9 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a line that names standard layouts, such as ZeRO-3 alone, that are in no other list of ``plan``: its search
-    did not consider them, and their step times were computed only for comparison. Nothing is yielded if there are none.
+    """Yield a line that names standard layouts, such as ZeRO-3 alone, that the search of ``plan`` did not examine.
+    Their step times were computed only for comparison, so they are not in the report's table and numbers of layouts.
+    Nothing is yielded if there are none.
     """
     rows = {_get_layout(row) for row in plan.certificate.candidates}
     names = [
@@ -527,8 +535,8 @@ def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
-    """Return (mesh as text, microbatch size in samples, schedule) of ``candidate``, a key by which equal layouts are
-    found.
+    """Return (mesh as text, microbatch size in samples, schedule) of ``candidate``. Candidates with equal results are
+    the same layout for the report.
     """
     return candidate_text(candidate), candidate.microbatch_size, candidate.schedule
 
@@ -591,8 +599,8 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_notes(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines on operators that every rank runs in full because no sharding rule exists for them, and the notes of
-    ``plan``.
+    """Yield lines on operators that every rank runs in full because no sharding rule exists for them, and the remarks
+    for the user that ``plan`` contains as ``notes``.
     """
     for name, share in sorted(plan.shares.without_rule.items(), key=lambda item: -item[1]):
         yield format_text_line(

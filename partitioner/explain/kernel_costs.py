@@ -44,9 +44,10 @@ _WORDS = {
 def with_kernel_seconds(plan: Plan) -> Plan:
     """Return a copy of ``plan`` whose estimate has up to two more dicts, for the explanation of the plan.
 
-    ``kinds``: kind of operator -> seconds of one microbatch, on the stage with the longest computation. It is filled if
-    computation is a large part of the step and the MFU is low. ``exchanges``: purpose, such as tensor parallelism ->
-    seconds of a step for communication inside layers. It is filled if this is a large part of the step.
+    ``kinds``: kind of operator, such as norms -> its seconds in one microbatch, on the stage with the longest
+    computation. It is added if computation is a large part of the step and the MFU is low. ``exchanges``: purpose of
+    communication inside layers, such as tensor parallelism -> its seconds in one step. It is added if this
+    communication is a large part of the step. Otherwise ``plan`` itself is returned.
     """
     estimate = plan.estimate
     total = sum(estimate.breakdown.values())
@@ -61,15 +62,19 @@ def with_kernel_seconds(plan: Plan) -> Plan:
 
 
 def _sum_kinds_of_slowest(plan: Plan) -> Seconds:
-    """Return kind of operator -> seconds of a microbatch, on the stage of ``plan`` with the longest computation."""
+    """Return the computation seconds of one microbatch on the stage of ``plan`` with the longest computation, as a
+    dict: kind of operator, such as norms -> seconds.
+    """
     durations = PlanDurations(plan)
     seconds = max((_of_stage(plan, durations, stage) for stage in range(plan.num_stages)), key=_sum_kind_seconds)
     return dict(seconds)
 
 
 def sum_exchange_seconds(plan: Plan) -> Seconds:
-    """Return purpose -> seconds of a step for the communication inside layers, on the busiest stage of ``plan``. A
-    purpose is a text such as ``tensor parallelism (tp)``. Time that overlaps computation is included in full."""
+    """Return the seconds of communication inside layers in one step, as a dict: purpose, such as ``tensor parallelism
+    (tp)`` -> seconds. They are those of the pipeline stage of ``plan`` whose forward and backward take longest. Time in
+    which communication and computation overlap is included.
+    """
     durations, program = PlanDurations(plan), plan.program
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
     stage = busy.index(max(busy)) if busy else 0

@@ -17,18 +17,20 @@ _SEVERAL = "several stages on a rank"
 
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the proof of optimality in ``certificate``, a lower bound on the step time, holds for plans of the
-    layout ``candidate``.
+    """Return whether the proof of optimality in ``certificate``, a lower bound on the step time, holds for plans of
+    ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined.
 
-    It does not hold for layouts that were tried after the search. It holds for other layouts with the schedules 1F1B,
-    ZB-1P and GPipe (which takes as long as 1F1B), and for other schedules if the search tried them on all meshes.
+    It does not hold for candidates that were tried after the search. It holds for other candidates with the schedules
+    1F1B, ZB-1P and GPipe (which takes as long as 1F1B), and for other schedules if the search tried them on all meshes.
     """
     return not candidate.beside and _is_schedule_covered(candidate, certificate)
 
 
 def _is_schedule_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the proof of optimality in ``certificate`` holds for the schedule of the layout ``candidate``: if
-    the search tried this schedule on all meshes."""
+    """Return whether the proof of optimality in ``certificate`` holds for the schedule of ``candidate``, a layout
+    (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined: for the schedules 1F1B, ZB-1P and
+    GPipe, and for others if the search tried them on all meshes.
+    """
     one_stage = candidate.virtual_stages == 1 and candidate.schedule in (*SEARCHED, "gpipe")
     return one_stage or "schedule" not in certificate.beyond
 
@@ -133,10 +135,10 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
 
 
 def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
-    """Return the fastest of the layouts that may be faster than the chosen plan, although that is proven optimal,
-    because the proof does not cover their schedules. Their lower bound is below the chosen plan's step time; the
-    computed step time decides which is the fastest. ``None`` if there is none. ``certificate``: the results of the
-    search.
+    """Return a layout that may be faster than the chosen plan, although this plan is proven optimal: the proof does not
+    cover the layout, for example because of its schedule, and the lower bound on its step time is below the plan's step
+    time. If there are several, return the one with the least computed step time; ``None`` if there is none.
+    ``certificate``: the results of the search.
     """
     below_s = certificate.objective * (1 - _ROUNDING)
     rivals = [
@@ -148,13 +150,15 @@ def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
 
 
 def _get_seconds(candidate: Candidate) -> float:
-    """Return the step time of the layout ``candidate`` in seconds; 0 if the search did not compute it."""
+    """Return the step time in seconds of ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that the
+    search for a plan examined; 0 if the search did not compute it.
+    """
     return candidate.step_time or 0.0
 
 
 def _format_rival_times(rival: Candidate) -> str:
-    """Return the step time and the lower bound of the layout ``rival`` as text, such as ``7.41 s, and the bound for its
-    layout is 5.45 s``.
+    """Return the step time and the lower bound of ``rival`` as text, such as ``7.41 s, and the bound for its layout is
+    5.45 s``. ``rival``: a layout (mesh, schedule, ZeRO stage) that may be faster than the chosen plan.
     """
     bound = f", and the bound for its layout is {seconds_text(rival.bound)}" if rival.bound else ""
     return f"{seconds_text(_get_seconds(rival))}{bound}"
@@ -171,9 +175,10 @@ def _compare_bound(bound: float, objective: float, what: str) -> str:
 
 
 def list_uncovered_choices(plan: Plan) -> list[str]:
-    """Return a sentence for each choice (such as a schedule) that the proof of optimality of ``plan`` does not cover:
-    first attention algorithms over the mesh axis ``cp`` with which the plan is estimated to be faster, then the choices
-    that :attr:`Certificate.beyond` lists, the most important first.
+    """Return a sentence for each choice that the proof of optimality of ``plan`` does not cover, so that a plan with
+    another choice may be faster. Attention algorithms over the mesh axis ``cp`` that are estimated to be faster than
+    those of the plan come first. Constraints such as the schedule follow, with the sentences that the search has
+    written into the plan's certificate, the most important first.
     """
     found = []
     for way in plan.context:
@@ -188,7 +193,7 @@ def list_uncovered_choices(plan: Plan) -> list[str]:
 
 def list_main_uncovered_choices(plan: Plan) -> list[str]:
     """Return the two most important sentences on choices (such as schedules) for which the proof that ``plan`` is
-    optimal does not hold, and one that says how many further ones there are.
+    optimal does not hold, and, if there are more, a sentence with the number of the others.
     """
     told = list_uncovered_choices(plan)
     more = len(told) - _TOLD_GAPS

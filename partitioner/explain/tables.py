@@ -148,7 +148,9 @@ def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
 
 
 def _with_type_of_sums(state: StateData) -> StateData:
-    """Return a copy of the parameter ``state`` with the data type in which its gradient is accumulated."""
+    """Return a copy of the parameter ``state`` whose data type is that in which its gradients are summed, such as
+    float32 for a bfloat16 parameter. It describes the gradient of the parameter for the text on data types.
+    """
     return state.model_copy(update={"dtype": sum_type(state.dtype)})
 
 
@@ -205,21 +207,25 @@ _SAME = 1e-3  # of a step: less is no difference
 
 
 def is_barred(candidate: Candidate) -> bool:
-    """Return whether ``candidate``, a layout of the search, has no plan for another reason than lack of memory."""
+    """Return whether there is no plan for ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that
+    the search for a plan examined, and the reason is not a lack of memory, but for example a size that does not divide.
+    """
     return candidate.status == "infeasible" and candidate.missing is None
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the layout ``candidate`` takes no longer than the chosen plan, up to rounding, by a step time that
-    the search computed, and was not chosen. ``certificate``: the results of the search.
+    """Return whether ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan
+    examined, was not chosen although its computed step time is not above that of the chosen plan, except for rounding.
+    ``certificate``: the results of the search.
     """
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
 
 
 def status_word(candidate: Candidate, certificate: Certificate) -> str:
-    """Return a short text for what the search found for the layout ``candidate``, such as ``slower``. ``certificate``:
-    the results of that search.
+    """Return a short text for what the search found for ``candidate``, such as ``slower``. ``candidate``: a layout
+    (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined. ``certificate``: the results of
+    the search.
     """
     if is_as_fast(candidate, certificate):
         return AS_FAST
@@ -227,10 +233,10 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
-    """Return what the search found for the layout ``candidate`` as one word: ``chosen``, ``solved`` (its step time was
-    computed), ``bounded`` (a lower bound on its step time rules it out) or ``infeasible`` (it has no plan). Another
-    word means that only a lower bound is known and the layout may be faster than the plan. ``certificate``: the results
-    of the search.
+    """Return as one word what the search found for ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO
+    stage) that the search for a plan examined: ``chosen``, ``solved`` (its step time was computed), ``bounded`` (a
+    lower bound on its step time rules it out), ``infeasible`` (there is no plan), or ``open`` (only a lower bound is
+    known, so that it may be faster than the chosen plan). ``certificate``: the results of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
@@ -280,8 +286,9 @@ def microbatches_text(plan: Plan) -> str:
 
 
 def build_figure_grid(plan: Plan, time: str) -> Padding:
-    """Return a grid of the names and values of the main figures of ``plan``. Figures without a value are left out.
-    ``time``: a text on what the step time is spent on.
+    """Return a grid of text, for a terminal, with the names and values of the main numbers of ``plan``, such as step
+    time and peak memory. Numbers without a value are left out. ``time``: a text on what the step time is spent on, such
+    as ``computation 86%, communication 11%``.
     """
     estimate, certificate = plan.estimate, plan.certificate
     fullest = fullest_rank(plan)
@@ -336,8 +343,8 @@ def waiting_text(plan: Plan) -> str:
 
 
 def throughput_text(plan: Plan) -> str:
-    """Return the tokens (or samples) per second of ``plan`` as text, in total and per device; empty if no input has a
-    batch dimension.
+    """Return the tokens per second (samples per second for a model without sequences) of ``plan`` as text, in total and
+    per device; empty if no input has a batch dimension.
     """
     step, samples = plan.estimate.step_time, plan.global_batch
     if not step or not samples:
@@ -349,7 +356,8 @@ def throughput_text(plan: Plan) -> str:
 
 def mfu_text(plan: Plan) -> str:
     """Return the model FLOPs utilisation of ``plan`` as text, such as ``41%``. If all devices have the same peak rate,
-    the rate per device and this peak follow."""
+    the text also has the achieved FLOP/s per device and this peak.
+    """
     mfu, peak = plan.estimate.mfu, _find_peak_rate(plan)
     rates = f", {format_digits(mfu * peak / 1e12)} of {peak_rate_text(plan)} per device" if peak else ""
     return f"{format_percent(mfu)}{rates}: the FLOPs of the model, without recomputation"
@@ -591,9 +599,9 @@ def cut_off(certificate: Certificate) -> str:
 
 
 def candidate_counts(certificate: Certificate) -> str:
-    """Return the numbers of layouts by what the search found for them, for example ``24 layouts: 1 chosen, 3 slower, 20
-    ruled out by lower bounds on their time``; empty if no layouts are listed. ``certificate``: the results of the
-    search.
+    """Return how many layouts (mesh, schedule, ZeRO stage) the search examined and what it found for them, for example
+    ``24 layouts: 1 chosen, 3 slower, 20 ruled out by lower bounds on their time``; empty if no layouts are listed.
+    ``certificate``: the results of the search.
     """
     if not certificate.candidates:
         return ""
@@ -679,8 +687,9 @@ def estimate_table(plan: Plan) -> Padding:
 
 
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
-    """Return a table of the layouts that the search of ``plan`` examined: the chosen one first, then by step time or
-    lower bound. ``most``: largest number of rows for layouts; a further row has the number of the others.
+    """Return a table of the layouts (mesh, schedule, ZeRO stage) that the search of ``plan`` examined: the chosen one
+    first, then by step time or its lower bound. ``most``: largest number of rows. If there are more layouts, one
+    further row says how many are left out.
     """
     made = build_empty_table(
         [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("at least", True),
@@ -714,8 +723,10 @@ def fullest_bytes(plan: Plan) -> int | None:
 
 
 def _format_candidate_memory(candidate: Candidate, plan: Plan) -> str:
-    """Return the peak memory of the fullest rank of the layout ``candidate`` as text; empty if unknown. If
-    ``candidate`` is the layout of ``plan``, it is the memory estimate of the plan.
+    """Return the peak memory of the fullest rank as text, such as ``67.4 GiB``, if the plan had the layout
+    ``candidate``; empty if it is unknown. ``candidate``: a layout (mesh, microbatch size, schedule, ZeRO stage) that
+    the search for a plan examined. ``plan``: the result of the search, whose own memory estimate is used for the chosen
+    layout.
     """
     if candidate.status == "chosen" and (most := fullest_bytes(plan)) is not None:
         return bytes_text(most)
@@ -784,9 +795,10 @@ def format_text_line(text: str) -> RenderableType:
 
 
 def describe_outcome(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
-    """Return a phrase for what the search found for the layout ``candidate``, such as ``takes 7 s, 5% more``.
-    ``chosen``: the step time of the chosen plan in seconds. ``unhosted``: a phrase that says that more offload to host
-    memory was not tried; it is added if the layout lacks memory. Empty: nothing is added.
+    """Return a phrase for what the search found for ``candidate``, such as ``takes 7 s, 5% more``. ``candidate``: a
+    layout (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined. ``chosen``: the step time
+    of the chosen plan in seconds. ``unhosted``: a phrase that says that more offload to host memory was not tried; it
+    is inserted if the layout does not fit in memory. Empty: nothing is inserted.
     """
     why = f" ({candidate.reason})" if candidate.reason else ""
     if candidate.status == "chosen":
@@ -815,8 +827,9 @@ _ALGORITHMS = {
 
 
 def explain_sequence_axis(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines on how ``plan`` divides sequences over the mesh axis ``cp``: its size, the attention algorithm, the
-    alternatives; nothing if the axis has one rank.
+    """Yield lines on how ``plan`` divides sequences over the mesh axis ``cp``: its size, the attention algorithm, other
+    attention algorithms with their step times, and the best layout without this axis. Nothing is yielded if the axis
+    has one rank.
     """
     cp, chosen = plan.mesh.get("cp", 1), plan.certificate.objective
     if cp == 1:
@@ -844,8 +857,8 @@ def explain_sequence_axis(plan: Plan) -> Iterator[RenderableType]:
 
 
 def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines on how ``plan`` distributes experts over the mesh axis ``ep``, and on other sizes of it; nothing if
-    the axis has one rank.
+    """Yield lines on how ``plan`` distributes experts over the mesh axis ``ep``, and on the step times with other sizes
+    of this axis. Nothing is yielded if the axis has one rank.
     """
     ep, program = plan.mesh.get("ep", 1), plan.written
     if ep == 1:

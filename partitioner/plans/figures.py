@@ -33,9 +33,9 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 
 def candidate_text(candidate: Candidate) -> str:
-    """Return the mesh of ``candidate``, a layout of the search, as text such as ``dp 64, zero 3``. The ZeRO stage
-    (``zero``), the number of ranks that shard (``dp_shard``) and the number of virtual stages per rank (``v``) follow
-    the mesh if they are not the defaults.
+    """Return the mesh of ``candidate``, a layout that the search examined, as text such as ``dp 64, zero 3``. Three
+    choices follow the mesh if they are not the defaults: the ZeRO stage (``zero``), the number of data-parallel ranks
+    over which ZeRO shards (``dp_shard``), and the number of virtual stages per rank (``v``).
     """
     more = [("zero", candidate.zero, 0), ("dp_shard", candidate.dp_shard, 0), ("v", candidate.virtual_stages, 1)]
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
@@ -179,8 +179,8 @@ def _format_bubble_figure(plan: Plan) -> tuple[str, str]:
 
 
 def key_figures(plan: Plan) -> list[tuple[str, str]]:
-    """Return the main figures of ``plan`` as pairs of texts (name, value): mesh, ranks, microbatches, schedule, step
-    time, MFU, bubble and memory. Figures with an empty value are left out.
+    """Return the main numbers of ``plan`` as pairs of texts (name, value): mesh, ranks, microbatches, schedule, step
+    time, MFU, bubble and memory. Pairs with an empty value are left out.
     """
     estimate = plan.estimate
     figures = [
@@ -197,9 +197,9 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
-    """Return two times in seconds: the time of a whole simulated step of ``plan`` (``gradients_s`` plus the optimizer
-    update), and the time of the optimizer update alone. ``gradients_s``: simulated seconds from the start of the step
-    until all gradients are complete.
+    """Return a pair of times in seconds: the time of a whole step of ``plan``, which is ``gradients_s`` plus the time
+    of the optimizer update, and the time of the optimizer update alone. ``gradients_s``: seconds from the start of the
+    step until all gradients are complete, according to a simulation.
     """
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     return gradients_s + update, update

@@ -60,8 +60,10 @@ def axis_text(plan: Plan) -> str:
 
 
 def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
-    """Return one row of texts for each kind of link of ``topology``, from the innermost: its name, what it connects,
-    the bandwidth of a device while all devices communicate, and the latency."""
+    """Return one row of four texts for each kind of link of ``topology``, links inside a node first and links described
+    for a single pair of devices last: its name; what it connects, such as the devices of a node; the bandwidth of a
+    device while all devices communicate; and the latency.
+    """
     levels = [
         (level.name, _describe_level_joins(level), level_rates(topology, level)[1], seconds_text(level.latency))
         for level in topology.levels
@@ -70,10 +72,10 @@ def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 
 def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
-    """Return one row of six texts for each kind of link of ``topology``: its name, the parts that it connects, three
-    bandwidths and the latency. The first bandwidth is that in the topology's description. The second and third are the
-    bandwidth of a device and of a node while all devices communicate; they are empty for links between single pairs of
-    devices.
+    """Return one row of six texts for each kind of link of ``topology``: its name; what it connects, such as the
+    devices of a node; its bandwidth as the topology's description gives it; the bandwidth of a device, and that of a
+    node, while all devices communicate; and its latency. The two bandwidths while all communicate are empty for links
+    between single pairs of devices.
     """
     rows = []
     for level in topology.levels:

@@ -343,7 +343,9 @@ def chunk_starts(stage: Stage) -> list[int]:
 
 
 class _Outliner:
-    """Builds the summary of ``program`` that pictures and reports show."""
+    """Builds the summary of ``program`` that pictures and reports show: its stages, and the values, transfers and
+    shared parameters that connect them.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -76,7 +76,8 @@ class _DoubleData(TorchFunctionMode):
     in the same way.
 
     ``default``: the type to round to if the code requests none. ``planned``: the type of the model's tensors in the
-    plan. It replaces float64 where the code requests the type of one of the model's own tensors.
+    plan. Where the code requests the type of one of the model's tensors, which is float64 only in this run, the values
+    are rounded to ``planned``.
     """
 
     def __init__(self, default: torch.dtype, planned: torch.dtype) -> None:
@@ -259,7 +260,9 @@ class _ByPlace(TorchFunctionMode):
         return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
 
     def next(self) -> int:
-        """Return the number of a new stream of random numbers, for the next call that draws."""
+        """Return the number of a new stream of random numbers, for the next call that draws random numbers. Numbers
+        count up.
+        """
         self.streams += 1
         return self.streams - 1
 
@@ -338,8 +341,8 @@ def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) 
 def keep_in_float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
     """Return a context in which float64 models compute in float64, although their code asks for float32.
 
-    ``dtype``: the type in which the model is planned. In the context ``torch.finfo`` gives the limits of this type, and
-    numbers in the model's code are rounded to it.
+    ``dtype``: the floating type in which the plan computes, to which the float64 results are compared. In the context
+    ``torch.finfo`` gives the limits of this type, and numbers in the model's code are rounded to it, as in the plan.
     """
     default, finfo = torch.get_default_dtype(), torch.finfo
 
@@ -381,12 +384,13 @@ def run_reference(
         train: whether to run a backward, too, for the gradient of every parameter.
         double: run a copy of the model in float64; otherwise run ``model`` as it is.
         seed: seed of the random operators. Each of their calls draws from a stream of its own, as in plans.
-        group: number of the group of samples that ``inputs`` are, for ``couple="microbatch"``; each group draws its own
-            random numbers.
+        group: if a batch is run as several groups of samples one after the other: index of the group that ``inputs``
+            are. Each group draws other random numbers. 0 for a whole batch.
         buffers: initial values of buffers, parameters and ``counters``; ``None``: those of the model.
         counters: names of attributes that are Python numbers; they are returned among the buffers.
-        precision: the plan's precision; ``None``: the type of the model's parameters. ``torch.finfo`` then gives the
-            limits of that type, also in float64, and numbers in the model's code are rounded to it.
+        precision: name of the dtype that the plan computes in, such as ``bf16``; ``None``: that of the model's
+            parameters. Even if the model runs in float64, ``torch.finfo`` gives the limits of this dtype, and numbers
+            in the model's code are rounded to it, as in the plan.
     """
     if not isinstance(model, nn.Module):
         raise InputsError(f"the model itself is run; expected an nn.Module, got {type(model).__name__}")
@@ -457,7 +461,9 @@ class _ReferenceRun:
 
 
 def _get_parameter_dtype(model: nn.Module) -> torch.dtype:
-    """Return the floating type of the parameters of ``model``; float64 if they have several, or if there are none."""
+    """Return the floating type of the parameters of ``model``; float64 if the parameters have different types, or if
+    there are none.
+    """
     found = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return found.pop() if len(found) == 1 else torch.float64
 

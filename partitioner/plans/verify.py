@@ -46,8 +46,9 @@ def run_groups(
     The loss, the gradients, and outputs that are means over samples are averaged over the groups; outputs with a batch
     dim are concatenated. Each group starts with the buffers that the previous one left. ``loss``: computes the loss
     from the model's result; ``None`` if the result contains it. ``counters``: names of attributes that are Python
-    numbers; they are passed from group to group like buffers. ``precision``: the plan's precision; ``None``: the type
-    of the model's parameters.
+    numbers; they are passed from group to group like buffers. ``precision``: name of the dtype that the plan computes
+    in, such as ``bf16``; ``None``: that of the model's parameters. The model computes in float64 all the same, but
+    ``torch.finfo`` gives the limits of this dtype, and numbers in the model's code are rounded to it, as in the plan.
     """
     dims = {i.path: i.batch_dim for i in program.inputs}
     batch = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
@@ -96,9 +97,11 @@ def _slice_leaf_samples(leaf: Any, dim: int | None, start: int, count: int) -> A
 
 
 def _join_group_results(parts: Sequence[Any], way: str) -> Any:
-    """Return the value of one model output for the whole batch. ``parts``: its value for each group of samples, in
-    order. ``way``: how the output depends on samples, as text. ``R``: equal for all groups, so the first is returned. A
-    sharded layout such as ``S0``: the values are concatenated along that dim. Anything else: they are averaged."""
+    """Return the value of one model output for the whole batch, computed from its values for several groups of samples.
+    ``parts``: the value for each group, in order. ``way``: how the output depends on the samples. ``R``: it is equal
+    for all groups, and the first is returned. ``S0`` (or another dim): the values are concatenated along dim 0.
+    Anything else: the values are averaged.
+    """
     if way == "R" or not all(isinstance(part, Tensor) for part in parts):
         return parts[0]
     layout = Layout.parse(way)
@@ -148,10 +151,11 @@ def verify(
     """Run the programs of all ranks of ``plan`` on this machine in float64, and compare them with ``model``: outputs,
     loss, every gradient, and the values of buffers and parameters after the forward.
 
-    ``inputs``: one global batch. ``loss``: as it was given to ``partition``; ``None`` if the model's result contains
-    the loss. ``tolerance``: largest relative error that counts as equal. If samples interact only within a microbatch
-    (``couple="microbatch"``), the model runs on one group of samples after the other, and the results are averaged.
-    Gradients are not compressed here, even if the plan compresses them.
+    ``inputs``: one global batch. ``loss``: the function that ``partition`` was given, which computes the loss from the
+    model's result; ``None`` if the result contains the loss. ``tolerance``: largest relative error that counts as
+    equal. If samples interact only within a microbatch (``couple="microbatch"``), the model runs on one group of
+    samples after the other, and the results are averaged. Gradients are not compressed here, even if the plan
+    compresses them.
 
     Raise :class:`partitioner.WeightsError` or :class:`partitioner.BatchError` if the model or the inputs are not the
     plan's, and :class:`InputsError` if the plan has a loss and the model gives none.

@@ -29,8 +29,9 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float], least: float = 0.
     """Return ``(start, per)`` of the line ``seconds = start + per * size`` through the points (``sizes[k]``,
     ``seconds[k]``) with the least sum of relative errors. ``start`` is at least 0 and ``per`` at least ``least``.
 
-    An optimal line under least absolute errors passes through two of the points, or through one point if a bound holds.
-    Trying all of these lines is therefore exact. Up to about a third of the points may be far off without changing it.
+    An optimal line under least absolute errors passes through two of the points, or through one point if ``start`` is 0
+    or ``per`` is ``least``. Trying all of these lines is therefore exact. Up to about a third of the points may be far
+    off without changing it.
 
     >>> fit_line([1, 2, 3, 4], [3.0, 5.0, 7.0, 90.0])
     (1.0, 2.0)
@@ -114,14 +115,14 @@ def fit_launch(samples: Iterable[KernelSample]) -> float:
 def fit_memory(
     samples: Iterable[KernelSample], launch: float, dispatch: float = 0.0
 ) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
-    """Return three values fitted to the measured kernels ``samples``, which have no FLOPs: the memory bandwidth in
-    bytes/s; the fraction of it that each kind of kernel reaches, by kind; and a table of (bytes, largest fraction that
-    any kernel of that size reaches).
+    """Return three values fitted to the measured kernels ``samples``, which move memory and have no FLOPs: the memory
+    bandwidth in bytes/s; a dict from each kind of kernel to the fraction of the bandwidth that it reaches; and a table
+    of (bytes, largest fraction that any kernel of that size reaches).
 
     Pointwise kernels do little but move memory. Their rates are the memory's rates at their size, and the largest ones
-    give the bandwidth. The fraction of a kind has the least sum of relative errors. ``launch``: seconds to launch a
-    kernel. ``dispatch``: seconds in which the host issues a kernel; samples that take less are ignored, because the
-    host hides them.
+    give the bandwidth. The fraction of a kind is the one with which the predicted times have the least sum of relative
+    errors. ``launch``: seconds to launch a kernel. ``dispatch``: seconds in which the host issues a kernel. Samples
+    that take less than ``dispatch`` are ignored, because their times are not those of the device.
     """
     rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
     seen: dict[str, list[tuple[float, float]]] = {}  # samples that the host does not hide
@@ -146,9 +147,10 @@ def fit_memory(
 
 
 def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType) -> float:
-    """Return the fraction of the memory bandwidth of ``device`` that one kind of kernel reaches: that one of the
-    measured fractions with the least sum of relative errors over all measurements. ``rates``: (bytes moved, bytes/s) of
-    each measured kernel."""
+    """Return the fraction of the memory bandwidth of ``device`` that one kind of kernel reaches. ``rates``: (bytes
+    moved, bytes/s) of each measured kernel of this kind. Each of them gives a fraction; the result is the fraction with
+    which the rates of all of them are predicted with the least sum of relative errors.
+    """
     most = [(memory_rate("default", device, num_bytes), rate) for num_bytes, rate in rates]
 
     def error(efficiency: float) -> float:
@@ -165,8 +167,9 @@ def _round_to_octave(size: float) -> float:
 
 
 def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
-    """Return a copy of ``device`` with figures fitted to the matrix products ``samples``: the peak FLOP/s by precision,
-    the fraction of the peak that is reached, by the smallest of M, N and K, and the rate at which products move memory.
+    """Return a copy of ``device`` in which these fields are fitted to the measured matrix products in ``samples``: the
+    peak FLOP/s by precision, the fraction of the peak that is reached, by the smallest of M, N and K, and the rate at
+    which products move memory.
 
     The peak is the FLOP/s of the products whose smallest dim is greatest, because large products are the fastest. For
     the memory rate 25 values are tried, and the one with the least errors is taken.
@@ -204,9 +207,10 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """Return the FLOP/s of the measured matrix products ``samples``, by the smallest of M, N and K. Each value is the
-    one with the least sum of relative errors over the samples with this smallest dim. FLOPs are divided by the measured
-    time less the time that ``device`` predicts for the launch and memory traffic."""
+    """Return a dict: smallest of M, N and K -> FLOP/s of the measured matrix products ``samples`` with this smallest
+    dim. The FLOP/s are chosen such that the predicted times of these products have the least sum of relative errors.
+    FLOPs are divided by the measured time less the time that ``device`` predicts for the launch and memory traffic.
+    """
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
         found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))
@@ -214,9 +218,11 @@ def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[
 
 
 def _product_rate(samples: Sequence[tuple[KernelSample, float]]) -> float:
-    """Return the FLOP/s that best explains matrix products with the same smallest dim (of M, N and K): that of the
-    measured rates with the least sum of relative errors. ``samples``: each measured product, with the predicted seconds
-    of its launch and memory traffic."""
+    """Return the FLOP/s that best explains the times of matrix products with the same smallest dim (of M, N and K).
+    Each product gives a rate; the result is the rate with which the times of all products are predicted with the least
+    sum of relative errors. ``samples``: each measured product, with the predicted seconds of its launch and memory
+    traffic.
+    """
 
     def error(rate: float) -> float:
         """Return the sum of the relative errors of the predicted times if products run at ``rate`` FLOP/s."""
@@ -257,9 +263,10 @@ def fit_overlap(overlaps: Sequence[Overlap]) -> float:
 
 def fit_concurrent(measured: Measurements, cores: int) -> float | None:
     """Return the number of ranks that can compute at full speed at the same time: the number of CPU ``cores``, divided
-    by the factor by which the same work takes longer when all ranks compute than when only one rank per core does.
-    ``measured``: the measured times. Return ``None`` if this was not measured; it means that all ranks can compute at
-    full speed."""
+    by (time of a piece of work while all ranks compute) / (its time while only one rank per core computes).
+    ``measured``: the measured times. ``None``: this was not measured; the cost model then assumes that all ranks can
+    compute at full speed.
+    """
     if not measured.all_s:
         return None
     stretch = statistics.median([a / f for a, f in zip(measured.all_s, measured.few_s, strict=True)])
@@ -271,8 +278,8 @@ def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
     each collective a table of rows (ranks, start-up seconds, bytes/s through each rank). ``samples``: measured messages
     and collectives.
 
-    Raise :class:`TopologyError` if there are no times of messages. If the times of a transfer do not grow with its
-    size, they do not determine a bandwidth, which is then at most the largest bandwidth of the other transfers.
+    If the times of a kind of transfer do not grow with its size, they do not determine a bandwidth. Its bandwidth is
+    then at most the largest one of the other kinds. Raise :class:`TopologyError` if there are no times of messages.
     """
     lines = {("send", 2): _BandwidthSamples.of(s for s in samples if s.op == "send")}
     if not lines["send", 2].seconds:
@@ -321,16 +328,18 @@ class _BandwidthSamples:
 
     @property
     def least_slope(self) -> float:
-        """Return the least ratio of seconds to bytes among the measured transfers. It counts the time to start a
-        transfer as time of its bytes, so it is more than a link needs per byte. It is used if no transfer has a
-        :attr:`slope`."""
+        """Return the least ratio of seconds to bytes among the measured transfers. This is more than the link needs for
+        a byte, because the time to start a transfer is included. It replaces :attr:`slope` where no kind of transfer
+        has one.
+        """
         return min(s / n for n, s in zip(self.moved, self.seconds, strict=True))
 
 
 def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[FitError]:
     """Return the errors of the times that the fitted ``device`` predicts for the measured kernels ``samples``, one for
-    each kind of kernel; matrix products are also divided by precision. Kernels that take less time than the host needs
-    to issue one, or do almost no work, are left out."""
+    each kind of kernel and, for matrix products, for each precision. Kernels that take less time than the host needs to
+    issue one, or do almost no work, are left out.
+    """
     groups: dict[str, list[KernelSample]] = {}
     for s in samples:
         if s.seconds > device.dispatch and (s.kernel.flops or s.kernel.num_bytes > _NEGLIGIBLE_BYTES):

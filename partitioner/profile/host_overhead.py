@@ -57,8 +57,10 @@ def open_issuing_plan() -> Iterator[Issuing]:
 
 
 def time_issuing(plan: Issuing, kind: str, repeats: int) -> list[float]:
-    """Return the host seconds to issue one operator, one entry for each of ``repeats`` training steps, on rank 0; an
-    empty list on other ranks. ``plan``: the plan to run. ``kind``: the device, ``cuda`` or ``cpu``."""
+    """Return the seconds that the host needs to issue one operator to the device: one entry for each of ``repeats``
+    training steps of ``plan``, a plan for one rank. Ranks other than rank 0 run nothing and return an empty list.
+    ``kind``: the device, ``cuda`` or ``cpu``.
+    """
     if dist.get_rank():
         return []
     device = open_device(kind)

@@ -42,11 +42,12 @@ Report = Callable[[str, int, int], None]  # current measurement, steps done, tot
 
 @dataclass(frozen=True)
 class ProfileEffort:
-    """Amount of measuring in one profile of a machine.
+    """How long and how often the measurements of one profile of a machine run.
 
-    ``kernel_s``: seconds for each kernel. ``collective_s``: seconds for each size of a collective. ``sharing_s``:
-    seconds of each repetition of the work by which the sharing of CPU cores is measured. ``repeats``: repetitions of
-    each measurement that compares two times. ``message_sizes``: bytes of the transfers.
+    ``kernel_s``: seconds to spend on each kernel. ``collective_s``: seconds to spend on each size of each collective.
+    ``sharing_s``: seconds of each repetition of the work by which the sharing of CPU cores is measured. ``repeats``:
+    repetitions of each measurement that compares two times, such as that of a computation with and without a
+    collective. ``message_sizes``: sizes in bytes of the tensors that collectives and messages transfer.
     """
 
     kernel_s: float
@@ -131,10 +132,11 @@ Step = Callable[[Measurements], None]
 def _list_profile_steps(
     pool: LocalRanks, kind: str, count: int, quick: bool, effort: ProfileEffort
 ) -> Iterator[tuple[str, Step]]:
-    """Yield the measurements of a profile in the order in which they are made, as pairs: a name to show, and a function
-    that makes the measurement and adds the times to the ``Measurements`` that it is given. ``pool``: the processes that
-    measure. ``kind``: ``cuda`` or ``cpu``. ``count``: number of ranks. ``quick``: whether to use fewer sizes.
-    ``effort``: how long to measure."""
+    """Yield the measurements of a profile in the order in which they are made, as pairs (name to show, function). The
+    function takes a ``Measurements`` object, makes the measurement, and adds the times to that object. ``pool``: the
+    processes that measure. ``kind``: ``cuda`` or ``cpu``. ``count``: number of ranks. ``quick``: whether to use fewer
+    sizes. ``effort``: how long to measure.
+    """
     sizes = SIZES[kind, quick]
     active = min(count, num_cores()) if kind == "cpu" else count
 
@@ -224,7 +226,8 @@ def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[Kern
 
 def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
     """Return for each repetition the median time in seconds over the ranks that took part. ``rows``: the seconds,
-    indexed by rank, repetition and measurement; NaN if the rank took no part. ``place``: the index of the measurement.
+    indexed by rank, repetition and measurement; NaN if the rank took no part. ``place``: which measurement of each
+    repetition, from 0.
     """
     turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]
@@ -263,8 +266,10 @@ def _fit_measurements(measured: Measurements, kind: str, count: int, described: 
 
 
 def _describe_cpu(count: int) -> dict[str, Any]:
-    """Return ``name``, ``memory`` and ``reserved`` of the share that each of ``count`` ranks has of this machine's CPU.
-    The memory is the machine's bytes divided evenly; none of it is reserved."""
+    """Return a dict that describes this machine's CPU as the device of one of ``count`` ranks. ``name``: the processor
+    and its number of cores. ``memory``: the machine's bytes of memory divided by ``count``. ``reserved``: 0, the bytes
+    that programs cannot use.
+    """
     name = f"{platform.processor() or platform.machine()} CPU of {num_cores()} cores"
     return {"name": name, "memory": physical_memory() // count, "reserved": 0}
 

@@ -18,10 +18,9 @@ _DIGITS = 4
 
 
 def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -> str:
-    """Return ``topology``, whose figures were fitted to measured times, as YAML text that :meth:`Topology.load` reads,
-    with numbers rounded to four digits. Comments at its start list ``errors``: for each kind of kernel or collective,
-    how far the times that follow from these figures are from the measured ones. ``machine``: a text that names the
-    machine.
+    """Return ``topology``, which was fitted to measured times, as YAML text that :meth:`Topology.load` reads, with
+    numbers rounded to four digits. Comments at its start list ``errors``: for each kind of kernel or collective, how
+    far the times that the topology predicts are from the measured ones. ``machine``: a text that names the machine.
     """
     lines = [f"# Measured by `partitioner profile` on {machine}.", "#"]
     lines.append("# Median error of the fitted figures against the times that were measured:")
@@ -72,9 +71,9 @@ _Dumper.add_representer(list, _represent_row)
 
 
 def profile_parts(topology: Topology, errors: Sequence[FitError]) -> Iterator[RenderableType]:
-    """Yield what the terminal shows of a profile, a topology whose figures were fitted to measured times: a table of
-    ``errors`` (for each kind of kernel or collective, how far predicted times are from measured ones), a warning if
-    some are large, and a sentence if the ranks of ``topology`` share CPU cores.
+    """Yield what the terminal shows of a profile, a topology that was fitted to measured times: a table of ``errors``
+    (for each kind of kernel or collective, how far predicted times are from measured ones), a warning if some are
+    large, and a sentence if the ranks of ``topology`` share CPU cores.
     """
     table = Table("fit", "times", "median error", title_justify="left", box=None, pad_edge=False)
     for error in errors:

@@ -143,9 +143,9 @@ class Measurements:
     """All times that one profile of a machine measured. ``kernels``, ``collectives``: one entry for each measured case.
     ``overlaps``: computation and a collective alone and together, one entry per repetition.
 
-    ``issued_s``: host seconds to issue one operator, one entry per repetition. ``few_s`` and ``all_s``: seconds of
-    equal work on one rank, while as many ranks work as there are cores, and while all ranks work; one entry per
-    repetition.
+    ``issued_s``: host seconds to issue one operator, one entry per repetition. ``few_s``, ``all_s``: seconds that one
+    rank takes for a fixed piece of work, one entry per repetition: for ``few_s`` as many ranks work at the same time as
+    there are CPU cores, for ``all_s`` all ranks.
     """
 
     kernels: list[KernelSample] = field(default_factory=list)

@@ -82,7 +82,8 @@ def time_collectives(
 
 def _compute_element_count(num_bytes: int, size: int) -> int:
     """Return the number of four-byte elements of a tensor of about ``num_bytes`` bytes. It is a multiple of ``size **
-    3``, so that every collective over ``size`` ranks can divide the tensor."""
+    3``, so that every collective over ``size`` ranks can divide the tensor evenly.
+    """
     return max(1, num_bytes // 4 // size**3) * size**3
 
 
@@ -146,8 +147,10 @@ def _skip_computation() -> None:
 
 
 class _Timer:
-    """Timer of the transfers of one group of ranks. All ranks of the group repeat a transfer equally often; the slowest
-    rank decides how often, so that none waits forever for another."""
+    """Measures how long the transfers of one group of ranks take. All ranks of the group call its methods together and
+    repeat a transfer equally often; otherwise one would wait forever for another. The slowest rank determines how
+    often.
+    """
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         """Prepare a computation of about two milliseconds, which runs between transfers. ``group``: the ranks that

@@ -47,25 +47,27 @@ _NOTE = (
 @dataclass(frozen=True)
 class FurtherSizes:
     """Batch sizes of a plan's further programs, such as evaluations. ``samples``: their numbers of samples.
-    ``positions``: their numbers of positions (such as tokens of a sample). Each number occurs once, in ascending order.
-    A search leaves out meshes that do not divide them.
+    ``positions``: their numbers of positions (such as tokens of a sample). Each tuple is in ascending order without
+    duplicates. A search leaves out meshes over whose ranks such a batch cannot be divided evenly.
     """
 
     samples: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
 
     def limit(self, job: Job) -> Job:
-        """Return a copy of the planning problem ``job`` with these sizes, so that its search leaves out meshes that do
-        not divide them."""
+        """Return a copy of the planning problem ``job`` with these batch sizes. Its search leaves out meshes over whose
+        ranks a batch of one of these sizes cannot be divided evenly.
+        """
         return replace(job, further_samples=self.samples, further_positions=self.positions)
 
 
 def list_further_sizes(
     prepared: PreparedModel, family: ShapeFamily | None, programs: Mapping[str, Request], global_batch: int | None
 ) -> FurtherSizes:
-    """Return the sizes of the batches of all further programs of a plan. ``prepared``: the model with the inputs of the
-    first program. ``family``: the batch shapes of the plan, if it has several. ``programs``: the requested programs.
-    ``global_batch``: samples of a step; ``None``: those of the inputs.
+    """Return the batch sizes of all programs of a plan besides the training step: evaluations, generation, and training
+    steps for other batch shapes. ``prepared``: the model with the inputs of the training step. ``family``: the batch
+    shapes that the plan trains on; ``None`` if there is only one. ``programs``: the requested evaluations and
+    generations by name. ``global_batch``: samples of a training step; ``None``: the number of samples in the inputs.
     """
     samples, positions = set[int](), set[int]()
     for shape in () if family is None else family.shapes[1:]:
@@ -98,15 +100,17 @@ def plan_all_programs(
     programs: Mapping[str, Request],
     time_limit_s: float | None = None,
 ) -> tuple[FirstProgram, dict[str, FurtherProgram]]:
-    """Return the first program and the further programs of a plan, by name, in one layout of the state.
+    """Return the training program of a plan, and its further programs (such as evaluations) by name. All of them use
+    the same mesh and the same sharding of parameters, called the layout.
 
-    ``first``: the first program in its best layout; the result has another layout if a further program has no plan in
-    that one, or if another one has a shorter expected step time. ``constraints``: the user's constraints. ``find``: a
-    function that returns the best plan of a job. ``programs``: the requested programs. ``time_limit_s``: seconds after
-    which no further search is started; ``None``: no limit.
+    ``first``: the training program in its fastest layout. The returned one has another layout if a further program has
+    no plan in the fastest one, or if several batch shapes together are expected to be faster in another one.
+    ``constraints``: the user's constraints. ``find``: a function that returns the best plan of a planning problem.
+    ``programs``: the requested further programs by name. ``time_limit_s``: seconds after which no further search is
+    started; ``None``: no limit.
 
-    Raise the error of the further program that has no plan in the best layout if there is no layout that all programs
-    can have; :class:`ConstraintError` if the plan cannot have further programs at all.
+    Raise the error of the further program that has no plan in the fastest layout if no layout suits all programs;
+    :class:`ConstraintError` if the plan cannot have further programs at all.
     """
     plan = partial(plan_to_fit, find=find, estimate_only=False, time_limit_s=time_limit_s)
     reason: PartitionError | None = None
@@ -128,12 +132,14 @@ def plan_all_programs(
 
 
 def _exclude_layout(first: FirstProgram, error: PartitionError, together: set[str]) -> Job:
-    """Return a copy of the training program's planning problem whose best plan has another layout than ``first``.
-    ``error``: says which further program, such as an evaluation, has no plan in the layout of ``first``. If its
-    sharding failed for the first time, the copy solves the layouts of both programs together. Otherwise the copy
-    excludes the candidate (mesh sizes, microbatch size, schedule and ZeRO stage) of ``first``, and after several
-    candidates its whole mesh. ``together``: names of the programs that are sharded together with the training program;
-    this function adds to it.
+    """Return a changed copy of the planning problem of the training program ``first``, whose best plan has another
+    layout (mesh and sharding). ``error``: the error of a further program, such as an evaluation, that has no plan in
+    the layout of ``first``.
+
+    There are two kinds of change. If the sharding of the further program failed, and for the first time, the copy
+    solves the sharding of both programs together. Otherwise the copy excludes the candidate of ``first`` (mesh sizes,
+    microbatch size, schedule and ZeRO stage) or, after several excluded candidates of one mesh, this mesh.
+    ``together``: names of the programs that are sharded together with the training program; this function adds to it.
     """
     job, candidate = first.job, first.found.chosen.candidate
     if isinstance(error, NoFurtherPlanError) and error.companions and error.name not in together:

@@ -69,8 +69,9 @@ _PATIENCE_S = 600.0  # with the forked process that plans one of the shapes
 
 class NoFurtherPlanError(PlanError):
     """Error: a further program of a plan, such as an evaluation, does not exist in the parameter layout of the training
-    program. ``name``: the name of the further program. ``companions``: the further program itself if its sharding
-    failed; it can then be sharded together with the training program.
+    program. ``name``: the name of the further program. ``companions``: if the sharding of the further program failed: a
+    tuple with this program, in the form in which it can be sharded together with the training program. Empty for other
+    failures.
     """
 
     def __init__(self, message: str, name: str, companions: tuple[CompanionProgram, ...] = ()) -> None:
@@ -84,9 +85,10 @@ class FirstProgram:
     for other batch shapes, and evaluations). All of them must use the training program's layout of parameters.
 
     ``prepared``: the model with its inputs. ``job``: the planning problem of the training program. ``found``: its
-    solution. ``job_of``: returns a planning problem for a number of samples in the global batch (``None``: that of the
-    inputs) and a prepared model. ``family``: the batch shapes of the plan; ``None`` if it has only the shape of the
-    inputs. ``note``: a sentence on why the layout is not the fastest one for the largest batch shape; empty if it is.
+    solution. ``job_of``: a function that returns a planning problem; its arguments are the number of samples in the
+    global batch (``None``: the number in the inputs) and the model with its inputs. ``family``: the batch shapes of the
+    plan; ``None`` if it has only the shape of the inputs. ``note``: a sentence on why the layout is not the fastest one
+    for the largest batch shape; empty if it is the fastest.
     """
 
     prepared: PreparedModel
@@ -110,9 +112,11 @@ class FirstProgram:
         return self._evaluators[shape]
 
     def with_layout(self, found: PlannedProgram) -> FirstProgram:
-        """Return a copy with the plan ``found`` in place of the present one. ``found`` is slower for the largest batch
-        shape, but faster on average over all shapes. The certificate of the copy has the same table of candidates, with
-        ``found`` marked as chosen; the attribute ``note`` of the copy has a sentence that explains the choice."""
+        """Return a copy of this object whose training program is that of the plan ``found``. ``found`` is slower for
+        the largest batch shape, but faster on average over all shapes. The certificate of the copy has the same table
+        of candidates, with ``found`` marked as chosen; the attribute ``note`` of the copy has a sentence that explains
+        the choice.
+        """
         row = next(c for c in found.certificate.candidates if c.status == "chosen")
         before = self.found.certificate
         rows = [
@@ -137,9 +141,9 @@ class FirstProgram:
         return replace(self, found=replace(found, certificate=certificate), note=note)
 
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
-        """Return the program called ``name`` that runs the model's forward in evaluation mode, with the parameters
-        where the training program has them. ``asked``: the user's request: its inputs and loss are used, or those of
-        training where it has none.
+        """Return the program called ``name`` that runs the model's forward in evaluation mode. Its parameters have the
+        same layout over the ranks as in the training program. ``asked``: the user's request, with inputs and a loss
+        function; where they are ``None``, those of training are used.
 
         Raise :class:`PlanError` if no such program exists in the layout of the training program, and
         :class:`InputsError` if the model is an exported program, which has a single mode.
@@ -162,8 +166,8 @@ class FirstProgram:
 
     def plan_generation(self, name: str, asked: Generate) -> dict[str, FurtherProgram]:
         """Return the two programs that generate tokens, by name: ``"<name> prefill"`` reads a prompt into the key/value
-        caches, ``"<name> decode"`` reads one token of each sample. ``asked``: the user's request, with the number of
-        samples and the lengths of prompt and caches in tokens.
+        caches, ``"<name> decode"`` reads one token of each sample. ``asked``: the user's request: the number of
+        samples, and the lengths of the prompt and of the caches in tokens.
 
         Raise :class:`GenerationError` if the model has no caches, or if the number of samples or the mesh does not
         allow generation; :class:`LayoutError` if the two programs would place their caches differently; and
@@ -212,11 +216,13 @@ class FirstProgram:
     def _plan_with_caches(
         self, name: str, jobs: Mapping[Purpose, Job], layout: Layout, first: int | None
     ) -> dict[str, FurtherProgram]:
-        """Return the programs of the generation ``name``, whose key/value caches have ``layout`` over ``tp``. ``jobs``:
-        the planning problem for each purpose. ``first``: the first token of a decoder, ``None`` without an encoder.
+        """Return the two programs of the generation called ``name``, by program name. ``layout``: the layout of their
+        key/value caches over the mesh axis ``tp``. ``jobs``: purpose (``"prefill"`` or ``"decode"``) -> planning
+        problem. ``first``: for a model with an encoder, the id of the token with which its decoder starts; ``None``
+        without an encoder.
 
-        Raise :class:`PlanError` if one of them has no plan, and :class:`LayoutError` if they would place their caches
-        differently, or copy caches instead of writing to them in place.
+        Raise :class:`PlanError` if one of them has no plan, and :class:`LayoutError` if the two would place their
+        caches differently, or copy caches instead of writing to them in place.
         """
         found: dict[str, FurtherProgram] = {}
         for purpose, job in jobs.items():
@@ -318,12 +324,12 @@ def solve_microbatchings(
     evaluator: CandidateEvaluator, candidate: MeshCandidate, devices: Sequence[int] | None = None
 ) -> tuple[list[SolvedCandidate], list[PartitionError]]:
     """Solve ``candidate`` (mesh sizes, schedule, ZeRO stage) with several microbatch sizes. Return two lists: the
-    solutions, fastest first, and the errors of the sizes that have none.
+    solutions, fastest first, and the errors of the sizes that have no solution.
 
-    ``evaluator``: finds the best plan of a candidate for one job. The sizes are divisors of the job's global batch that
-    are at most the candidate's size and give all ranks of ``dp`` equally many microbatches: of these, the three largest
-    that have a solution. Without a pipeline, the largest one is enough, and smaller ones are not tried. ``devices``:
-    the device index of each rank; ``None``: the solver places the ranks.
+    The sizes that come into question divide the global batch of the job, are at most ``candidate.microbatch_size``, and
+    give all ranks of ``dp`` equally many microbatches. They are tried from the largest on until three have a solution,
+    or one without a pipeline. ``evaluator``: finds the best plan of a candidate for one job. ``devices``: the device
+    index of each rank; ``None``: the solver places the ranks.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
@@ -369,11 +375,11 @@ def choose_expected_layout(
 
 
 def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.inf) -> float:
-    """Return the mean step time in seconds, over the batch shapes of ``first`` weighted by their frequency, of the
-    layout ``row``, a candidate that the search solved for the largest shape. At most three shapes represent those
-    besides the largest one. The result is infinite if the candidate has no plan for one of these shapes. The
-    computation stops as soon as the sum reaches ``least`` seconds; the result is then some number of at least
-    ``least``.
+    """Return the mean step time in seconds over the batch shapes of ``first``, weighted by their frequency, if the plan
+    has the layout ``row``: a candidate (mesh, schedule, ZeRO stage) that the search solved for the largest shape. At
+    most three of the other shapes are solved, as representatives of all others. Infinite if the candidate has no plan
+    for one of them. ``least``: the computation stops as soon as the sum reaches this number of seconds; the result is
+    then at least ``least`` and not the mean.
     """
     family, candidate = first.family, _candidate_of(row)
     assert family is not None
@@ -387,10 +393,11 @@ def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.i
 
 
 def _pick_shapes(family: ShapeFamily) -> list[tuple[Shape, float]]:
-    """Return at most three batch shapes (samples, positions) of ``family``, all batch shapes of a plan, by which
-    layouts are compared besides the largest shape, each with a weight. All shapes but the largest, in order of size,
-    are divided into three groups; each group is represented by its most frequent shape, whose weight is the summed
-    frequency of the group."""
+    """Return at most three pairs (batch shape, weight), by which layouts are compared without computing the step time
+    of every batch shape of ``family``. The shapes are (samples, positions). All shapes but the largest, in order of
+    size, are divided into three groups. Each group is represented by its most frequent shape, whose weight is the
+    summed frequency of the group. The largest shape is not included, because its step time is known.
+    """
     others = [(shape, family.weight_of(shape)) for shape in family.shapes[1:] if family.weight_of(shape)]
     each = max(1, math.ceil(len(others) / _COMPARED))
     groups = [others[at : at + each] for at in range(0, len(others), each)]
@@ -429,8 +436,9 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
-    """Return how smaller batches are padded to the batch shape of the evaluation ``job``, a planning problem for the
-    model ``prepared``; ``None`` if the model has no example inputs, from which this could be found.
+    """Return how batches with fewer samples or positions are padded to the batch shape of the evaluation ``job``, a
+    planning problem. ``prepared``: the model with the example inputs of the evaluation. ``None`` if it has no example
+    inputs, from which the padding is determined.
     """
     if prepared.inputs is None:
         return None

@@ -187,11 +187,11 @@ def _check_lengths(lengths: Mapping[int, float], count: int, multiple: int) -> N
 
 
 def _choose_buckets(sizes: NDArray[np.float64], often: NDArray[np.float64], count: int) -> list[int]:
-    """Choose at most ``count`` of ``sizes`` (numbers of positions of batches), to the next larger of which every size
-    is padded, such that the sum of the padded sizes, weighted by their frequency, is least. Return the indices of the
-    chosen sizes, ascending. The last size is always chosen.
+    """Choose at most ``count`` of the batch lengths ``sizes``. Every batch is padded to the smallest chosen length that
+    is at least its own. The choice minimises the sum of the padded lengths, weighted by frequency. Return the indices
+    of the chosen lengths, ascending. The last (largest) length is always chosen.
 
-    ``sizes``: in increasing order. ``often``: the frequency of each.
+    ``sizes``: in increasing order. ``often``: the frequency of each length.
     """
     total = np.cumsum(often)
     before = np.concatenate(([0.0], total))  # frequency of the sizes in front of an index
@@ -219,9 +219,11 @@ NO_PROGRAMS: Mapping[str, Request] = MappingProxyType({})
 
 
 def constrain_for_programs(constraints: Constraints | None, programs: Mapping[str, Request]) -> Constraints:
-    """Return ``constraints`` with what further ``programs`` ask of the layout: no context parallelism (``cp=1``) if
-    tokens are to be generated, because it would divide the positions of key/value caches. A fixed ``cp`` stays. Raise
-    :class:`ShapeError` for malformed ``programs``."""
+    """Return ``constraints`` (``None``: no constraints) with a constraint that generation needs: if one of ``programs``
+    generates tokens and ``cp`` is free, then ``cp=1``, because context parallelism would divide the positions of
+    key/value caches. ``programs``: the requested further programs by name. Raise :class:`ShapeError` for malformed
+    ``programs``.
+    """
     check_programs(programs)
     constraints = constraints or Constraints()
     generates = any(isinstance(asked, Generate) for asked in programs.values())

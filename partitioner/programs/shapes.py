@@ -33,8 +33,9 @@ Shape = tuple[int, int]  # samples and positions; 0 positions: the inputs have n
 
 
 class _BlockData(NamedTuple):
-    """The graph of a piece of the model, such as a layer, in a form that can be pickled: the arguments of
-    :func:`block_from_data`.
+    """The graph of a piece of the model, such as a layer, in a form that can be pickled. ``name``: name of the piece.
+    ``nodes``: the operators of its graph as dicts. ``states``: names of its inputs that are parameters or buffers.
+    ``inputs``: names of its other inputs.
     """
 
     name: str
@@ -44,8 +45,9 @@ class _BlockData(NamedTuple):
 
 
 class _FoundAhead(NamedTuple):
-    """What a forked process has found of a family of batch shapes. ``folded``: shape -> the model as calls of blocks
-    without the blocks, and the blocks as data. ``axes``: how batches are padded to more samples, and to more positions.
+    """Results of a forked process that captured the model for several batch shapes. ``folded``: shape (samples,
+    positions) -> the model as a list of calls of blocks (such as layers), and the graphs of these blocks in a form that
+    can be pickled. ``axes``: how batches are padded to more samples, and to more positions.
     """
 
     folded: dict[Shape, tuple[FoldedModel, list[_BlockData]]]
@@ -75,10 +77,10 @@ class ShapeFamily:
 
     @staticmethod
     def of(sample: PreparedModel, asked: Shapes, global_batch: int | None, topology: Topology) -> ShapeFamily:
-        """Return the family of all combinations of the batch sizes and lengths that the user requested by ``asked``. If
-        ``asked`` has no batch sizes, the only one is ``global_batch`` (a number of samples) or that of the inputs; if
-        it has no lengths, the only one is that of the inputs. ``sample``: the model with its inputs. ``topology``: the
-        cluster.
+        """Return the family of all combinations of the numbers of samples and of positions (such as tokens of a sample)
+        that the user requested by ``asked``. ``sample``: the model with the user's inputs. ``global_batch``: the number
+        of samples if ``asked`` has none; ``None``: that of the inputs. If ``asked`` has no numbers of positions, that
+        of the inputs is used. ``topology``: the cluster.
 
         Raise :class:`ShapeError` if the inputs cannot have these shapes.
         """
@@ -112,16 +114,18 @@ class ShapeFamily:
         return self.prepared_at(self.shapes[0])
 
     def prepared_at(self, shape: Shape) -> PreparedModel:
-        """Return the model with inputs of ``shape`` (samples, positions), the same object for equal shapes. Inputs that
-        differ from the given ones in size are zeros. The model's graph is captured when it is first needed.
+        """Return the model with inputs of ``shape`` (samples, positions), the same object for equal shapes. Inputs
+        whose size differs from that of the user's inputs are zeros. The model's graph is captured when it is first
+        needed.
         """
         if shape not in self._prepared:
             self._prepared[shape] = self._prepare(shape)
         return self._prepared[shape]
 
     def _prepare(self, shape: Shape) -> PreparedModel:
-        """Return a new model with inputs of ``shape`` (samples, positions). Inputs that differ from the given ones in
-        size are zeros."""
+        """Return a new model with inputs of ``shape`` (samples, positions). Inputs whose size differs from that of the
+        user's inputs are zeros.
+        """
 
         def resize(path: str, leaf: Any) -> Any:
             """Return ``leaf``, the input at ``path``, with the sizes of the requested shape: a tensor of zeros if a
@@ -164,9 +168,11 @@ class ShapeFamily:
         return resize_captured(self._normal_at(first), self._normal_at(last), line)
 
     def _derive_folded(self, shape: Shape) -> FoldedModel | None:
-        """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), derived from the
-        blocks for the largest and the smallest number of positions, or else of samples. At the ends of both axes it is
-        what a forked process has captured. ``None`` if there is no such process, or if the blocks cannot be derived."""
+        """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), without capturing it
+        for this shape. A shape between the largest and the smallest number of positions, or else of samples, is derived
+        from the models for these two. For other shapes the model that a forked process has captured is returned.
+        ``None`` if neither is possible; the caller then captures the model.
+        """
         ends = self._find_surrounding_shapes(shape)
         if ends is None:
             return self._read_folded(shape)
@@ -176,10 +182,11 @@ class ShapeFamily:
 
     @contextmanager
     def look_ahead(self) -> Iterator[None]:
-        """Return a context in which a forked process captures the model for the other ends of the family (the smallest
-        numbers of positions and of samples) and finds how batches are padded, if this machine has a second processor.
-        The model must have been captured for the largest shape. What the process finds is read when it is first needed;
-        if it fails, it is computed here.
+        """Return a context in which a forked process works ahead. It captures the model for the shapes with the
+        smallest numbers of samples or positions, and finds how batches are padded. Other methods use its results when
+        they first need them. If the machine has no second processor, or there is a single shape, no process is started.
+        If the process fails, the results are computed here. The model must have been captured for the largest shape
+        before.
         """
         if len(self.shapes) < 2 or not can_help():
             yield
@@ -193,8 +200,10 @@ class ShapeFamily:
                 self._ahead.clear()
 
     def _find_ahead(self) -> _FoundAhead:
-        """Return the model for the other ends of the family, in a form that can be pickled, and how batches are
-        padded."""
+        """Do the work of the forked process and return its results in a form that can be pickled: the model for the
+        shapes with the smallest or largest numbers of samples and positions, except the largest shape, and how batches
+        are padded.
+        """
         folded = {}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # a forked process has none of the threads of its parent
@@ -216,12 +225,17 @@ class ShapeFamily:
         return sorted(corners - {self.shapes[0]}, reverse=True)
 
     def capture_ends(self) -> None:
-        """Capture the model for all shapes from which others are derived, so that forks of this process know them."""
+        """Capture the model for the shapes with the smallest or largest numbers of samples and positions, from which
+        the models for all other shapes are derived. Processes that are forked from this one afterwards need not capture
+        them again.
+        """
         for shape in self._list_ends():
             self.prepared_at(shape).at(None, None, torch_device(self.topology))
 
     def _read_ahead(self) -> _FoundAhead | None:
-        """Return what the forked process has found of this family; ``None`` if there was no such process."""
+        """Wait for the forked process that captures the model for other batch shapes, and return its results. Later
+        calls return them again. ``None`` if no such process was started.
+        """
         if self._ahead:
             self._found.append(self._ahead.pop().result())
         return self._found[0] if self._found else None
@@ -238,9 +252,11 @@ class ShapeFamily:
         return model
 
     def _find_surrounding_shapes(self, shape: Shape) -> tuple[Shape, Shape, tuple[int, int, int]] | None:
-        """Return the two shapes (samples, positions) between which ``shape`` lies along one axis, the larger one first,
-        and the sizes along this axis of the larger one, the smaller one and ``shape``. The axis is that of positions if
-        possible, else that of samples; ``None`` if ``shape`` is at an end of both."""
+        """Return (larger, smaller, sizes): two shapes (samples, positions) between which ``shape`` lies, and from which
+        its graph can be derived. They differ in the number of positions or, if that is impossible, of samples.
+        ``sizes``: this number in ``larger``, in ``smaller`` and in ``shape``. ``None`` if both numbers of ``shape`` are
+        the largest or smallest ones.
+        """
         for axis in (1, 0):
             sizes = [each[axis] for each in self.shapes]
             low, high = min(sizes), max(sizes)
@@ -287,7 +303,9 @@ class ShapeFamily:
 
     def _find_axes(self) -> tuple[AxisPadding, AxisPadding]:
         """Return how batches are padded in two directions, as a pair: to more samples, and to more positions. If
-        padding in a direction is impossible, the ``fault`` of that element says why."""
+        padding in a direction is impossible, the attribute ``fault`` of its element of the pair is a text that says
+        why.
+        """
         batch, length = self.shapes[0]
         whole = self._normal_at((batch, length))
         fewer = shorter = AxisPadding(fault="the plan's batches have one sample")
@@ -305,7 +323,9 @@ class ShapeFamily:
 
 
 def look_ahead(family: ShapeFamily | None) -> AbstractContextManager[None]:
-    """Return :meth:`ShapeFamily.look_ahead` of ``family``, or a context that does nothing if it is ``None``."""
+    """Return a context in which a forked process captures the model of ``family`` for further batch shapes ahead of
+    time. The context does nothing if ``family`` is ``None``, because the plan then has a single shape.
+    """
     return nullcontext() if family is None else family.look_ahead()
 
 
@@ -320,9 +340,9 @@ def _find_length_dims(leaves: Mapping[str, Tensor], batch_dims: Mapping[str, int
     """Return the dim of positions of each input that has one (input path -> dim index), and the number of positions.
     ``({}, 0)`` if no input holds tokens.
 
-    The first two-dimensional integer input ``[samples, positions]`` decides the number of positions. In other inputs
-    the dim with this size is taken. ``leaves``: input path -> tensor. ``batch_dims``: input path -> dim of samples.
-    Raise :class:`ShapeError` for an input with two such dims.
+    The first two-dimensional integer input ``[samples, positions]`` decides the number of positions. In every other
+    input, the dim of positions is the one with this size. ``leaves``: input path -> tensor. ``batch_dims``: input path
+    -> dim of samples. Raise :class:`ShapeError` for an input with two such dims.
     """
     tokens = (x for p, x in leaves.items() if x.dim() == 2 and not x.is_floating_point() and batch_dims.get(p) == 0)
     first = next(tokens, None)

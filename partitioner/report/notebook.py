@@ -14,8 +14,9 @@ MOST_PICTURE_BYTES = 400_000  # of a picture in a notebook, which keeps it in it
 
 
 def format_plan_html(plan: Plan) -> str:
-    """Return what a notebook displays for ``plan`` as HTML text: its main figures and the picture of its graph. The
-    picture is embedded as an image, so that its style sheet does not change the notebook's page.
+    """Return what a notebook displays for ``plan`` as HTML text: its main numbers, such as the step time, and the
+    picture of its graph. The picture is embedded as an image, so that its style sheet does not change the notebook's
+    page.
     """
     return format_html_figures(picture_title(plan), key_figures(plan), _format_graph(plan))
 

@@ -38,10 +38,10 @@ class OperatorCost:
     """Describes the predicted cost of one operator of a module for one microbatch, on one rank of a pipeline stage.
 
     ``stages``: the index of the stage, or the first and the last as text, such as ``0–3``. ``block``: name of the block
-    of layers that contains the operator. ``operator``: the module path and the name of the operator. ``calls``: how
-    often the stages call the block. ``seconds``: of forward and of backward, summed over all these calls.
-    ``num_bytes``: bytes read and written by forward and backward of a single call. ``flops``: their floating-point
-    operations.
+    (such as a decoder layer) that contains the operator. ``operator``: the module path and the name of the operator.
+    ``calls``: how often the stages call the block. ``seconds``: a list of two numbers, for forward and for backward,
+    summed over all these calls. ``num_bytes``: bytes read and written by forward and backward of a single call.
+    ``flops``: their floating-point operations.
     """
 
     stages: str
@@ -94,9 +94,9 @@ def _list_block_costs(
     plan: Plan, block: Block, device: DeviceType, train: bool, common: OperatorCost, merged: FusedRegions | None
 ) -> Iterator[OperatorCost]:
     """Yield the predicted cost of each operator of ``block``, a piece of the model in ``plan`` such as a decoder layer,
-    on ``device``. ``train``: whether backward is included. ``common``: an entry whose ``stages``, ``block`` and
-    ``calls`` all results have. ``merged``: the regions of operators that a compiler merges; each has its share of its
-    region.
+    on ``device``. ``train``: whether backward is included. ``common``: its ``stages``, ``block`` and ``calls`` are
+    copied to each result, and seconds are multiplied by its ``calls``. ``merged``: the regions of operators that a
+    compiler merges into one kernel, whose time is divided among its operators; ``None``: nothing is merged.
     """
     paths = {node["name"]: node.get("path", "") for node in plan.program.blocks[block.name].nodes}
     names, learned = set(block.states), learned_nodes(block)

@@ -209,8 +209,8 @@ def _build_section(
 
 
 def _build_summary(plan: Plan) -> list[ET.Element]:
-    """Return the elements of the section "Summary": the plan's key figures as cards, then its tables of figures and
-    stages.
+    """Return the elements of the section "Summary": the plan's main numbers (such as the step time) as cards, then a
+    table of more numbers and a table of the pipeline stages.
     """
     cards = build_element("dl", class_="cards")
     for name, value in key_figures(plan):

@@ -26,8 +26,8 @@ _NOTE_SIZE = "12"  # of the notes in a header; the title is larger
 class Embedded:
     """A picture inside an HTML page. ``drawing``: the ``svg`` element, or ``None`` if there is no picture. ``notes``:
     the text under the picture's title. ``legend``: pairs (name of a colour or ``hatched``, meaning). ``missing``: a
-    sentence that says why there is no picture. ``left_out``: a text that says which part of the picture was left out
-    because of its size; empty if it is complete.
+    sentence that says why there is no picture; empty if there is one. ``left_out``: a text that says which part of the
+    picture was left out because of its size; empty if it is complete.
     """
 
     drawing: ET.Element | None

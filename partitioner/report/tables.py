@@ -57,9 +57,9 @@ def build_candidate_table(plan: Plan) -> ET.Element:
 
 
 def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
-    """Return the cells of the layout ``candidate`` in the table of layouts that the search examined: mesh, microbatch
-    size, schedule, step time, its difference from the step time of ``plan``, lower bound of the step time, peak memory,
-    and what the search found.
+    """Return the cells of one row of the table of layouts that the search examined. ``candidate``: the layout of the
+    row. ``plan``: the plan that was found. The cells are: mesh, microbatch size, schedule, step time, its difference
+    from the step time of ``plan``, lower bound of the step time, peak memory, and what the search found.
     """
     memory = candidate.memory
     if candidate.status == "chosen":
@@ -90,9 +90,11 @@ def _format_change(ratio: float) -> str:
 
 
 def count_left_candidates(plan: Plan) -> int:
-    """Return the number of layouts that have no row in the table of candidates of ``plan``, because the table and the
-    search's own list are limited. Layouts without a row that the search did not work out, although by their lower bound
-    they may be faster than the plan, are not included: the certificate counts them separately."""
+    """Return the number of layouts (mesh, schedule, ZeRO stage) that the search of ``plan`` examined and that have no
+    row in the report's table of candidates, because the table and the list in the plan are limited. Layouts outside of
+    the plan's list that may be faster than the plan, because only their lower bound is known and it is below the plan's
+    step time, are not counted.
+    """
     rows = len(plan.certificate.candidates)
     return max(0, rows - MOST_CANDIDATES) + sum(n for kind, n in plan.certificate.left.items() if kind != "open")
 
@@ -112,14 +114,17 @@ def list_questions(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _read_value(candidate: Candidate, name: str) -> Any:
-    """Return the value that the layout ``candidate`` has for the constraint ``name``: the number of ranks if it is a
-    mesh axis such as ``tp``, else the field of the candidate with this name."""
+    """Return the value that ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that the search
+    examined, has for the constraint ``name``: the number of ranks if it is a mesh axis such as ``tp``, else the field
+    of the candidate with this name.
+    """
     return candidate.mesh.get(name, 1) if name in _ASKED[:5] else getattr(candidate, name)
 
 
 def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
-    """Return a key that sorts the values of a constraint by their distance from the plan's value ``own``. ``value``:
-    the value for which the key is. Numbers are compared on a logarithmic scale, other values by their text.
+    """Return a key by which values of a constraint are sorted, the nearest to the plan's value ``own`` first.
+    ``value``: the value to sort. The key is a pair: the difference of the base-2 logarithms of the two numbers (0 for
+    values that are not numbers), and ``value`` as text, which decides between equal distances.
     """
     if isinstance(own, int) and isinstance(value, int):
         return abs(math.log2(max(value, 0.5)) - math.log2(max(own, 0.5))), f"{value:012d}"
@@ -160,8 +165,9 @@ def _list_answer_rows(plan: Plan) -> Iterator[list[Cell]]:
 
 
 def _build_time_cell(answer: WhyNot) -> Cell:
-    """Return a table cell as a pair (number to sort by, text): the step time of the layout of ``answer``, or ``≥`` and
-    a lower bound on it. The text is empty if neither is known.
+    """Return a table cell as a pair (number to sort by, text): the step time of a plan with the constraint that
+    ``answer`` is about, or ``≥`` and a lower bound on it. ``answer``: what the search says on this constraint, such as
+    ``tp=4``. The text is empty if neither is known.
     """
     if answer.verdict in ("slower", "faster") and answer.candidate is not None and answer.candidate.step_time:
         return answer.candidate.step_time, seconds_text(answer.candidate.step_time)

@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 def export_for_viewer(plan: Plan, format: str, path: str | Path) -> tuple[str, ...]:
     """Write ``plan`` to the file ``path`` for the viewer ``format``, ``perfetto`` or ``model-explorer``, atomically.
-    Return sentences on what was left out because of the limit of 5 MB.
+    Return sentences on what was left out because of the limit of 5 MB; empty if nothing was.
     """
     content, left_out = VIEWERS[format](plan)
     write_text(Path(path), json.dumps(content, separators=(",", ":"), ensure_ascii=False))
@@ -38,7 +38,8 @@ def export_for_viewer(plan: Plan, format: str, path: str | Path) -> tuple[str, .
 
 
 def build_perfetto_trace(plan: Plan) -> tuple[Json, tuple[str, ...]]:
-    """Return the simulated step of ``plan`` as a trace, and sentences on what was left out.
+    """Return a pair: the simulated step of ``plan`` as JSON data of a Perfetto trace, and sentences on what was left
+    out because of the limit of 5 MB, empty if nothing was.
 
     If the step has too many instructions, the trace has those that start first.
     """
@@ -84,10 +85,11 @@ def _keep_most(entries: list[Json], limit: int) -> list[Json]:
 
 
 def build_model_explorer_graphs(plan: Plan) -> tuple[Json, tuple[str, ...]]:
-    """Return the graphs of ``plan`` as a collection for Model Explorer, and sentences on what was left out.
+    """Return a pair: the graphs of ``plan`` as JSON data for Model Explorer, and sentences on what was left out because
+    of the limit of 5 MB, empty if nothing was.
 
-    The first graph has the pipeline stages as layers, with the runs of equal blocks in them; each block has a graph of
-    its operators, which a click on a run opens.
+    The first graph has the pipeline stages as layers, with a node for each run of consecutive equal blocks (such as
+    decoder layers). Each block has a graph of its operators, which a click on a run opens.
     """
     outline = outline_program(plan.program)
     stages = _build_stage_graph(plan, outline)

@@ -120,8 +120,8 @@ def check_arguments(arguments: Any) -> None:
 
 def check_constructor(options: dict[str, Any]) -> None:
     """Raise :class:`TrainerError` if ``options``, arguments of ``transformers.Trainer`` by name, has one that is
-    impossible if a plan divides the model over ranks: a finished optimizer (``optimizers``), ``model_init`` or
-    ``compute_loss_func``.
+    impossible if a plan divides the model over ranks: an optimizer that already exists (``optimizers``), ``model_init``
+    or ``compute_loss_func``.
     """
     if any(each is not None for each in options.get("optimizers") or ()):
         raise TrainerError(

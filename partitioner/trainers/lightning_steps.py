@@ -30,10 +30,12 @@ _METHODS = """
 
 @dataclass
 class StepRecords:
-    """Records what ``training_step`` and ``validation_step`` of a LightningModule log and return, other than tensors.
+    """Records of what ``training_step`` and ``validation_step`` of a LightningModule log and return: names and options,
+    but no tensors.
 
-    ``logged``: name of the step -> name of the logged value -> further arguments of ``self.log``. ``returned``: name of
-    the step -> names of returned entries other than the loss; ``None``: it returns no dict.
+    ``logged``: name of the step -> name of the logged value -> the arguments of ``self.log`` besides name and value,
+    such as ``prog_bar``. ``returned``: name of the step -> names of the entries of the returned dict other than the
+    loss; ``None`` if there are none.
     """
 
     logged: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -50,8 +52,9 @@ class StepModel(nn.Module):
     ``validation_step``.
 
     It has the parameters, buffers and submodules of ``module``, under the same names. Its forward takes ``batch`` and
-    returns a dict: ``loss``, a scalar; ``logged``, name -> scalar; ``returned``, name -> scalar. ``records`` has the
-    rest after a call.
+    returns a dict: ``loss``, a scalar; ``logged``, a dict name -> scalar of the values that the step logs;
+    ``returned``, a dict name -> scalar of what the step returns besides the loss. ``records``: an object to which each
+    forward writes what is no tensor: the further arguments of ``self.log``, and the names of returned values.
     """
 
     def __init__(self, module: nn.Module, records: StepRecords) -> None:

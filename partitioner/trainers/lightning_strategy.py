@@ -82,7 +82,7 @@ _REFUSED_CALLBACKS = (
 class EngineSteps:
     """Methods that replace those of a Lightning precision plugin if a plan divides the model over ranks: the engine has
     computed the gradients already, and it clips them. :func:`_adapt_precision` mixes this class into the class of the
-    plugin.
+    plugin. ``engine``: the engine of this rank, which runs its part of the model.
     """
 
     engine: Engine
@@ -92,8 +92,9 @@ class EngineSteps:
         The arguments are not used."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Call ``closure``, which runs ``training_step`` on a global batch, and then step ``optimizer`` without a
-        closure."""
+        """Call ``closure``, which runs ``training_step`` on a global batch; then step ``optimizer``, to which
+        ``kwargs`` are passed. Return the result of ``closure``. ``model``: the LightningModule.
+        """
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         optimizer.step(**kwargs)
@@ -107,7 +108,8 @@ class EngineSteps:
 
 def _adapt_precision(plugin: Any, engine: Engine) -> Any:
     """Return a copy of ``plugin``, a precision plugin of Lightning, that leaves backward and gradient clipping to
-    ``engine``, the engine of this rank."""
+    ``engine``, which runs this rank's part of the model.
+    """
     adapted = copy.copy(plugin)
     adapted.__class__ = type(type(plugin).__name__, (EngineSteps, type(plugin)), {})
     adapted.engine = engine
@@ -123,20 +125,23 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     batch and the weights, and log scalars.
 
     Args:
-        topology: the cluster; ``None``: the ranks of this launch on this machine (or on alike nodes with GPUs).
-        constraints: what of the plan is fixed, such as ``Constraints(tp=2)``; the planner chooses the rest.
-        shapes: the shapes of batches, if they differ; a batch is padded to the next larger one. ``None``: all batches
+        topology: the cluster; ``None``: the ranks of this launch, on this machine or on several equal nodes with GPUs.
+        constraints: the choices that the plan must have, such as ``Constraints(tp=2)``; the planner makes all others.
+            ``None``: it makes all.
+        shapes: the shapes of batches, if they differ; a batch is padded to the next larger shape. ``None``: all batches
             have the shape of the first.
-        precision: of :func:`partitioner.partition`; ``None``: by the ``precision`` of ``L.Trainer``, of which
+        precision: as for :func:`partitioner.partition`; ``None``: that of ``L.Trainer(precision=...)``, for which
             ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters with float32 copies) are accepted.
-        compile: compile the model's parts by ``torch.compile``.
-        options: of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``, ``cluster_environment``.
+        compile: whether to compile the operators between collectives with Inductor, or the name of another backend of
+            ``torch.compile``.
+        options: arguments of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``,
+            ``cluster_environment``.
 
-    Attributes: ``plan`` and ``engine``, this rank's :class:`partitioner.Engine`; both are made by ``fit``. The module
-    keeps the weights that it was given until ``fit`` ends, and gets the trained ones then.
+    Attributes: ``plan``, the plan, and ``engine``, this rank's :class:`partitioner.Engine`; ``fit`` creates both. The
+    module keeps the weights that it was given until ``fit`` ends, and gets the trained ones then.
 
-    Raises :class:`TrainerError` for what cannot be honoured, before training, and errors of
-    :func:`partitioner.partition` if there is no plan.
+    Raises :class:`TrainerError` before training for options and methods that cannot have their effect with a plan, and
+    the errors of :func:`partitioner.partition` if there is no plan.
     """
 
     def __init__(
@@ -237,7 +242,10 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return self._records
 
     def _search_plan(self, trainer: Any, module: Any, precision: str | None) -> Plan:
-        """Return the plan of the steps of ``module`` for the first batches of its data loaders."""
+        """Return a plan of ``training_step`` and, if ``fit`` of ``trainer`` validates, of ``validation_step`` of
+        ``module``, a LightningModule. The first batches of the data loaders are the example inputs. ``precision``: the
+        dtype to compute in, as for :func:`partitioner.partition`; ``None``: the types of the parameters.
+        """
         self._records = StepRecords()
         world = self.world_size
         on_gpus = self.root_device.type == "cuda"
@@ -345,8 +353,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def training_step(self, batch: Any, *given: Any) -> dict[str, Any]:
         """Run forward and backward of one global batch on all ranks. Log what ``training_step`` of the module logs, and
-        return what it returns as a dict, with the loss of the global batch. ``batch``: the samples of the global batch,
-        or this rank's part of them. ``given``: not used."""
+        return what it returns as a dict, with the loss of the global batch. ``batch``: the samples of the global batch
+        or, if the data loader reads only this rank's samples, those. ``given``: not used.
+        """
         trainer = self.lightning_module.trainer
         count = trainer.accumulate_grad_batches
         [loader] = trainer.fit_loop._combined_loader.flattened[:1]
@@ -375,8 +384,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _finish_step(self, step: str, loss: Tensor | None, size: int) -> Any:
         """Log, for one global batch, the values that the method ``step`` of the module (``training_step`` or
-        ``validation_step``) logs, and return the result of ``step``. ``loss``: the loss of the batch. ``size``: number
-        of its samples, by which Lightning weights averages."""
+        ``validation_step``) logs, and return the result of ``step``. ``loss``: the loss of the batch; ``None`` if
+        ``validation_step`` returns none. ``size``: number of its samples, by which Lightning weights averages.
+        """
         if loss is not None:
             loss = loss.detach().as_subclass(Tensor).clone()
         logged, returned = self._records.logged.get(step, {}), self._records.returned.get(step)
@@ -395,8 +405,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _read_results(self, paths: list[str], loss: Tensor | None) -> dict[str, Any]:
         """Return the outputs of the model at ``paths`` for the last global batch, as a dict from path to tensor or
-        number. The parts of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the
-        batch."""
+        number. The parts of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the batch,
+        which is used for outputs that are the loss; ``None`` if there is no loss.
+        """
         if not paths:
             return {}
         found = self.engine.latest_outputs
@@ -422,12 +433,15 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Call the hooks of Lightning that belong before and after a backward, and return the loss ``closure_loss``.
-        The backward itself was run by the engine together with the forward."""
+        The engine has run the backward itself together with the forward. The other arguments are not used.
+        """
         module, plugin = self.lightning_module, self.precision_plugin
         return plugin.post_backward(plugin.pre_backward(closure_loss, module), module)  # type: ignore[no-any-return]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Call ``closure``, which runs the last global batch of this optimizer step, and step ``optimizer``."""
+        """Call ``closure``, which runs the last global batch of this optimizer step; then step ``optimizer``. Return
+        the result of ``closure``. ``model``: the LightningModule. ``kwargs``: passed to the optimizer's step.
+        """
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._has_gradients = False
         return result
@@ -471,7 +485,10 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the folder ``filepath``: the engine's checkpoint, with Lightning's state in it. All ranks call it."""
+        """Write a checkpoint to the folder ``filepath``: the engine's weights and optimizer states, and the state of
+        Lightning's loops and callbacks in ``checkpoint``. All ranks must call this, since each has a part of the
+        weights. Raise :class:`TrainerError` unless ``storage_options`` is ``None``.
+        """
         if storage_options is not None:
             raise TrainerError(
                 "storage_options is not supported: expected a folder on a file system that all ranks share"
@@ -481,8 +498,10 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         self.engine.save(Path(filepath), optimizer, extra={STATE: held})
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the folder ``checkpoint_path`` into engine and optimizer, and return Lightning's state. All ranks call
-        it.
+        """Load the checkpoint in the folder ``checkpoint_path``. Outside of ``fit``, as for ``test``, the weights are
+        copied into the whole module; during ``fit`` the engine and the optimizer get their states. Return the state of
+        Lightning's loops and callbacks, with an empty ``state_dict``. All ranks must call this. ``weights_only``: not
+        used. Raise :class:`TrainerError` if the folder does not exist, or if there is no plan yet to read it.
         """
         if not Path(checkpoint_path).is_dir():
             raise TrainerError(
@@ -506,17 +525,20 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing. Lightning would load the weights into the module here, but :meth:`load_checkpoint` has loaded
-        them already."""
+        them already. The arguments are not used.
+        """
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing. Lightning would load the states of the optimizers here, but :meth:`load_checkpoint` has loaded
-        them already."""
+        them already. ``checkpoint``: not used.
+        """
 
 
 class EqualLoader:
     """A data loader that yields the same global batches on all ranks: its random generators start in the state of the
-    first rank's generators. For training batches, a rank reads only its own samples if these are sure to be the same as
-    in the global batch. ``reads_own``: whether the batches of the last iteration had only this rank's samples.
+    first rank's generators. ``loader``: the data loader to read from. ``strategy``: the Lightning strategy that knows
+    the plan. If it is certain which samples of a training batch this rank computes, it reads only these. ``reads_own``:
+    whether this holds for the iteration that was started last.
     """
 
     def __init__(self, loader: Any, strategy: PartitionedStrategy) -> None:
@@ -637,8 +659,9 @@ def _validates(trainer: Any, module: Any) -> bool:
 
 def _list_loaders(source: Any, mode: str) -> Any:
     """Return Lightning's ``CombinedLoader`` over the data loaders of ``source``. Iteration over it yields triples: a
-    batch, its index, and the index of its data loader. ``mode``: the order in which Lightning reads several loaders,
-    such as ``"sequential"``. Raise :class:`TrainerError` if a data loader is an iterator, which can be read only once.
+    batch, its index, and the index of its data loader. ``source``: Lightning's description of where the data loaders
+    come from. ``mode``: the order in which Lightning reads several loaders, such as ``"sequential"``. Raise
+    :class:`TrainerError` if a data loader is an iterator, which can be read only once.
     """
     loaders = source.dataloader()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)

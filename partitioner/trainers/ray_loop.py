@@ -47,24 +47,30 @@ class PartitionedLoop:
 
     Args:
         model: returns the model, with equal weights in every process.
-        dataset: returns the data, as for :class:`partitioner.Loader`: samples are dicts of the model's inputs, or what
-            ``collate`` makes into a batch.
-        optimizer: makes the optimizer of a list of parameters, this rank's parts.
-        folder: for the plan, checkpoints and ``metrics.jsonl``; all nodes see it.
-        steps: number of optimizer steps of the whole run, those before a restart too.
+        dataset: returns the data, as for :class:`partitioner.Loader`. A sample is a dict of the model's inputs by name,
+            or any object if ``collate`` makes such a dict from a list of samples.
+        optimizer: takes a list of parameters (this rank's parts of the model's parameters) and returns an optimizer of
+            them.
+        folder: where the plan, checkpoints and ``metrics.jsonl`` are written; all nodes must be able to read it.
+        steps: number of optimizer steps of the whole run, including those before a restart.
         batch_size: samples of a global batch.
-        plan: the path of a plan that all nodes see; ``None``: the first worker plans for the workers that there are.
-        topology: the cluster; ``None``: the workers of this launch, on this machine or on alike nodes with GPUs.
-        constraints, precision: of :func:`partitioner.partition`.
-        schedule: makes a learning-rate schedule of the optimizer; ``None``: the rate is constant.
-        collate: makes a batch of a list of samples; torch's ``default_collate`` by default.
-        accumulate: batches of a step, whose gradients are averaged.
-        max_norm: clips the gradients by their norm over the whole model; ``None``: they are not clipped.
+        plan: path of a plan file that all nodes can read; ``None``: the first worker searches for a plan for the
+            present number of workers.
+        topology: the cluster; ``None``: the workers of this launch, on this machine or on several equal nodes with
+            GPUs.
+        constraints, precision: as for :func:`partitioner.partition`.
+        schedule: takes the optimizer and returns its learning-rate schedule; ``None``: the rate is constant.
+        collate: takes a list of samples and returns a batch; torch's ``default_collate`` by default.
+        accumulate: number of global batches in an optimizer step; their gradients are averaged.
+        max_norm: gradients are scaled so that their norm over the whole model is at most this; ``None``: they are not
+            clipped.
         seed: of the order of samples and of the model's random operators.
-        save_every, report_every: steps between checkpoints, and between reports to Ray, for which workers wait.
-        patience_s: seconds without progress after which a worker that hangs is ended; Ray then starts all again.
+        save_every: optimizer steps between checkpoints. report_every: optimizer steps between reports of metrics to
+            Ray, at which all workers wait for each other.
+        patience_s: seconds without progress after which a worker is ended as hanging; Ray then restarts all workers.
 
-    A call raises :class:`TrainerError` if workers and plan do not fit, on all workers and before training.
+    A call raises :class:`TrainerError` on all workers before training if the plan is for another number of workers or
+    places them on other nodes.
     """
 
     model: Callable[[], nn.Module]
@@ -87,7 +93,9 @@ class PartitionedLoop:
     patience_s: float = 300.0
 
     def __call__(self, config: Mapping[str, Any]) -> None:
-        """Train on this worker of a Ray trainer. ``config``: name -> value of the fields of this object to replace."""
+        """Train on this worker of a Ray trainer. ``config``: name of a field of this object -> value that replaces
+        it.
+        """
         loop = self._replace_fields(config)
         context = ray.train.get_context()
         loop._train(context.get_world_rank(), context.get_world_size(), context.get_node_rank())
@@ -138,7 +146,10 @@ class PartitionedLoop:
         _report_end(found, folder if rank == 0 else None)
 
     def _get_plan(self, rank: int, world_size: int, has_gpus: bool) -> Plan:
-        """Return the plan: that of the file, or one that the first worker makes and writes to ``plan.json``."""
+        """Return the plan in the file that the field ``plan`` names. If this is ``None``, the first worker searches for
+        a plan, writes it to ``plan.json``, and sends it to the others; all workers must then call this. ``rank``:
+        number of this worker. ``world_size``: number of workers. ``has_gpus``: whether workers compute on GPUs.
+        """
         if self.plan is not None:
             return Plan.load(self.plan)
         plan: Plan = share_plan(lambda: self._search_plan(world_size, has_gpus), rank, dist.get_world_size())[0]

@@ -17,11 +17,12 @@ from partitioner.trainers.arguments import TrainerError
 
 
 def share_plan(search: Callable[[], Plan], rank: int, world_size: int, extra: Callable[[], Any] = lambda: None) -> Any:
-    """Return (plan, further data): ``search`` and then ``extra`` are called on the first rank, and their results sent
-    to the others. All ranks call this.
+    """Return a pair (plan, further data), equal on all ranks. The first rank calls ``search``, which returns a plan,
+    and then ``extra``, which returns data that can be pickled; their results are sent to the other ranks. All ranks
+    must call this. ``rank``: number of this rank. ``world_size``: number of ranks.
 
-    ``extra``: returns data that can be pickled. Raise the error of the first rank if there is none, on the other ranks
-    as a :class:`TrainerError`.
+    If ``search`` or ``extra`` fails, the first rank raises its error, and the others raise :class:`TrainerError` with
+    the text of this error.
     """
     told: list[Any] = [None]
     error: Exception | None = None
@@ -45,7 +46,9 @@ def share_plan(search: Callable[[], Plan], rank: int, world_size: int, extra: Ca
 
 @contextmanager
 def keep_generators() -> Iterator[None]:
-    """Restore the random generators of Python, NumPy and torch after the ``with`` block."""
+    """Return a context at whose end the random generators of Python, NumPy and torch get back the states that they had
+    at its start.
+    """
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     before = random_state(device)
     try:

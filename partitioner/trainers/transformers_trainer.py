@@ -58,8 +58,9 @@ class PartitionedTrainer(Trainer):
     ``num_items_in_batch``, and otherwise the mean over the batches.
 
     Args:
-        topology: the cluster; ``None``: the ranks of this launch on this machine (or on equal nodes with GPUs).
-        constraints: what is fixed in the plan, such as ``Constraints(tp=2)``; the planner chooses the rest.
+        topology: the cluster; ``None``: the ranks of this launch, on this machine or on several equal nodes with GPUs.
+        constraints: the choices that the plan must have, such as ``Constraints(tp=2)``; the planner makes all others.
+            ``None``: it makes all.
         shapes: the lengths of batches to plan for. ``None``: the data sets are read once to find their longest sample,
             whose length is the largest. A batch is padded to the next larger length.
         options: further arguments of ``Trainer``.
@@ -183,10 +184,11 @@ class PartitionedTrainer(Trainer):
         """Return two values: an example batch (input name -> value) to plan with, and the lengths of batches to plan
         for.
 
-        The batch has ``size`` samples of the one of ``datasets`` with the longest sample, which is among them. If the
-        data set is smaller, samples are repeated. The lengths are that of the longest sample and, if it is a multiple
-        of 4, a quarter and a half of it. They are empty if all samples have equal lengths, or if lengths are not
-        measured. Raise :class:`TrainerError` if a data set has no samples.
+        The batch has ``size`` samples. They come from that data set of ``datasets`` that has the longest sample, and
+        include this sample; samples of a smaller data set are repeated. The lengths are the length of the longest
+        sample and, if it is a multiple of 4, a quarter and a half of it, in ascending order. They are empty if all
+        samples have equal lengths, or if lengths are not measured. Raise :class:`TrainerError` if a data set has no
+        samples.
         """
         found: list[tuple[int, dict[str, Any]]] = []
         lengths: set[int] = set()
@@ -213,9 +215,9 @@ class PartitionedTrainer(Trainer):
         return batch, several if len(lengths) > 1 else ()
 
     def _measure_samples(self, dataset: Any) -> list[int]:
-        """Return the length of each sample of ``dataset``, that of the model's main input, such as the number of its
-        tokens. The list is empty if lengths are not needed, because the user gave ``shapes``, or if the first sample
-        has no such input.
+        """Return the length of the model's main input in each sample of ``dataset``, such as the number of tokens in
+        ``input_ids``. The list is empty if lengths are not needed, because the user gave ``shapes``, or if the first
+        sample has no such input.
         """
         name = getattr(self.model, "main_input_name", "input_ids")
         if self._shapes is not None or not len(dataset) or not _has_length(dataset[0], name):
@@ -260,10 +262,10 @@ class PartitionedTrainer(Trainer):
         """Return a data loader that yields the same global batches on all ranks, each with ``batch_size`` samples times
         the number of ranks. It replaces the method of ``Trainer`` with this name.
 
-        ``dataset``: the data set. ``description``: the kind of data, for messages. ``sampler_fn``: returns the sampler
-        of a data set; ``None``: samples are read in order. ``is_training``: whether the batches are for training.
-        ``dataloader_key``: the name under which the loader is kept for later calls if its worker processes persist;
-        ``None``: it is not kept.
+        ``dataset``: the data set. ``description``: a name for the kind of data, for error messages. ``sampler_fn``:
+        returns the sampler of a data set; ``None``: samples are read in order. ``is_training``: whether the batches are
+        for training. ``dataloader_key``: the name under which the loader is kept for later calls if its worker
+        processes persist; ``None``: it is not kept.
         """
         kept = self.__dict__.setdefault("_eval_dataloaders", {})
         if dataloader_key in kept and self.args.dataloader_persistent_workers:
@@ -283,9 +285,9 @@ class PartitionedTrainer(Trainer):
         reads.
 
         ``sampler``: the order of the samples, as an argument of ``DataLoader``; ``None``: they are read in order.
-        ``is_training``: whether worker processes draw the random numbers of training, the same on all ranks.
-        ``description``: the kind of data, for messages; ``"Planning"``: the loader is for one example batch, and has no
-        worker processes.
+        ``is_training``: whether the batches are for training; worker processes are then seeded, equally on all ranks.
+        ``description``: a name for the kind of data, for messages; ``"Planning"``: the loader is for one example batch,
+        and has no worker processes.
         """
         args, collate = self.args, self.data_collator
         if is_datasets_available() and isinstance(dataset, _import_dataset_class()):
@@ -506,9 +508,9 @@ class PartitionedTrainer(Trainer):
         """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check a checkpoint without loading it; its state is loaded later, together with that of the optimizer. Raise
-        :class:`TrainerError` if the folder ``resume_from_checkpoint`` does not contain the state of an engine.
-        ``model``: not used.
+        """Check a checkpoint without loading it; :meth:`_load_optimizer_and_scheduler` loads the weights later,
+        together with the states of the optimizer. Raise :class:`TrainerError` if the folder ``resume_from_checkpoint``
+        does not contain the state of an engine. ``model``: not used.
         """
         if not (Path(resume_from_checkpoint) / STATE).is_dir():
             raise TrainerError(

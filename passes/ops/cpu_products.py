@@ -75,9 +75,8 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def multiply_into(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """Add the product of the matrices ``a`` ``[m, k]`` and ``b`` ``[k, n]`` to ``total`` ``[m, n]``, by the faster
-    library of a CPU. ``fresh``: overwrite ``total`` instead.
-    """
+    """Add the product of the matrices ``a`` ``[m, k]`` and ``b`` ``[k, n]`` to ``total`` ``[m, n]``, in place: by
+    oneDNN if this is faster (only on a CPU), otherwise by torch. ``fresh``: overwrite ``total`` instead."""
     if total.is_cpu and should_use_onednn(a, b):
         made = multiply(a, b)
         if fresh:
@@ -94,8 +93,8 @@ def choose_product(target: Any, operands: tuple[Any, ...]) -> Any:
     """Return the function that computes the ATen operator ``target`` faster than torch does on a CPU; ``None`` if there
     is none.
 
-    ``operands``: its tensors, or tensors with their shapes and types: ``(a, b)`` for ``mm``, ``(bias, a, b)`` for
-    ``addmm``, ``(x, weight)`` or ``(x, weight, bias)`` for ``linear``.
+    ``operands``: the operator's tensors: ``(a, b)`` for ``mm``, ``(bias, a, b)`` for ``addmm``, ``(x, weight)`` or
+    ``(x, weight, bias)`` for ``linear``. Only their shapes and dtypes are read.
     """
     if not all(isinstance(x, Tensor) for x in operands):
         return None

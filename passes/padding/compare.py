@@ -140,11 +140,11 @@ def _find_prefix_dim(node: fx.Node) -> int | None:
 
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:
     """Return whether an argument of the operator ``node`` depends on the batch size, such as the factor ``1 / batch``
-    of a mean. If so, the graph for this batch size gives other results for a smaller batch that is padded to it than
-    the graph for the smaller batch.
+    of a mean. A batch that is padded to this batch size then gives other results than without padding, because the
+    number for the padded batch is used.
 
-    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result
-    do not count.
+    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result do
+    not count.
     """
     name, end = operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):

@@ -76,9 +76,9 @@ class Form:
     """A way to run an operator that shards several of its loop dimensions at once, such as attention with sharded
     queries and keys.
 
-    ``factor``: the name of the loop dimension that counts as sharded. ``operands``, ``results``: for each tensor,
-    the index of its sharded dim; ``None`` if it is not sharded. ``build``: appends the operators that one rank runs
-    to its graph and returns the node of the result.
+    ``factor``: the name of one of these loop dimensions, under which the result is recorded (:attr:`Strategy.factor`).
+    ``operands``, ``results``: for each tensor, the index of its sharded dim; ``None`` if it is not sharded. ``build``:
+    appends the operators that one rank runs to its graph and returns the node of the result.
     """
 
     factor: str

@@ -385,9 +385,9 @@ _GRADIENT = {"R": Layout("R"), "P": Layout("R"), "R'": Layout("P")}
 
 
 def _gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of the gradient of a tensor with the layout ``layout``. The gradient of a whole tensor or of
-    a partial sum is whole; that of a whole tensor of the kind ``R'`` is a partial sum; that of a sharded tensor is
-    sharded in the same way."""
+    """Return the layout of the gradient of a tensor with the layout ``layout``. If the tensor is whole on every rank
+    (kind ``R``) or a partial sum (``P``), its gradient is whole. Kind ``R'`` is a whole tensor whose gradient is a
+    partial sum. The gradient of a sharded tensor is sharded in the same way."""
     return _GRADIENT.get(layout.kind, layout)
 
 

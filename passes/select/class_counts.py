@@ -70,9 +70,9 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
 
 def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
     """Append a ``one_hot`` of the class numbers ``numbers`` with a fixed number of classes to the new graph, and return
-    its node. If the original model takes the number of classes from the data, the result has as many as there can be,
-    and ``build`` records a mask of the classes that the model has. Raise :class:`Unselectable` if no upper bound of the
-    class numbers is known.
+    its node. If the original model takes the number of classes from the data, the result has a column for each class
+    that is possible, and a mask of the columns that the model has is recorded in ``build``. Raise :class:`Unselectable`
+    if no upper bound of the class numbers is known.
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     """
@@ -87,8 +87,8 @@ def _count_occurrences(
     build: SelectedRows, node: fx.Node, numbers: fx.Node, weights: fx.Node | None = None, minlength: int = 0
 ) -> fx.Node:
     """Append operators to the new graph that count how often each class occurs in ``numbers``, as ``bincount`` does,
-    and return the node of the counts. If the original model takes the number of classes from the data, there are counts
-    for all classes that there can be, and ``build`` records a mask of the classes that the model has.
+    and return the node of the counts. If the original model takes the number of classes from the data, the result has a
+    count for each class that is possible, and a mask of the counts that the model has is recorded in ``build``.
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     ``numbers``: the class number of each element. ``weights``: the amount that each element adds to the count of its

@@ -62,12 +62,12 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class MaskCoordinate:
-    """Describes a node of the rewritten graph that takes the place of one result of ``torch.where(condition)``: it has
-    one coordinate of each element of the boolean node ``condition``. Unlike that result, it has an entry for every
-    element, true or not.
+    """Describes a node of the rewritten graph that takes the place of one result of ``torch.where(condition)``, the
+    indices of true elements along one dim. To keep shapes static, the node has an index for every element of
+    ``condition``, true or not, and ``mask`` says which of them the original model has.
 
-    ``mask``: ``condition``, flattened, which says which entries the original model has. ``dim``: the dim of
-    ``condition`` of which the node has the indices. ``shape``: the shape of ``condition``.
+    ``mask``: ``condition``, flattened. ``dim``: the dim of ``condition`` of which the node has the indices. ``shape``:
+    the shape of ``condition``. ``condition``: a boolean node.
     """
 
     mask: fx.Node

@@ -177,9 +177,10 @@ def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
 
 # -- functions of torch that look at numbers ---------------------------------------------------------------------------
 def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the cross entropy ``func(input, target, *args, **kwargs)``; ``func`` is torch's own function. If the
-    targets are probabilities of a data-dependent number of rows, average the losses without its reduction, because
-    its mean checks whether there are any rows."""
+    """Return the cross entropy ``func(input, target, *args, **kwargs)``; ``func`` is torch's own function. There is one
+    exception: if the targets are probabilities, their number of rows depends on the data and the reduction is a mean,
+    call ``func`` without reduction and return the mean of its losses. The mean in ``func`` would check whether there
+    are any rows, which a trace cannot know."""
     plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
     if plain or len(args) > 1:
         return func(input, target, *args, **kwargs)

@@ -390,8 +390,9 @@ class _Accumulation:
         return self.blocks[block].outputs[place]
 
     def _find_further_output(self, value: str, further: int) -> str:
-        """Return the name of a further output by which a call of a graph returns a part of ``value``, which is also
-        one of its outputs. ``further``: 0 for the addend of one microbatch, 1 for the term that is added only once."""
+        """The value ``value``, an output of a call of a graph, was split into a sum over microbatches, which the call
+        returns as two further outputs. Return the name of one of them. ``further``: 0 for the addend of one microbatch,
+        1 for the term that is added only once."""
         source = self.producer[value]
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]

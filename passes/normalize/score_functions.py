@@ -517,7 +517,8 @@ class _EagerAttention:
 
     @property
     def cap_and_scale(self) -> tuple[float | None, float]:
-        """Return the cap of the scores (``None`` for none) and their factor: ``cap * tanh(scale * s / cap)``."""
+        """Return (cap, scale) of the attention, whose scores are ``cap * tanh(scale * s / cap)``, where ``s`` is the
+        product of queries and keys. Without a cap, return (``None``, scale); the scores are then ``scale * s``."""
         return (None, self.factor) if self.inner is None else (self.factor, self.factor * self.inner)
 
 
@@ -708,7 +709,8 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
 
 def _transpose(graph: fx.Graph, keys: fx.Node, before: fx.Node) -> fx.Node:
     """Return the node of ``keys`` ``[batch, heads, width, positions]`` with the last two dims exchanged: the operand of
-    ``keys`` if that is a transpose, otherwise a new node, which is inserted before the node ``before``."""
+    ``keys`` if ``keys`` is itself such a transpose, otherwise a new node, which is inserted into ``graph`` before the
+    node ``before``."""
     if keys.target is aten.transpose.int and {d % 4 for d in keys.args[1:]} == {2, 3}:  # type: ignore[operator]
         return keys.args[0]  # type: ignore[return-value]
     with graph.inserting_before(before):

@@ -71,16 +71,18 @@ def _explain(node: fx.Node, what: str) -> str:
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return the description, under padding, of the first result of the operator ``node``, whose operands and result
-    do not depend on the batch size. ``operands``: the descriptions of the operands."""
+    """Return a description of the first result of the operator ``node`` for the case that none of its operands and
+    results depends on the batch size: no dim grows, and all elements have one number if that follows from the operands.
+    ``operands``: such descriptions of the operands."""
     value = plain_value(shapes_of(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Return whether ``value``, the description of a tensor under padding, fits the tensor's shapes at two batch
-    sizes: for each dim, the sizes of the parts that make it up (a flattened dim has several) must multiply to the
-    dim's size. ``shape``, ``other``: the shapes of the tensor in the model's graphs for the batch sizes ``sizes``."""
+    """Return whether ``value`` is consistent with the shapes of a tensor at two batch sizes. ``value`` describes how
+    each dim of the tensor is made up of parts, some of which grow with the batch (a flattened dim has several). The
+    sizes of the parts of a dim must multiply to the dim's size. ``shape``, ``other``: the shapes of the tensor in the
+    model's graphs for the batch sizes ``sizes``."""
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -261,9 +263,10 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
-    """Return the description of a dim of the result of ``node`` along which no operand grows with the batch. The dim
-    grows only if ``node`` is a ``slice`` from index 0, as long as the batch, of a longer dim, such as a table of
-    positions. ``size``, ``other``: the sizes of the dim in the graphs for the two batch sizes ``sizes``."""
+    """Return how a dim of the result of ``node`` depends on the batch, if no operand grows with the batch along it. The
+    dim has a fixed size, with one exception: ``node`` is a ``slice`` from index 0 that takes as many elements as the
+    batch has, for example from a table of positions. ``size``, ``other``: the sizes of the dim in the graphs for the
+    two batch sizes ``sizes``."""
     created = find_created_part(size, other, sizes)
     first = operator_name(node) == "slice" and not get_node_argument(node, "start")
     return created if first and created is not None else Part(size)
@@ -294,12 +297,12 @@ def _find_fill(
 def _with_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """Return ``value``, the description of the result of the operator ``node`` under padding, extended by what its
-    elements' indices tell. For example, the elements of an ``arange`` are indices, and a comparison of two such tensors
-    makes a causal mask.
+    """Return ``value`` with added knowledge about elements that follow from their indices. ``value`` describes the
+    result of the operator ``node`` if the batch is padded: which dims grow, and which numbers elements have. For
+    example, each element of an ``arange`` is its own index, and a comparison of two such tensors makes a causal mask.
 
     ``rule``: the operator's sharding rule, which says which dims of operands and results run over the same loop.
-    ``operands``: the descriptions of the operands.
+    ``operands``: such descriptions of the operands.
     """
     name = operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):

@@ -114,16 +114,16 @@ def _sum_over_ranks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
 
 
 def _take_own_chunks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each simulated rank, the part of its tensor in ``ranks`` that has the rank's number, if the tensor
-    is cut into as many equal parts as there are ranks. ``options``: the arguments of the collective by name; ``dim``
-    is the dim that is cut."""
+    """Cut the tensor of each simulated rank into equal parts, one for each rank, and return, for each rank, the part
+    with the rank's number. ``ranks``: the tensors of the ranks, in order. ``options``: the arguments of the collective
+    by name; ``dim`` is the dim that is cut."""
     return [x.chunk(len(ranks), options["dim"])[r] for r, x in enumerate(ranks)]
 
 
 def _pad_with_zeros(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each simulated rank, its tensor in ``ranks`` at the rank's place in a tensor that is as long as
-    those of all ranks together, with zeros elsewhere. ``options``: the arguments of the collective by name; ``dim``
-    is the dim that becomes longer."""
+    """Return, for each simulated rank, a tensor as long as those of all ranks joined. It has the rank's own tensor at
+    the place that this has in the joined tensor, and zeros elsewhere. ``ranks``: the tensors of the ranks, in order.
+    ``options``: the arguments of the collective by name; ``dim`` is the dim along which they would be joined."""
     zeros = [[torch.zeros_like(x)] * len(ranks) for x in ranks]
     return [torch.cat([*zeros[r][:r], x, *zeros[r][r + 1 :]], options["dim"]) for r, x in enumerate(ranks)]
 

@@ -78,9 +78,9 @@ class MaskCoordinate:
 
 @dataclass(frozen=True)
 class MaskedRowCount:
-    """The size of a tensor's dim that in the original model is the number of rows that ``mask`` selects, and so
-    depends on the data. It is an argument of operators of the rewritten graph, which keeps all rows; ``int()`` of it
-    gives the number of all rows."""
+    """Stands for the size of a dim that is the number of rows that ``mask`` selects in the original model, and so
+    depends on the data. It may be an argument of operators of the rewritten graph. There, all rows are kept, and
+    ``int()`` of this object is the number of all rows. ``mask``: a boolean node with an element for each row."""
 
     mask: fx.Node
 
@@ -138,14 +138,15 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Return nodes with the coordinates of all elements of ``condition``, in the place of the results of
-    ``torch.where(condition)``, if ``condition`` tests whether the router of a mixture of experts chose a given expert.
-    In their order, the k choices of a token are adjacent, so that the entries can be sharded by tokens even if
-    ``condition`` is transposed. Return an empty list if ``condition`` is not such a test, or has this order already.
+    """Append nodes to the new graph that take the place of the results of ``torch.where(condition)``, if ``condition``
+    tests whether the router of a mixture of experts chose a given expert for each token and each of its k choices.
+    Return one node for each dim of ``condition``, with the index of every entry, true or not. Entries are ordered so
+    that the k choices of a token are adjacent, also if ``condition`` is transposed; they can then be sharded by tokens.
+    Return an empty list if ``condition`` is not such a test, or has this order already.
 
-    If ``condition`` tests whether any of a token's k choices is the expert, there is an entry for each of the k
-    choices. The choices of a token are distinct, so every token is selected at most once. ``build``: the rewriter,
-    which appends operators to the new graph and records the mask of the entries that the original model has.
+    If ``condition`` only tests whether any of a token's k choices is the expert, there are k entries for a token, too.
+    A token's choices are distinct, so at most one of them is true. ``build``: the rewriter, which appends operators to
+    the new graph and records the mask of the entries that the original model has.
     """
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:

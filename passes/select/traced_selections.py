@@ -131,9 +131,9 @@ class _Selections(TorchFunctionMode):
         return self._by_mask(Tensor.__getitem__, (input, mask), {})
 
     def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the torch function ``func``, which selects rows by a boolean mask among its arguments, during a trace,
-        and return its result. If an equal mask was used before, torch gets the symbolic number of rows that was
-        created for it; otherwise the new number is recorded for later masks."""
+        """Run the torch function ``func``, which selects rows by a boolean mask among its arguments ``args`` and
+        ``kwargs``, during a trace, and return its result. If an equal mask was used before, torch gets the symbolic
+        number of rows that was created for it; otherwise the new number is recorded for later masks."""
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):

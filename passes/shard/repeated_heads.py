@@ -143,9 +143,8 @@ def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
 
 
 def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
-    """Return, for each dim of the result of ``node``, the index of the operand's dim that it is, if ``node`` is a
-    transpose or permutation; return ``None`` for another operator.
-    """
+    """Return a tuple with, for each dim of the result of ``node``, the index of the dim of the operand that moved
+    there, if ``node`` is a transpose or permutation; return ``None`` for another operator."""
     if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
         return None
     rank = len(get_meta_shape(node))

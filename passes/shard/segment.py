@@ -277,8 +277,10 @@ def _is_unit_container(call: _ModuleCall) -> bool:
 
 
 def _longest_chain(call: _ModuleCall) -> int:
-    """Return how many calls of equal submodules follow one another in ``call``, or in a child that does most of its
-    work. Chains that do less than half of the work of their parent count as 0."""
+    """Return how many calls of equal submodules, each of which reads a result of the one before, are inside of the
+    module call ``call``. Such a chain is typically the layers of the model. Chains count only if they do at least half
+    of the work of the call that encloses them. A submodule that does at least half of the work of its parent is
+    searched in turn, and the largest number is returned; 0 if there is no chain."""
     groups: dict[int, list[_ModuleCall]] = {}
     for part in call.parts:
         groups.setdefault(hash(compute_signature(part.nodes).key), []).append(part)

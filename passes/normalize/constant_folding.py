@@ -552,7 +552,7 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
     """Return the value of ``node``, which computes ``source[indices]``. ``source``: the value of the operand: a
     constant tensor, or a description of it as elements, at known indices, of a tensor that depends on data; the result
-    has the same form. It has size 1 in dims along which it is constant; indices into these dims are ignored.
+    has the same form. ``source`` has size 1 in dims along which it is constant; indices into these dims are ignored.
     ``indices``: the values of the index tensors. Raise :class:`UnknownValueError` unless there is a constant index
     tensor for every dim of ``source``."""
     if isinstance(source, Gathered):

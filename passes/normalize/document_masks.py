@@ -94,12 +94,13 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
 
 
 def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | None:
-    """Return which dim of the compared tensor indexes positions, and which one indexes rows of the batch, if ``term``
-    compares the tensor's element at the query's position with its element at the key's position, in the same row.
+    """Return two dims of the tensor whose elements ``term`` compares: the dim of positions, and the dim of batch rows
+    (``None`` if one row serves all). ``term`` must compare the element at the query's position with the element at the
+    key's position, in the same row, as a test of whether query and key are in one document does. Return ``None`` for
+    any other comparison.
 
     ``term``: a comparison of elements of one tensor, with the dims ``[batch, heads, queries, keys]``. ``length``: the
-    number of queries, which is also that of keys. The second number is ``None`` if the tensor has a single row for all.
-    Return ``None`` if the comparison is of another kind.
+    number of queries, which is also that of keys.
     """
     position, batch = None, None
     for dim, size in enumerate(list_node_sizes(term.a.source)):

@@ -87,12 +87,11 @@ class Tile(NamedTuple):
 
 
 def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
-    """Return the ranges of positions that rank ``rank`` holds of a sequence, of which each rank holds ``length``
-    positions.
+    """Return the ranges of positions of a sequence that the rank ``rank`` holds, if the sequence is sharded evenly.
 
-    ``num_ranks``: the number of ranks that share the sequence; ``rank`` is an index among them, from 0. ``zigzag``:
-    each rank has one range counted from the start and one from the end of the sequence, which balances causal
-    attention; else it has one range.
+    ``length``: the number of positions per rank. ``num_ranks``: the number of ranks that share the sequence; ``rank``
+    is an index among them, from 0. ``zigzag``: each rank has one range counted from the start and one from the end of
+    the sequence, which balances causal attention; else it has one range.
     """
     slices = shard_slices(make_shard_layout(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)

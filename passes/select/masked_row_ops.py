@@ -479,12 +479,13 @@ def _scatter_sum_rows(
 def _permute_coordinates(
     build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False
 ) -> fx.Node:
-    """Append a permutation of the dims of ``value`` from ``first`` on to the new graph. These dims stand for dims of a
-    mask in ascending order; they are brought into the order ``along``. Return the new node, or ``value`` if ``along``
-    is ascending.
+    """Append a permutation of the dims of ``value`` from ``first`` on to the new graph, and return its node. These dims
+    stand for the dims of a mask, in ascending order of their indices; the result has them in the order ``along``. If
+    ``along`` is ascending, return ``value`` itself.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``along``: the indices of the mask's dims, in
-    the wanted order. ``back``: whether to permute from the order ``along`` to the ascending order instead.
+    ``build``: the rewriter, which appends operators to the new graph. ``along``: the indices of the mask's dims in the
+    wanted order, such as ``[1, 0]`` for a mask that was transposed. ``back``: whether to permute from the order
+    ``along`` to the ascending order instead.
     """
     if along == sorted(along):
         return value

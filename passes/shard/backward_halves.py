@@ -100,9 +100,9 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether ``node`` is a view of a saved value or of a placeholder, and not itself one of these. Backward
-    then makes the view again, which costs nothing, instead of saving ``node``. ``kept``: the nodes whose results are
-    saved."""
+    """Return whether ``node`` need not be saved for backward because it is a view of a saved value or of a placeholder,
+    from which backward can make the view again at no cost. Return false if ``node`` is itself saved or a placeholder.
+    ``kept``: the nodes whose results are saved."""
     if node in kept or node.op == "placeholder":
         return False
     while node not in kept and node.op == "call_function" and _is_view(node):

@@ -37,9 +37,9 @@ Part = tuple[
 
 
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
-    """Return ``model`` with each buffer whose new value is a sum over the batch, such as a count of tokens, changed so
-    that every microbatch computes one addend of it. The runtime adds the addends up, so that no collective is needed in
-    each microbatch. The graphs are changed in place.
+    """Change ``model`` so that every microbatch computes one addend of each buffer whose new value is a sum over the
+    batch, such as a count of tokens. The runtime adds the addends up, so that no collective is needed in each
+    microbatch. Return the changed model; its graphs are changed in place.
 
     ``model``: the model of one microbatch, as graphs and their calls. ``axis``: the mesh axis along which the global
     batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch. A buffer whose new

@@ -338,11 +338,11 @@ def _own_path(node: fx.Node) -> str:
 
 
 def _merge_glue(units: list[Unit]) -> list[Unit]:
-    """Return ``units`` (consecutive groups of operators, such as layers) with the operators between modules (``glue``)
-    merged into a neighbouring group, so that equal layers stay equal. Glue is added to the group before it if that is
-    not one of several equal groups, or if the same glue follows more than half of these. Otherwise it is added to the
-    group behind it if that is not one of several equal groups. Other glue becomes a group of its own.
-    """
+    """Merge the operators between modules (groups with ``glue``) into a neighbouring group, and return the new list of
+    groups. Equal groups, such as equal layers, must stay equal: operators are added to the group before them if that
+    group has no equal, or if the same operators also follow more than half of its equals. Otherwise they are added to
+    the group behind them if that group has no equal. Otherwise they become a group of their own. ``units``: consecutive
+    groups of operators, such as layers."""
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
     repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]

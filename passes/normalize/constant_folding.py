@@ -115,7 +115,8 @@ MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest num
 
 
 class UnknownValueError(Exception):
-    """Raised if the value of a node cannot be computed from constants, or only with a tensor that is too large."""
+    """Raised if the value of a node cannot be computed from constants, or only with a tensor of more than ``LIMIT``
+    (2**22) elements."""
 
 
 class ConstantEvaluator:
@@ -200,9 +201,10 @@ class MaskEvaluator(ConstantEvaluator):
     data, its :class:`Gathered` refers to the tensor's own elements."""
 
     def compute_value(self, node: fx.Node) -> Value | None:
-        """Return the value of ``node`` if it follows from constants. Otherwise, if it is an integer tensor, return a
-        :class:`Gathered`, which says that its elements are those of ``node`` itself. Return ``None`` in any other case,
-        or if the tensor has more than four dims or a dim larger than ``LIMIT`` (2**22)."""
+        """Return the value of ``node``, such as a tensor or a tuple of conditions, if it follows from constants or from
+        rules for integers that depend on data. Otherwise, if ``node`` is an integer tensor, return a :class:`Gathered`
+        (a description of a tensor by elements of another one) that refers to the elements of ``node`` itself. Return
+        ``None`` in any other case, or if the tensor has more than four dims or a dim larger than ``LIMIT`` (2**22)."""
         value = super().compute_value(node)
         return describe_integers(node) if value is None else value
 

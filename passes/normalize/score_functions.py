@@ -70,8 +70,8 @@ class Elements:
 @dataclass(frozen=True, eq=False)
 class FlaggedCondition:
     """A condition of an attention mask: a query sees a key where all of ``terms`` hold, or where ``flags`` is true.
-    ``terms``: further conditions, such as a causal mask. ``flags``: a boolean tensor that depends on data, such as one
-    flag for each key of a prefix."""
+    ``terms``: conditions such as a causal mask. ``flags``: a boolean tensor that depends on data, such as one flag for
+    each key of a prefix."""
 
     terms: tuple[Condition, ...]
     flags: Elements
@@ -239,7 +239,8 @@ def _find_slopes(node: fx.Node, operand: Any, value: Any) -> Elements | None:
 
 
 def _as_number(value: Any) -> float | None:
-    """Return ``value`` as a number if it is one, or a tensor of a single element; otherwise ``None``."""
+    """Return ``value`` as a Python number if it is an int or float, or a tensor of a single element; otherwise, also
+    for a Python boolean, return ``None``."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.numel() != 1):
         return None
     return value.item() if isinstance(value, Tensor) else value if isinstance(value, int | float) else None
@@ -748,7 +749,9 @@ class _OperandWriter:
         return self._made[where]
 
     def _write_slopes(self, source: fx.Node, factor: float, heads: int) -> fx.Node:
-        """Return the node of the slopes ``[heads]``: the numbers of ``source`` times ``factor``."""
+        """Insert operators for the slopes ``[heads]`` of an ALiBi bias into the graph, once for equal arguments, and
+        return their node. They are the numbers of ``source``, which has one for each of the ``heads`` heads, times
+        ``factor``."""
         where = source, factor
         if where not in self._made:
             made, last = source, source

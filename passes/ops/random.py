@@ -55,8 +55,9 @@ def _shift_right_unsigned(x: Tensor, bits: int) -> Tensor:
 
 
 def _hash_element_index(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Return 64 random bits (int64) for each element of ``index``, a hash of its index, the seed and the stream number.
-    ``seed``, ``stream``: 0-dimensional int64 tensors."""
+    """Return 64 random bits (int64) for each element of ``index``, the indices of elements in a whole tensor: a hash of
+    the index, the seed and the stream number. ``seed``, ``stream``: 0-dimensional int64 tensors; random operators with
+    different stream numbers draw different numbers."""
     # The finalizer maps zero to zero, so one is added first.
     return _finalize_hash_bits((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
 
@@ -141,9 +142,9 @@ def _hash_to_fraction(hashed: Tensor) -> Tensor:
 
 
 class _Sequence:
-    """A splitmix64 generator for each element of a tensor, seeded by a hash of its index; for samplers that need
-    several numbers. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
-    tensors."""
+    """A splitmix64 generator for each element of a tensor, seeded by a hash of the element's index; for samplers that
+    need several numbers for an element. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``:
+    0-dimensional int64 tensors; operators with different streams draw different numbers."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
         self.state = _hash_element_index(index, seed, stream)
@@ -172,7 +173,8 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
     """Draw numbers of the gamma distribution with rate 1, one per element of ``index``, in the type of
     ``concentration``.
 
-    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors.
+    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
+    operators with different streams draw different numbers. ``concentration``: the shape parameter for each element.
     Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` (32) rounds; each element takes
     its first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is left without one with
     a probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1, the number is drawn for
@@ -200,8 +202,9 @@ def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor
     """Draw numbers of the Poisson distribution with mean ``rate``, one per element of ``index``, in the type of
     ``rate``.
 
-    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors.
-    Inverts the distribution function, a regularised upper incomplete gamma function, by bisection in float64.
+    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
+    operators with different streams draw different numbers. Inverts the distribution function, a regularised upper
+    incomplete gamma function, by bisection in float64.
     """
     u, mean = fraction(index, seed, stream), rate.to(torch.float64)
     # The probability outside of the interval is below 2**-53 (Chernoff's bound).
@@ -220,11 +223,11 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
     """Draw numbers of the binomial distribution, one per element of ``index``, in the type of ``count``; computed in
     float64.
 
-    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors.
-    ``count``: the number of trials. ``prob``: the probability of success. If fewer than 10 successes are expected,
-    inverts the distribution function term by term. Otherwise uses BTRS (Hormann 1993) with ``ROUNDS`` (32) rounds; each
-    element takes its first accepted candidate. A round accepts at least 3 of 4 candidates, so an element is left
-    without one with a probability below 1e-19; it is then the mode.
+    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
+    operators with different streams draw different numbers. ``count``: the number of trials. ``prob``: the probability
+    of success. If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses
+    BTRS (Hormann 1993) with ``ROUNDS`` (32) rounds; each element takes its first accepted candidate. A round accepts at
+    least 3 of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
     """
     own = _Sequence(index, seed, stream)
     n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)

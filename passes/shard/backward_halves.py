@@ -111,9 +111,9 @@ def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` returns the values of its one operand: a clone, the collective ``copy``, or
-    a view.
-    """
+    """Return whether the result of the operator ``node`` has the same values as its one operand: a clone, a view, or
+    the collective ``copy``, which returns its operand and only communicates in backward, where it all-reduces the
+    gradient."""
     if node.op != "call_function":
         return False
     return node.target == torch.ops.aten.clone.default or collective_name(node.target) == "copy" or _is_view(node)

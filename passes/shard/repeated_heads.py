@@ -199,8 +199,9 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def exchanged_times(heads: int, times: int, tp: int) -> int:
-    """Return how often each key head must appear so that the heads split evenly over ``tp`` ranks: the smallest divisor
-    of ``times`` for which they do; ``times`` itself if there is none.
+    """Return how often each key head must appear so that the heads split evenly over ``tp`` ranks. With context
+    parallelism, ranks exchange keys, and fewer copies mean fewer bytes. The result is the smallest divisor of ``times``
+    for which the heads split evenly; ``times`` itself if there is none.
 
     ``heads``: the number of key heads, with the copies that the model makes. ``times``: how often each head appears
     among them. ``tp``: the number of tensor-parallel ranks that share the heads.

@@ -406,7 +406,7 @@ def _flash_backward(
     ``grad``: the gradient of the result. ``operands``: queries, keys and values. ``results``: the result, and the
     logsumexp of the scores. ``documents``: (starts of the documents in the joined rows, followed by the end of the
     last; length of the longest). ``band``: the positions around its own that a query sees. ``scale``: the factor of the
-    scores.
+    scores; ``None`` means ``1 / sqrt(d)``.
     """
     starts, longest = documents
     batch = grad.shape[0]

@@ -334,7 +334,8 @@ def _find_number_source(node: fx.Node) -> fx.Node:
 
 def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
     """Return a list of the operands that the operator ``reader`` uses as indices, each as (operand, size of the dim
-    that it indexes). The size is ``None`` if it is not known.
+    that it indexes). An index must be in range, so this size is an upper bound of the operand's numbers. The size is
+    ``None`` if it is not known.
 
     Class numbers of a classification loss count as indices of its scores.
     """

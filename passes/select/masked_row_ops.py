@@ -282,8 +282,9 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
 
 def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
     """Rewrite ``index_select(x, dim, index)`` with static shapes, where ``index`` has coordinates of the true elements
-    of a mask. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if the
-    plain operator can be used, or if ``x`` itself consists of rows that a mask selects.
+    of a mask. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if no
+    such rewrite is needed, or if ``x`` itself consists of rows that a mask selects; the operator is then rewritten by
+    its sharding rule.
 
     ``build``: the rewriter, which appends operators to the new graph.
     """
@@ -294,8 +295,8 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
     """Rewrite ``index_copy``, or ``index_fill`` with one number, with static shapes, where a mask selects the rows that
-    are written. Return the new node; ``None`` if ``index`` is not a vector or ``x`` has no dims. Raise
-    :class:`Unselectable` if there is no form with static shapes.
+    are written. Return the new node. Return ``None`` if ``index`` is not a vector or ``x`` has no dims; the operator is
+    then rewritten by its sharding rule. Raise :class:`Unselectable` if there is no form with static shapes.
 
     Args:
         build: the rewriter, which appends operators to the new graph.

@@ -108,9 +108,9 @@ class _Selections(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it selects rows by
-        a mask, their symbolic number is the one of an equal mask. If it checks values, a form without the check runs
-        instead. ``types`` is not used."""
+        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it selects rows by a
+        mask, and an equal mask was used before, the result has the symbolic number of rows of the earlier selection. If
+        ``func`` reads values only to check them, a form without the check runs instead. ``types`` is not used."""
         kwargs = kwargs or {}
         if func in _BY_WHERE:
             return self._select_rows_by_where(*args, **kwargs)

@@ -196,9 +196,9 @@ def is_early(size: int, summed: int) -> bool:
 
 
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that compute those weight gradients that are sums of tensors at least four times as large in
-    total. The first half of backward, which computes input gradients, computes them too, so that it need not keep the
-    large tensors.
+    """Return the nodes that the first half of backward, which computes the gradients of inputs, should compute in
+    addition: those of weight gradients that are sums of much larger tensors (at least four times as large in total),
+    and the nodes that only they need. The large tensors then need not be kept for the second half.
 
     ``gradients``: the nodes of all weight gradients. ``known``: nodes that forward or the first half computes anyway;
     they are not returned.

@@ -270,12 +270,12 @@ def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: f
 
 def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
     """Rewrite a batch norm of ``x`` with running statistics, which torch updates, as elementary operators. Return a
-    tuple: the node of the normalised tensor, two ``None`` for saved statistics that nothing reads, and the nodes of the
-    new running mean and running variance.
+    tuple of five: the node of the normalised tensor, two ``None`` for saved statistics that nothing reads, and the
+    nodes of the new running mean and running variance.
 
-    In training, the new running mean is ``(1 - momentum) * old + momentum * batch mean``; the running variance follows
-    likewise from the batch's unbiased variance. Outside of training, both are the old ones. ``build``: appends
-    operators to the graph. ``arguments``: the operator's arguments after ``x``.
+    In training, the new running mean is ``(1 - momentum) * old + momentum * batch mean``; the new running variance is
+    computed in the same way from the batch's unbiased variance. Outside of training, both are the old ones. ``build``:
+    appends operators to the graph. ``arguments``: the operator's arguments after ``x``.
     """
     norm = BatchNorm(*arguments)
     running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum

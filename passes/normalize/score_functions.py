@@ -201,10 +201,10 @@ def _list_parts(value: Any) -> tuple[Tensor, ...]:
 
 
 def _multiply(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return what is known of the product ``node`` of two operands. ``a``, ``b``: what is known of the operands. The
-    result is a :class:`HeadBias` if one operand has a number for each head and the other is a constant that does not
-    vary along heads. It is a :class:`VectorSum` or :class:`HeadBias` times a number if one operand is the former and
-    the other the latter. Otherwise return ``None``."""
+    """Return what is known of the product ``node`` of two operands. ``a``, ``b``: what is known of the operands. If one
+    operand has a number for each head, and the other is a constant that does not vary along heads, the result is a
+    :class:`HeadBias`. If one operand is a :class:`HeadBias` or a :class:`VectorSum`, and the other is a number, the
+    result is the same description, multiplied by the number. Otherwise return ``None``."""
     for one, other in ((a, b), (b, a)):
         number = _as_number(other)
         if number is not None and isinstance(one, VectorSum):

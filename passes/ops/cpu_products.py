@@ -57,8 +57,7 @@ def should_use_onednn(a: Tensor, b: Tensor) -> bool:
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the product of the matrices ``a`` ``[m, k]`` and ``b`` ``[k, n]`` of a CPU by oneDNN, plus ``bias``
-    ``[n]``. The operands may have any strides.
-    """
+    ``[n]`` unless it is ``None``. The operands may have any strides."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
     return made
 
@@ -69,7 +68,8 @@ def multiply_add(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x`` ``[..., k]`` times the transpose of ``weight`` ``[n, k]`` plus ``bias`` ``[n]``, by oneDNN."""
+    """Return ``x`` ``[..., k]`` times the transpose of ``weight`` ``[n, k]``, plus ``bias`` ``[n]`` unless it is
+    ``None``, by oneDNN."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return made
 

@@ -110,12 +110,12 @@ class OpFactors:
     runs it. It is stated by factors, the named loop dimensions of the operator, as in an einsum.
 
     ``sizes``: name of each factor -> its size. ``operands``, ``results``: for each tensor and each of its dims, the
-    names of the dim's factors; a dim larger than 1 without a factor is never sharded. ``whole``: factors that must
-    not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial
-    sums, so are the results. ``lower``: factor -> special operators that one rank runs if this factor is sharded.
-    ``local``: a function that appends the operator with the arguments for the shapes on one rank, if its own
-    arguments do not fit them. ``spans``: the factor of which some tensors cover only a part. ``forms``: name -> a
-    way to run the operator that shards several dims at once.
+    names of the dim's factors; a dim larger than 1 without a factor is never sharded. ``whole``: factors that must not
+    be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so
+    are the results. ``lower``: factor -> special operators that one rank runs if this factor is sharded. ``local``: a
+    function that appends the operator with the arguments for the shapes on one rank; ``None`` if the operator's own
+    arguments fit them. ``spans``: which part of one factor each tensor covers; ``None`` if all tensors cover their
+    factors completely. ``forms``: name -> a way to run the operator that shards several dims at once.
     """
 
     sizes: Mapping[str, int]

@@ -178,9 +178,9 @@ def check_strategies(
     Args:
         target: the operator.
         args: arguments of the call, with real tensors; use float64 so that numbers agree closely.
-        kwargs: keyword arguments of the call.
+        kwargs: keyword arguments of the call; ``None`` for none.
         num_ranks: number of ranks to simulate.
-        wanted: further layouts to test; key ``i`` is operand ``i``, ``~k`` is result ``k``.
+        wanted: further layouts to test; key ``i`` is operand ``i``, ``~k`` is result ``k``; ``None`` for none.
         grad: whether floating-point tensors get gradients, or the positions (from 0), among the tensors, of those that
             do.
     """

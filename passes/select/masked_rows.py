@@ -591,8 +591,8 @@ class SelectedRows:
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
         """Return ``value``, which keeps all rows although the original model selects some by a mask, with the rows that
-        the mask does not select set to ``number`` (by default 1 for floating-point dtypes and 0 for integers). Return
-        the node ``value`` itself if this is not needed.
+        the mask does not select set to ``number``. If ``number`` is ``None``, they are set to 1 for floating-point
+        dtypes and 0 for integers. Return the node ``value`` itself if this is not needed.
 
         Values that the original model leaves out, such as a zero divisor or an index of -100, then cause no error.
         """

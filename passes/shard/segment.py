@@ -142,11 +142,11 @@ class Unit:
 class _ModuleCall:
     """One call of a module, with its operators and its calls of submodules.
 
-    ``name``: the module's path, with ``@`` and a number appended for a repeated call. ``class_name``: the name of
-    the module's class. ``parent``: the call that encloses it. ``children``: the calls of submodules by name, in
-    order. ``nodes``: all operators inside, in order. ``parameters``: how often its operators read a parameter.
-    ``work``: a rough number of arithmetic operations. ``key``: an integer that is equal for calls of equal
-    structure.
+    ``name``: the module's path, with ``@`` and a number appended for a repeated call. ``class_name``: the name of the
+    module's class. ``parent``: the call that encloses it; ``None`` for the call of the whole model. ``children``: the
+    calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``parameters``: how often its
+    operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: an integer that is equal for
+    calls of equal structure.
     """
 
     name: str

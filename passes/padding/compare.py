@@ -182,8 +182,8 @@ def shapes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 
 def is_prefix(whole: Tensor, part: Tensor) -> bool:
-    """Return whether the tensors ``whole`` and ``part`` have equal numbers of dims, and equal elements at all
-    indices that exist in both, as a table of positions and a longer one have."""
+    """Return whether the tensors ``whole`` and ``part`` have equal numbers of dims, and equal elements at all indices
+    that exist in both. For example, ``part`` may be the first rows of a table of positions ``whole``."""
     if whole.dim() != part.dim():
         return False
     common = tuple(slice(min(a, b)) for a, b in zip(whole.shape, part.shape, strict=True))

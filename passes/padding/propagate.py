@@ -415,9 +415,10 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``slice`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have; ``None`` if the sliced dim does not grow.
-    ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the original
-    batch may change) if the slice has a step or a tensor as bound, or cuts a flattened dim."""
+    grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
+    rule) if the sliced dim does not grow. ``operands``: such descriptions of the operands. The result has a fault (a
+    reason why elements of the original batch may change) if the slice has a step or a tensor as bound, or cuts a
+    flattened dim."""
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -470,10 +471,10 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cat`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have; ``None`` if no operand grows along the joined dim.
-    ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the original
-    batch may change) if another operand than the last grows along this dim."""
+    """Return what padding the batch does to the result of the ``cat`` node ``node``, as a description: which dims grow
+    with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding rule)
+    if no operand grows along the joined dim. ``operands``: such descriptions of the operands. The result has a fault (a
+    reason why elements of the original batch may change) if another operand than the last grows along this dim."""
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -488,9 +489,10 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``select`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have; ``None`` if the dim of the selected index does not
-    grow. ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the
-    original batch may change) unless index 0 is selected, because another index may be that of a padded element."""
+    grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
+    rule) if the dim of the selected index does not grow. ``operands``: such descriptions of the operands. The result
+    has a fault (a reason why elements of the original batch may change) unless index 0 is selected, because another
+    index may be that of a padded element."""
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -501,10 +503,11 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node``, as a description:
-    which dims grow with the batch, and which numbers padded elements have; ``None`` if the written dim does not
-    grow. ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the
-    original batch may change) unless the written slice reaches the end of the dim."""
+    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node``, as a description: which
+    dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
+    sharding rule) if the written dim does not grow. ``operands``: such descriptions of the operands. The result has a
+    fault (a reason why elements of the original batch may change) unless the written slice reaches the end of the
+    dim."""
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -520,10 +523,11 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``select_scatter`` node ``node``, as a description:
-    which dims grow with the batch, and which numbers padded elements have; ``None`` if the written dim does not
-    grow. ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the
-    original batch may change) unless index 0 is written, because another index may be that of a padded element."""
+    """Return what padding the batch does to the result of the ``select_scatter`` node ``node``, as a description: which
+    dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
+    sharding rule) if the written dim does not grow. ``operands``: such descriptions of the operands. The result has a
+    fault (a reason why elements of the original batch may change) unless index 0 is written, because another index may
+    be that of a padded element."""
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -533,10 +537,11 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node``, as a
-    description: which dims grow with the batch, and which numbers padded elements have; ``None`` if the dim along
-    which it works does not grow. ``operands``: such descriptions of the operands. Padded elements come last along
-    this dim, so results for elements of the original batch do not depend on them."""
+    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node``, as a description:
+    which dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the
+    operator's sharding rule) if the dim along which it works does not grow. ``operands``: such descriptions of the
+    operands. Padded elements come last along this dim, so results for elements of the original batch do not depend on
+    them."""
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -579,9 +584,10 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``where`` node ``node``, if its condition is known to
-    be true everywhere or false everywhere: the description of the operand that is then chosen. Otherwise return
-    ``None``. ``operands``: the descriptions of the operands under padding."""
+    """Return what padding the batch does to the result of the ``where`` node ``node``, if its condition is known to be
+    true everywhere or false everywhere: the description of the chosen operand. Otherwise return ``None``; the effect
+    then follows from the operator's sharding rule. ``operands``: such descriptions of the operands: which dims grow
+    with the batch, and which numbers elements have."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -591,10 +597,11 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``softmax`` node ``node``, as a description: which
-    dims grow with the batch, and which numbers padded elements have; ``None`` if the dim of the softmax does not
-    grow. ``operands``: such a description of the operand. The result has a fault (a reason why elements of the
-    original batch may change) unless padded elements have scores of -1e30 or less, or are hidden by a causal mask."""
+    """Return what padding the batch does to the result of the ``softmax`` node ``node``, as a description: which dims
+    grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
+    rule) if the dim of the softmax does not grow. ``operands``: such a description of the operand. The result has a
+    fault (a reason why elements of the original batch may change) unless padded elements have scores of -1e30 or less,
+    or are hidden by a causal mask."""
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -696,10 +703,11 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node``, as a description:
-    which dims grow with the batch, and which numbers padded elements have; ``None`` if no reduced dim grows.
-    ``operands``: such a description of the operand. The result has a fault (a reason why elements of the original
-    batch may change) unless padded elements are false (for ``any``) or true (for ``all``)."""
+    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node``, as a description: which
+    dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
+    sharding rule) if no reduced dim grows. ``operands``: such a description of the operand. The result has a fault (a
+    reason why elements of the original batch may change) unless padded elements are false (for ``any``) or true (for
+    ``all``)."""
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0
     dims = as_dims(get_node_argument(node, "dim"), len(x.dims))

@@ -335,10 +335,11 @@ def build_factor_rule(
     sharded. Factor sizes are taken from the tensors, and dims of size 1 have no factor. If dims of one name differ in
     size, as in a gather whose index is shorter than its source, no dim of this name is ever sharded.
 
-    ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the
-    operands of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank
-    runs if it is sharded. ``local``: a function that appends the operator with the arguments for the shapes on one
-    rank. ``spans``: the factor of which some tensors cover only a part.
+    ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands
+    of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank runs if it is
+    sharded; ``None`` for none. ``local``: a function that appends the operator with the arguments for the shapes on one
+    rank; ``None`` if the call's own arguments fit them. ``spans``: which part of one factor each tensor covers;
+    ``None`` if all tensors cover their factors completely.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}

@@ -123,8 +123,8 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
     Args:
         build: the rewriter, which appends operators to the new graph.
         numbers: the node with the class number of each element.
-        bound: an integer that is greater than all class numbers; never ``None``, because the caller has checked that one
-            is known.
+        bound: an integer that is greater than all class numbers; never ``None``, because the caller has checked that
+            one is known.
         least: the smallest number of classes that the operator returns.
     """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
